@@ -1,0 +1,34 @@
+"""The interface of a camera."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from hal.spec import Array, CameraSpec
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture: `image` is uint8 (height, width, 3) RGB; `t_capture_ns` is ``time.monotonic_ns()`` at capture."""
+
+    image: Array
+    t_capture_ns: int
+
+
+class Camera(ABC):
+    """One camera; `spec` is known before `connect`. One thread calls it."""
+
+    spec: CameraSpec
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Opens the device. Raises HardwareLost when it is not there."""
+
+    @abstractmethod
+    def read(self) -> Frame:
+        """The newest frame, without waiting for the next. Raises HardwareLost or StaleObservation."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the device. Calling it twice is harmless."""

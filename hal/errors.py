@@ -1,0 +1,50 @@
+"""The hardware layer's errors, grouped by what the caller should do.
+
+HalError
+├── SpecError            discard: a value does not fit the spec; the robot never saw it
+├── HardwareLost         reconnect: the device went away; nothing was commanded
+├── StaleObservation     retry: the newest reading is too old to act upon
+├── LeaseError           give way: someone else drives this robot
+│   ├── LeaseHeld        retry later: names the holder
+│   └── StaleToken       stop for good: a newer session has taken over
+├── EmergencyStopped     stop the robot: latched until a person re-arms it
+└── PlacementError       ask for less: explains what was asked, what there is, what is missing
+"""
+
+from __future__ import annotations
+
+
+class HalError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class SpecError(HalError):
+    """A value does not fit its spec (name, shape, dtype or finiteness)."""
+
+
+class HardwareLost(HalError):
+    """The device stopped answering or was unplugged."""
+
+
+class StaleObservation(HalError):
+    """The newest observation is older than the spec's bound."""
+
+
+class LeaseError(HalError):
+    """The caller may not drive this robot."""
+
+
+class LeaseHeld(LeaseError):
+    """Another session holds the lease; the message names it."""
+
+
+class StaleToken(LeaseError):
+    """The caller's fencing token is older than one that the driver has seen."""
+
+
+class EmergencyStopped(HalError):
+    """The e-stop is latched; only a person can re-arm the robot."""
+
+
+class PlacementError(HalError):
+    """A request for resources cannot be met; the message explains why."""

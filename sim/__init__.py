@@ -1,0 +1,1 @@
+"""MuJoCo robots that learn for real."""

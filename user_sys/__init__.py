@@ -1,0 +1,1 @@
+"""The learning system: edge, tunnel, store, learner, console."""

@@ -1,0 +1,70 @@
+"""The learning system's errors, grouped by what the caller should do.
+
+UserSysError
+├── ConfigError        mend the configuration; the message names the key and the remedy
+├── RunError           mend the run folder or the machine (port, disk, EGL); nothing was lost
+├── WireError          discard: bytes that do not decode within their bounds
+├── StoreError         stop and look: the durable log cannot be used as asked
+│   ├── StoreLocked    another process writes this store; the message names it
+│   ├── StoreCorrupt   a record is damaged; its neighbours stay readable
+│   ├── StoreFull      the disk is full: free some; nothing that was acknowledged is lost
+│   └── StoreVersion   another format version wrote it
+├── TunnelError        reconnect
+│   ├── Refused        do not retry: key, version or identity was refused; the message says which
+│   └── LinkDown       retry later: no peer within the deadline
+└── AuthorityError     an illegal transition of control over a robot
+"""
+
+from __future__ import annotations
+
+
+class UserSysError(Exception):
+    """Base of every error that this package raises on purpose; the command line prints it as one line."""
+
+
+class ConfigError(UserSysError):
+    """A configuration that cannot be used."""
+
+
+class RunError(UserSysError):
+    """The machine or the run folder does not allow the run."""
+
+
+class WireError(UserSysError):
+    """Bytes from a peer or a file that do not decode."""
+
+
+class StoreError(UserSysError):
+    """The durable log cannot be used as asked."""
+
+
+class StoreLocked(StoreError):
+    """Another process writes this store."""
+
+
+class StoreCorrupt(StoreError):
+    """A record is damaged."""
+
+
+class StoreFull(StoreError):
+    """The disk is full."""
+
+
+class StoreVersion(StoreError):
+    """The store was written in another format version."""
+
+
+class TunnelError(UserSysError):
+    """The tunnel cannot deliver now."""
+
+
+class Refused(TunnelError):
+    """The peer refused us for good."""
+
+
+class LinkDown(TunnelError):
+    """No peer answered within the deadline."""
+
+
+class AuthorityError(UserSysError):
+    """An illegal transition of control over a robot."""

@@ -1,0 +1,225 @@
+"""Every message that crosses a process or a network boundary: frozen, typed, versioned.
+
+A message travels as one msgpack frame. Three of them (`ChunkOffer`, `Preview`, `WeightsManifest`) announce a second
+frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from hal.spec import RobotSpec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+# Opening a session ----------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First message of a client on the control channel. Its key decides which `name` and `role` it may claim."""
+
+    protocol: int
+    role: Literal["robot", "learner", "console"]
+    name: str
+    spec: RobotSpec | None = None
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The gateway accepts; `resume_from` tells a robot nothing it must know, only how many chunks are kept of it."""
+
+    protocol: int
+    gateway: str
+    chunks_kept: int = 0
+
+
+class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+    """The gateway refuses for good; `reason` is a sentence for a person."""
+
+    reason: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    """Sent by the client; the gateway echoes it with its own clock, from which offset and round trip are estimated."""
+
+    t_client_ns: int
+    t_gateway_unix_ns: int = 0
+
+
+# Leases ---------------------------------------------------------------------------------------------------------------
+
+
+class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
+    """A session asks to drive `robot`, or renews when `token` is the one it holds."""
+
+    robot: str
+    holder: str
+    token: int = 0
+
+
+class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
+    robot: str
+    holder: str
+    token: int
+    ttl_s: float
+
+
+class LeaseRefusal(Message, frozen=True, kw_only=True, tag="lease-refusal"):
+    """`reason` names the holder."""
+
+    robot: str
+    reason: str
+
+
+class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release"):
+    robot: str
+    token: int
+
+
+# People ---------------------------------------------------------------------------------------------------------------
+
+
+class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
+    """A person's order to one robot. `twist` has one element an action element, each in [-1, 1]; only for ``drive``."""
+
+    robot: str
+    operator: str
+    order: Literal["take-over", "drive", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+    twist: tuple[float, ...] = ()
+    sequence: int = 0
+
+
+class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
+    """Whether an order took effect, to the operator who gave it."""
+
+    robot: str
+    operator: str
+    order: str
+    accepted: bool
+    reason: str = ""
+
+
+class WatchRequest(Message, frozen=True, kw_only=True, tag="watch"):
+    """A console wants pictures of `robot` for the next `ttl_s` seconds at no more than `rate_hz`."""
+
+    robot: str
+    rate_hz: float
+    ttl_s: float
+
+
+# What everyone may know -----------------------------------------------------------------------------------------------
+
+
+class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
+    """A robot's state, published a few times a second and at each change of authority."""
+
+    robot: str
+    authority: str
+    operator: str
+    phase: str
+    episode: str
+    step: int
+    policy_version: int
+    real_time: bool
+    outbox_chunks: int
+    control_hz: float
+    safety_interventions: int
+    note: str = ""
+
+
+class EpisodeReport(Message, frozen=True, kw_only=True, tag="episode"):
+    """One finished episode, for curves; the store is the truth."""
+
+    robot: str
+    episode: str
+    source: str
+    steps: int
+    success: bool | None
+    intervention_steps: int
+    episode_return: float
+    policy_version: int
+
+
+class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
+    """Scalars of one node at one count (the learner's updates, the gateway's steps)."""
+
+    node: str
+    count: int
+    scalars: dict[str, float]
+
+
+class StopRun(Message, frozen=True, kw_only=True, tag="stop-run"):
+    """The run is over: sessions finish their step, drain their outbox and leave."""
+
+    reason: str
+
+
+# Experience -----------------------------------------------------------------------------------------------------------
+
+
+class ChunkOffer(Message, frozen=True, kw_only=True, tag="chunk"):
+    """The second frame is an encoded `user_sys.episode.Chunk`."""
+
+    sequence: int
+    episode: str
+    index: int
+
+
+class ChunkAck(Message, frozen=True, kw_only=True, tag="chunk-ack"):
+    """Everything the client sent up to and including `sequence` is durable."""
+
+    sequence: int
+
+
+class ChunkRefusal(Message, frozen=True, kw_only=True, tag="chunk-refusal"):
+    """The chunk can never be stored (damaged, or in another robot's name). The edge sets it aside and goes on."""
+
+    sequence: int
+    reason: str
+
+
+class Preview(Message, frozen=True, kw_only=True, tag="preview"):
+    """The second frame is a JPEG picture for people to see; newest wins, one in flight."""
+
+    robot: str
+    camera: str
+    step: int
+
+
+class PreviewAck(Message, frozen=True, kw_only=True, tag="preview-ack"):
+    robot: str
+    camera: str
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+class WeightsManifest(Message, frozen=True, kw_only=True, tag="weights"):
+    """The second frame is the payload: safetensors bytes for codec ``full``. `digest` is its BLAKE2b-256, in hex."""
+
+    version: int
+    codec: Literal["full"]
+    digest: str
+    size_bytes: int
+    updates: int = 0
+    base: int = -1
+
+
+class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
+    robot: str
+    version: int
+    seconds: float
+
+
+ControlMessage = (
+    Hello | Welcome | Refusal | Heartbeat | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease | OperatorCommand
+    | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
+)  # fmt: skip
+ExperienceMessage = Hello | Welcome | Refusal | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
+WeightsMessage = Hello | Welcome | Refusal | WeightsManifest | WeightsApplied
