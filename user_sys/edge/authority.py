@@ -1,0 +1,277 @@
+"""Who drives one robot: an explicit state machine, kept by the robot's session on the edge.
+
+::
+
+    POLICY --take-over--> HUMAN --hand-back--> POLICY
+    HUMAN --silence--> HOLD --take-over--> HUMAN,  HOLD --hand-back--> POLICY
+    any --e-stop--> STOPPED --re-arm--> HOLD
+
+One person at a time: while HUMAN, orders of anybody else are refused and the refusal names who drives. HOLD belongs to
+nobody for long: its former operator, or anybody else, takes over or hands back. E-stop is open to everybody, always.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hal.errors import SpecError
+from hal.spec import Array, RobotSpec
+from user_sys.episode import Phase
+from user_sys.errors import AuthorityError
+from user_sys.messages import OperatorCommand, OperatorReply
+
+SILENCE_S = 0.5
+MAX_AUDIT_ENTRIES = 4096
+MAX_NAME_CHARS = 64
+
+_log = logging.getLogger(__name__)
+
+
+class State(enum.StrEnum):
+    """Who drives now. The values are those of ``RobotStatus.authority``."""
+
+    POLICY = "policy"
+    HUMAN = "human"
+    HOLD = "hold"
+    STOPPED = "stopped"
+
+
+_LEGAL = frozenset(
+    {
+        (State.POLICY, State.HUMAN),
+        (State.HUMAN, State.POLICY),
+        (State.HUMAN, State.HOLD),
+        (State.HOLD, State.HUMAN),
+        (State.HOLD, State.POLICY),
+        (State.POLICY, State.STOPPED),
+        (State.HUMAN, State.STOPPED),
+        (State.HOLD, State.STOPPED),
+        (State.STOPPED, State.HOLD),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One change of authority: who caused it, by which order (``silence`` for none), and when."""
+
+    unix_ns: int
+    operator: str
+    cause: str
+    before: State
+    after: State
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A person's verdict on the running episode."""
+
+    success: bool
+    operator: str
+
+
+class Authority:
+    """Decides, for each control period, whether the policy or a person drives, or nobody.
+
+    One thread calls it. Nothing blocks. `clock` gives monotonic seconds.
+
+    A person's *twist* has one element an action element, each in [-1, 1]: the share of the way from ``spec.neutral`` to
+    the action's bound. The gripper's element is +1 for open (upper bound), -1 for closed (lower bound), and 0 until the
+    person first touches it: the gripper stays as it is, so that a take-over drops nothing.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        spec: RobotSpec,
+        clock: Callable[[], float] = time.monotonic,
+        unix_ns: Callable[[], int] = time.time_ns,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self.robot = robot
+        self.state = State.POLICY
+        self.operator = ""  # who drives, or who last did while HOLD, or who stopped the robot; empty for the policy
+        self.audit: deque[Transition] = deque(maxlen=MAX_AUDIT_ENTRIES)
+        self._spec = spec
+        self._clock = clock
+        self._unix_ns = unix_ns
+        self._silence_s = silence_s
+        self._heard_s = -math.inf
+        self._sequence = 0
+        self._twist = np.zeros(spec.action.shape, np.float32)
+        self._policy_acted = True
+        self._mark: Mark | None = None
+        self._reset = False
+
+    # What the session asks every control period ----------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """POLICY; or, from a take-over to the hand-back, CORRECTION, and TELEOP where a person began the episode."""
+        if self.state is State.POLICY:
+            return Phase.POLICY
+        return Phase.CORRECTION if self._policy_acted else Phase.TELEOP
+
+    def tick(self) -> State:
+        """Notices silence, and returns the state for this control period."""
+        if self.state is State.HUMAN and self._clock() - self._heard_s > self._silence_s:
+            self._move(State.HOLD, self.operator, "silence")
+        return self.state
+
+    def twist(self) -> Array:
+        """The newest input, float32 (a,): all zero unless a person drives, save for the gripper's element."""
+        if self.state is State.HUMAN:
+            return self._twist.copy()
+        return self._still()
+
+    def action(self, previous: Array) -> Array:
+        """The action, float32 (a,) in the action spec's units, that the newest input asks for.
+
+        Args:
+            previous: the action that was applied last; where the person has not touched the gripper, its element stays.
+
+        Raises:
+            SpecError: the robot's spec names no neutral action, so that it cannot be driven by shares of the range.
+        """
+        spec, twist = self._spec, self.twist()
+        if len(spec.neutral) != len(twist):
+            raise SpecError(f"{spec.model}: a spec without `neutral` cannot be driven by hand")
+        neutral, low, high = (np.asarray(v, np.float32) for v in (spec.neutral, spec.action.low, spec.action.high))
+        action: Array = neutral + twist * np.where(twist > 0, high - neutral, neutral - low)
+        if spec.gripper >= 0:
+            action[spec.gripper] = self._gripper(twist[spec.gripper], previous[spec.gripper])
+        return action
+
+    def take_mark(self) -> Mark | None:
+        """The verdict given since the last call, once."""
+        mark, self._mark = self._mark, None
+        return mark
+
+    def take_reset(self) -> bool:
+        """Whether a reset was asked for since the last call."""
+        asked, self._reset = self._reset, False
+        return asked
+
+    def begin_episode(self) -> None:
+        """A new episode starts under whoever drives; a verdict or reset meant for the old one is forgotten."""
+        self._policy_acted = self.state is State.POLICY
+        self._mark, self._reset = None, False
+
+    # What people order ------------------------------------------------------------------------------------------------
+
+    def apply(self, command: OperatorCommand) -> OperatorReply:
+        """Carries out an order, or refuses it with a reason; never raises for what a person may send."""
+        self.tick()
+        try:
+            self._order(command)
+        except AuthorityError as error:
+            if command.order != "drive":
+                who = command.operator[:MAX_NAME_CHARS]
+                _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, who, command.order, error)
+            return self._reply(command, accepted=False, reason=str(error))
+        return self._reply(command, accepted=True)
+
+    def emergency_stop(self, who: str, cause: str = "e-stop") -> None:
+        """Latches the stop; also for the driver's own. What was asked before is forgotten. Repeating it is harmless."""
+        self._twist = self._still()
+        self._reset = False
+        if self.state is not State.STOPPED:
+            self._move(State.STOPPED, who, cause)
+
+    def _order(self, command: OperatorCommand) -> None:
+        operator = command.operator
+        if command.robot != self.robot:
+            raise AuthorityError(f"this is {self.robot}, not {command.robot[:MAX_NAME_CHARS]}")
+        if command.order == "e-stop":
+            return self.emergency_stop(operator[:MAX_NAME_CHARS])
+        if not operator.strip() or len(operator) > MAX_NAME_CHARS:
+            raise AuthorityError(f"an order needs the name of a person, of at most {MAX_NAME_CHARS} characters")
+        self._refuse_beside_another(operator)
+        match command.order:
+            case "take-over":
+                self._take_over(command)
+            case "drive":
+                self._drive(command)
+            case "hand-back":
+                self._hand_back(operator)
+            case "re-arm":
+                self._re_arm(operator)
+            case "reset":
+                self._require_armed()
+                self._reset = True
+            case "success" | "failure":
+                self._mark = Mark(command.order == "success", operator)
+
+    def _take_over(self, command: OperatorCommand) -> None:
+        self._require_armed()
+        if self.state is not State.HUMAN:
+            self._twist = np.zeros_like(self._twist)
+            self._move(State.HUMAN, command.operator, "take-over")
+        self._sequence = command.sequence  # another console counts from elsewhere; what it sent earlier is void
+        self._heard_s = self._clock()
+
+    def _drive(self, command: OperatorCommand) -> None:
+        self._require_armed()
+        if self.state is not State.HUMAN:
+            raise AuthorityError("take over first" if self.state is State.POLICY else "held: take over to go on")
+        twist = command.twist
+        if len(twist) != len(self._twist) or not all(-1.0 <= share <= 1.0 for share in twist):
+            raise AuthorityError(f"a twist of {self.robot} has {len(self._twist)} elements in [-1, 1]")
+        if command.sequence <= self._sequence:
+            raise AuthorityError("overtaken by a newer input")
+        self._sequence = command.sequence
+        self._twist = np.asarray(twist, np.float32)
+        self._heard_s = self._clock()
+
+    def _hand_back(self, operator: str) -> None:
+        self._require_armed()
+        if self.state is State.POLICY:
+            raise AuthorityError("the policy drives already")
+        self._policy_acted = True
+        self._move(State.POLICY, operator, "hand-back")
+
+    def _re_arm(self, operator: str) -> None:
+        if self.state is not State.STOPPED:
+            raise AuthorityError("not stopped")
+        self._move(State.HOLD, operator, "re-arm")
+
+    def _refuse_beside_another(self, operator: str) -> None:
+        if self.state is State.HUMAN and operator != self.operator:
+            raise AuthorityError(f"{self.operator} drives {self.robot}")
+
+    def _require_armed(self) -> None:
+        if self.state is State.STOPPED:
+            raise AuthorityError(f"stopped by {self.operator or 'somebody'}: re-arm first")
+
+    def _move(self, after: State, operator: str, cause: str) -> None:
+        before = self.state
+        if (before, after) not in _LEGAL:
+            raise AuthorityError(f"{self.robot}: no way from {before} to {after} ({cause})")
+        self.state = after
+        self.operator = "" if after is State.POLICY else operator
+        self.audit.append(Transition(self._unix_ns(), operator, cause, before, after))
+        _log.info("authority.moved robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after)
+
+    def _reply(self, command: OperatorCommand, accepted: bool, reason: str = "") -> OperatorReply:
+        return OperatorReply(
+            robot=self.robot, operator=command.operator, order=command.order, accepted=accepted, reason=reason
+        )
+
+    def _still(self) -> Array:
+        still = np.zeros_like(self._twist)
+        if self._spec.gripper >= 0:
+            still[self._spec.gripper] = self._twist[self._spec.gripper]
+        return still
+
+    def _gripper(self, share: float, previous: float) -> float:
+        """The share of the whole range, -1 closed to +1 open; 0 keeps `previous`."""
+        low, high = self._spec.action.low[self._spec.gripper], self._spec.action.high[self._spec.gripper]
+        return previous if share == 0 else low + (share + 1) / 2 * (high - low)
