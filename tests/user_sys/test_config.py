@@ -1,0 +1,233 @@
+"""Configuration: what is given in part keeps the rest, and what does not fit is one line that names it."""
+
+from __future__ import annotations
+
+import enum
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from draccus import ChoiceRegistry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from user_sys.config import as_dict, load, save
+from user_sys.errors import ConfigError
+
+
+class Codec(enum.StrEnum):
+    FULL = "full"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Learner:
+    batch_size: int = 256
+    learning_rate: float = 3e-4
+    layers: tuple[int, ...] = (256, 256)
+    name: str = "rlpd"
+    max_training_s: float | None = None
+    codec: Codec = Codec.FULL
+    mode: Literal["online", "offline"] = "offline"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class Robot:
+    name: str = "panda-0"
+    bounds: tuple[float, float] = (-1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Algorithm(ChoiceRegistry):  # type: ignore[misc]
+    pass
+
+
+@Algorithm.register_subclass("bc")
+@dataclass(frozen=True)
+class Bc(Algorithm):
+    weight_decay: float = 0.0
+
+
+@Algorithm.register_subclass("sac")
+@dataclass(frozen=True)
+class Sac(Algorithm):
+    ensemble: int = 2
+
+
+@dataclass(frozen=True)
+class Train:
+    seed: int = 0
+    folder: Path = Path("runs")
+    learner: Learner = field(default_factory=lambda: Learner(batch_size=512))
+    robots: tuple[Robot, ...] = (Robot(), Robot("panda-1"))
+    labels: Mapping[str, float] = field(default_factory=dict)
+    algorithm: Algorithm = field(default_factory=lambda: Sac(ensemble=10))
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError("seed must not be negative")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "demo.yaml"
+
+
+def _load(path: Path, text: str, *overrides: str) -> Train:
+    path.write_text(text)
+    return load(Train, path, list(overrides))
+
+
+def test_without_a_file_everything_is_the_default() -> None:
+    assert load(Train, None) == Train()
+
+
+def test_a_section_given_in_part_keeps_the_defaults_of_its_parent(path: Path) -> None:
+    config = _load(path, "learner:\n  learning_rate: 1e-3\n")
+    assert config.learner == Learner(batch_size=512, learning_rate=1e-3)
+
+
+def test_overrides_win_over_the_file(path: Path) -> None:
+    config = _load(path, "learner: {batch_size: 64, name: a}", "--learner.batch_size=128", "--seed", "-0")
+    assert (config.learner.batch_size, config.learner.name, config.seed) == (128, "a", 0)
+
+
+def test_text_from_the_command_line_is_taken_to_the_letter(path: Path) -> None:
+    config = _load(path, "", "--learner.name=0010", "--folder=12", "--learner.max_training_s=null")
+    assert (config.learner.name, config.folder, config.learner.max_training_s) == ("0010", Path("12"), None)
+
+
+def test_one_item_of_a_list_can_be_overridden(path: Path) -> None:
+    assert [r.name for r in _load(path, "", "--robots.1.name=left").robots] == ["panda-0", "left"]
+    text = "robots: [{name: a}, {name: b}]"
+    assert [r.name for r in _load(path, text, "--robots.0.name=c").robots] == ["c", "b"]
+    assert _load(path, "", "--learner.layers=[64]").learner.layers == (64,)
+
+
+def test_choices(path: Path) -> None:
+    config = _load(path, "learner: {codec: bf16, mode: online}\nalgorithm: {type: bc, weight_decay: 0.1}")
+    assert (config.learner.codec, config.learner.mode, config.algorithm) == (Codec.BF16, "online", Bc(0.1))
+    assert _load(path, "algorithm: {}").algorithm == Sac(ensemble=10)
+
+
+def test_saved_configuration_loads_equal(path: Path) -> None:
+    config = _load(
+        path, "labels: {a: 1, b: 2.5}\nrobots: [{name: 'null'}]", "--learner.codec=bf16", "--algorithm.type=bc"
+    )
+    save(config, path)
+    assert load(Train, path) == config
+    assert as_dict(config)["learner"]["codec"] == "bf16"
+
+
+@given(
+    rate=st.floats(allow_nan=False, allow_infinity=True),
+    name=st.text(st.characters(blacklist_categories=["Cs"]), max_size=20),
+    layers=st.lists(st.integers(-(2**40), 2**40), max_size=4),
+    limit=st.none() | st.floats(allow_nan=False),
+    label=st.text(string.ascii_letters, max_size=5),
+)
+def test_every_configuration_survives_a_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, rate: float, name: str, layers: list[int], limit: float | None, label: str
+) -> None:
+    path = tmp_path_factory.mktemp("config") / "saved.yaml"
+    learner = Learner(learning_rate=rate, name=name, layers=tuple(layers), max_training_s=limit)
+    config = Train(learner=learner, labels={label: rate}, robots=(Robot(name, (rate, 0.5)),))
+    save(config, path)
+    assert load(Train, path) == config
+
+
+ERRORS = {
+    "learner: {batchsize: 1}": ["demo.yaml", "learner.batchsize", "did you mean 'learner.batch_size'?"],
+    "batch_size: 1": ["batch_size", "did you mean 'learner.batch_size'?"],
+    "zzz: 1": ["zzz", "known are seed, folder, learner"],
+    "robots: [{nam: a}]": ["robots.0.nam", "'robots.0.name'"],
+    "learner:": ["learner", "expected a section", "got nothing"],
+    "learner: 3": ["learner", "expected a section", "got 3"],
+    "learner: {batch_size: 2.5}": ["learner.batch_size", "a whole number", "2.5"],
+    "learner: {batch_size: true}": ["learner.batch_size", "a whole number", "True"],
+    "learner: {batch_size: '7'}": ["learner.batch_size", "a whole number", "'7'"],
+    "learner: {compile: 1}": ["learner.compile", "true or false", "got 1"],
+    "learner: {learning_rate: fast}": ["learner.learning_rate", "a number", "'fast'"],
+    "learner: {name: 5}": ["learner.name", "text", "put it in quotes"],
+    "learner: {name: null}": ["learner.name", "text", "nothing"],
+    "learner: {codec: bf61}": ["learner.codec", "bf16, full", "did you mean 'bf16'?"],
+    "learner: {mode: onlin}": ["learner.mode", "did you mean 'online'?"],
+    "learner: {layers: 5}": ["learner.layers", "a list"],
+    "learner: {layers: [1, x]}": ["learner.layers.1", "a whole number", "'x'"],
+    "learner: {max_training_s: soon}": ["learner.max_training_s", "a number"],
+    "robots: [{bounds: [1]}]": ["robots.0.bounds", "2 items, got 1"],
+    "labels: {a: b}": ["labels.a", "a number"],
+    "labels: [1]": ["labels", "names with values"],
+    "learner: {batch_size: 0}": ["demo.yaml", "batch_size must be at least 1, got 0"],
+    "seed: -1": ["demo.yaml", "seed must not be negative"],
+    "seed: 1\nseed: 2": ["demo.yaml:2", "'seed' is given twice"],
+    "seed: [1": ["demo.yaml", "not valid YAML"],
+    "seed: 1\n\tx: 2": ["demo.yaml:2", "not valid YAML"],
+    "!!python/object/apply:os.system [ls]": ["demo.yaml", "not valid YAML"],
+    "just text": ["demo.yaml", "expected sections and keys"],
+    "algorithm: {type: sacc}": ["algorithm.type", "bc, sac", "did you mean 'sac'?"],
+    "algorithm: {type: bc, ensemble: 3}": ["algorithm.ensemble", "unknown key", "weight_decay"],
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(path, text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [part for part in ERRORS[text] if part not in message] == [], message
+
+
+OVERRIDES = {
+    "--learner.batchsize=1": "--learner.batchsize: unknown key; did you mean 'learner.batch_size'?",
+    "--learner.batch-size=1": "--learner.batch-size: unknown key; did you mean 'learner.batch_size'?",
+    "--learner.batch_size=many": "--learner.batch_size: expected a whole number, got 'many'",
+    "--learner.batch_size=[": "--learner.batch_size: not valid YAML",
+    "--learner.batch_size": "--learner.batch_size needs a value",
+    "--learner.batch_size.deep=1": "--learner.batch_size",
+    "--learner=3": "--learner: expected a section",
+    "--robots.7.name=x": "--robots.7: there is no item 7; the list has 2",
+    "seed=1": "'seed=1' is not an override",
+    "--": "'--' is not an override",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_that_does_not_fit_is_refused_in_one_line(path: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(path, "", override)
+    assert str(caught.value).startswith(OVERRIDES[override])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbour(path: Path) -> None:
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"demos\.yaml: no such file; did you mean .*demo\.yaml\?"):
+        load(Train, path.with_name("demos.yaml"))
+
+
+def test_a_missing_required_key_is_named(path: Path) -> None:
+    @dataclass(frozen=True)
+    class Needy:
+        endpoint: str
+
+    path.write_text("")
+    with pytest.raises(ConfigError, match="demo.yaml.*endpoint"):
+        load(Needy, path)
+
+
+def test_a_folder_or_binary_file_is_refused(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(Train, path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(Train, tmp_path)
