@@ -111,8 +111,6 @@ class Authority:
         self._mark: Mark | None = None
         self._reset = False
 
-    # What the session asks every control period ----------------------------------------------------------------------
-
     @property
     def phase(self) -> Phase:
         """POLICY; or, from a take-over to the hand-back, CORRECTION, and TELEOP where a person began the episode."""
@@ -164,8 +162,6 @@ class Authority:
         """A new episode starts under whoever drives; a verdict or reset meant for the old one is forgotten."""
         self._policy_acted = self.state is State.POLICY
         self._mark, self._reset = None, False
-
-    # What people order ------------------------------------------------------------------------------------------------
 
     def apply(self, command: OperatorCommand) -> OperatorReply:
         """Carries out an order, or refuses it with a reason; never raises for what a person may send."""

@@ -1,0 +1,187 @@
+"""The hub: newest state of a run, bounded curves, and orders on their way out."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.console.curves import Curve
+from user_sys.console.hub import LOST_AFTER_S, MAX_CAMERAS, MAX_CURVES, MAX_JPEG_BYTES, MAX_ROBOTS, ConsoleHub
+from user_sys.errors import AuthorityError, WireError
+from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, RobotStatus, WatchRequest
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def status(robot: str = "panda-0", **changes: Any) -> RobotStatus:
+    values: dict[str, Any] = {
+        "robot": robot, "authority": "policy", "operator": "", "phase": "policy", "episode": "e-1", "step": 3,
+        "policy_version": 7, "real_time": False, "outbox_chunks": 0, "control_hz": 40.0, "safety_interventions": 0,
+    }  # fmt: skip
+    return RobotStatus(**{**values, **changes})
+
+
+def episode(success: bool | None, source: str = "online", touched: int = 0, steps: int = 40) -> EpisodeReport:
+    return EpisodeReport(
+        robot="panda-0", episode="e", source=source, steps=steps, success=success, intervention_steps=touched,
+        episode_return=1.0, policy_version=1,
+    )  # fmt: skip
+
+
+def bus(labels: str, **changes: Any) -> RobotSpec:
+    names = tuple(labels.split())
+    ends = (1.0,) * len(names)
+    action = ArraySpec(name="action", labels=names, units=("1",) * len(names), low=tuple(-e for e in ends), high=ends)
+    return RobotSpec(model="bus", rate_hz=10.0, observation=(), action=action, **changes)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sent() -> list[OperatorCommand | WatchRequest]:
+    return []
+
+
+@pytest.fixture
+def hub(sent: list[OperatorCommand | WatchRequest], clock: Clock) -> ConsoleHub:
+    return ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g", tool_delta=(0, 1, 2), gripper=3)}, 300.0, clock)
+
+
+def test_a_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
+    assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
+    hub.feed(status(step=9))
+    seen = hub.view().robots[0]
+    assert seen.status is not None and seen.status.step == 9 and not seen.lost
+    clock.now_s += LOST_AFTER_S + 0.1
+    assert hub.view().robots[0].lost
+
+
+def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock) -> None:
+    assert hub.view().success is None
+    for report in (episode(True), episode(False), episode(True, touched=5), episode(None), episode(True, "demo")):
+        clock.now_s += 10
+        hub.feed(report)
+    view = hub.view()
+    assert (view.episodes, view.env_steps, view.interventions, view.success) == (4, 160, 1, 0.25)
+    success = next(curve for curve in hub.curves() if curve.name == "success")
+    assert success.x == (10.0, 20.0, 30.0, 40.0) and success.y == (1.0, 0.5, 1 / 3, 0.25)
+
+
+def test_success_is_of_the_newest_episodes(hub: ConsoleHub) -> None:
+    for success in [False] * 30 + [True] * 20:
+        hub.feed(episode(success))
+    assert hub.view().success == 1.0
+
+
+def test_losses_are_drawn_and_what_is_not_finite_is_left_out(hub: ConsoleHub) -> None:
+    hub.feed(MetricsReport(node="learner", count=10, scalars={"critic_loss": 2.0}))
+    hub.feed(MetricsReport(node="learner", count=20, scalars={"critic_loss": float("nan")}))
+    hub.feed(MetricsReport(node="learner", count=30, scalars={"critic_loss": 1.0}))
+    assert hub.view().updates == 30 and hub.view().metrics["learner"]["critic_loss"] == 1.0
+    (curve,) = hub.curves()
+    assert curve.name == "learner/critic_loss" and curve.x == (10.0, 30.0) and curve.y == (2.0, 1.0)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500))
+def test_a_curve_stays_small_in_order_and_within_its_values(values: list[float]) -> None:
+    curve = Curve("c", max_points=16)
+    for x, value in enumerate(values):
+        curve.add(float(x), value)
+    view = curve.view()
+    assert len(view.x) == len(view.y) <= 17
+    assert list(view.x) == sorted(view.x)
+    assert min(values) - 1e-6 <= min(view.y) and max(view.y) <= max(values) + 1e-6
+    assert view.x[-1] >= len(values) - 1 - len(values) / 8  # it reaches to now
+
+
+def test_a_picture_replaces_the_former_one(hub: ConsoleHub) -> None:
+    for step in range(3):
+        hub.feed_picture(Preview(robot="panda-0", camera="front", step=step), b"jpeg%d" % step)
+    picture = hub.picture("panda-0", "front")
+    assert picture is not None and (picture.step, picture.serial, picture.jpeg) == (2, 3, b"jpeg2")
+    assert hub.picture("panda-0", "rear") is None and hub.picture("nobody", "front") is None
+    assert hub.view().robots[0].cameras == ("front",)
+
+
+def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
+    with pytest.raises(WireError, match="bytes"):
+        hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
+    with pytest.raises(WireError, match="cameras"):
+        for i in range(MAX_CAMERAS + 1):
+            hub.feed_picture(Preview(robot="panda-0", camera=str(i), step=0), b"")
+    with pytest.raises(WireError, match="robot too many"):
+        for i in range(MAX_ROBOTS + 1):
+            hub.feed(status(f"r-{i}"))
+    hub.feed(MetricsReport(node="n", count=0, scalars={str(i): 0.0 for i in range(MAX_CURVES * 2)}))
+    assert len(hub.curves()) == MAX_CURVES
+
+
+def test_orders_go_out_numbered_upwards(hub: ConsoleHub, sent: list[Any]) -> None:
+    hub.order("panda-0", "alice", "take-over")
+    hub.drive("panda-0", "alice", (1.0, 0.0, -0.5), -1.0)
+    first, second = sent
+    assert (first.robot, first.operator, first.order) == ("panda-0", "alice", "take-over")
+    assert second.order == "drive" and second.twist == (1.0, 0.0, -0.5, -1.0)
+    assert second.sequence > first.sequence
+    with pytest.raises(AuthorityError, match="panda-0"):
+        hub.order("panda-9", "alice", "e-stop")
+
+
+def test_a_move_lands_where_the_robots_spec_has_its_tool(sent: list[Any]) -> None:
+    odd = bus("grip roll x y z", tool_delta=(2, 3, 4), gripper=0)
+    hub = ConsoleHub("demo", sent.append, {"odd": odd, "base": bus("left right")})
+    hub.drive("odd", "alice", (0.1, 0.2, 0.3), 1.0)
+    assert sent[-1].twist == (1.0, 0.0, 0.1, 0.2, 0.3)
+    with pytest.raises(AuthorityError, match="no tool"):
+        hub.drive("base", "alice", (0.1, 0.2, 0.3), 1.0)
+    hub.feed(status("stranger"))
+    hub.drive("stranger", "alice", (0.1, 0.2, 0.3), 1.0)
+    assert sent[-1].twist == (0.1, 0.2, 0.3, 1.0)
+
+
+def test_watching_asks_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
+    hub.feed(status("panda-1"))
+    hub.watch(rate_hz=10.0, ttl_s=3.0)
+    assert [(request.robot, request.rate_hz, request.ttl_s) for request in sent] == [
+        ("panda-0", 10.0, 3.0), ("panda-1", 10.0, 3.0),
+    ]  # fmt: skip
+
+
+def test_listeners_hear_everything_until_they_end_it(hub: ConsoleHub) -> None:
+    heard: list[Any] = []
+    end = hub.listen(heard.append)
+    hub.feed(status())
+    hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), b"j")
+    end()
+    hub.feed(status())
+    assert len(heard) == 2
+
+
+def test_threads_may_feed_and_read_at_once(hub: ConsoleHub) -> None:
+    def feed() -> None:
+        for count in range(300):
+            hub.feed(MetricsReport(node="learner", count=count, scalars={"loss": float(count)}))
+            hub.feed(episode(True))
+
+    threads = [threading.Thread(target=feed) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        hub.view()
+        hub.curves()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert hub.view().episodes == 900 and hub.view().updates == 299

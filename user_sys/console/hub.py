@@ -1,0 +1,292 @@
+"""What the run looks like now: fed by the tunnel, read by the page and by the terminal, and the way orders go out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from hal.spec import RobotSpec
+from user_sys.console.curves import Curve, CurveView, Window
+from user_sys.episode import Source
+from user_sys.errors import AuthorityError, WireError
+from user_sys.messages import (
+    EpisodeReport,
+    MetricsReport,
+    OperatorCommand,
+    OperatorReply,
+    Preview,
+    RobotStatus,
+    WatchRequest,
+)
+
+LOST_AFTER_S = 3.0
+MAX_ROBOTS = 64
+MAX_CAMERAS = 8  # of one robot
+MAX_NODES = 64
+MAX_CURVES = 64
+MAX_JPEG_BYTES = 4 << 20
+LEARNER = "learner"  # how the names of nodes begin whose count is the number of updates
+
+Order = Literal["take-over", "drive", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+Report = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
+
+_log = logging.getLogger(__name__)
+
+
+class RobotView(msgspec.Struct, frozen=True):
+    """One robot at one moment; `status` is None until it has reported, `lost` once it is silent."""
+
+    name: str
+    status: RobotStatus | None
+    lost: bool
+    cameras: tuple[str, ...]
+
+
+class RunView(msgspec.Struct, frozen=True):
+    """The run at one moment.
+
+    Attributes:
+        elapsed_s, budget_s: time since the hub was made, and the time the run was given (0: unlimited).
+        env_steps, episodes, interventions: of online episodes; an intervention is an episode a person touched.
+        updates: of the learner.
+        success: share of the newest online episodes that succeeded with no person's help; None before the first.
+        metrics: node to its newest scalars.
+    """
+
+    run: str
+    elapsed_s: float
+    budget_s: float
+    env_steps: int
+    episodes: int
+    interventions: int
+    updates: int
+    success: float | None
+    robots: tuple[RobotView, ...]
+    metrics: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One camera's newest frame; `serial` grows with each frame that the hub was fed."""
+
+    robot: str
+    camera: str
+    step: int
+    serial: int
+    jpeg: bytes
+
+
+@dataclass
+class _Robot:
+    name: str
+    spec: RobotSpec | None
+    status: RobotStatus | None = None
+    heard_s: float = -math.inf
+    pictures: dict[str, Picture] = field(default_factory=dict)
+
+
+Listener = Callable[[Report | Picture], None]
+
+
+class ConsoleHub:
+    """The state of a run, for people. Every method may be called from any thread and returns at once.
+
+    Args:
+        run: name of the run.
+        send: hands an order to the tunnel; must be thread-safe and must not block. What it raises reaches the caller.
+        robots: the robots that the run expects, with their specs; others are added as they report.
+        budget_s: the time the run was given; 0 where it has no end.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        send: Callable[[OperatorCommand | WatchRequest], None],
+        robots: Mapping[str, RobotSpec] | None = None,
+        budget_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._send = send
+        self._budget_s = budget_s
+        self._clock = clock
+        self._started_s = clock()
+        self._lock = threading.Lock()
+        self._robots = {name: _Robot(name, spec) for name, spec in (robots or {}).items()}
+        self._listeners: list[Listener] = []
+        self._serial = 0
+        # Seeded by the wall clock: a console that restarts goes on counting above what it sent before.
+        self._sequence = itertools.count(time.time_ns())
+        self._env_steps = self._episodes = self._interventions = self._updates = 0
+        self._success, self._evaluation = Window(), Window()
+        self._metrics: dict[str, dict[str, float]] = {}
+        self._curves: dict[str, Curve] = {}
+
+    def feed(self, report: Report) -> None:
+        """Takes in one message and tells the listeners, in the caller's thread."""
+        with self._lock:
+            match report:
+                case RobotStatus():
+                    self._feed_status(report)
+                case EpisodeReport():
+                    self._feed_episode(report)
+                case MetricsReport():
+                    self._feed_metrics(report)
+        self._tell(report)
+
+    def feed_picture(self, preview: Preview, jpeg: bytes) -> None:
+        """Takes in a camera's frame in the place of its former one.
+
+        Raises:
+            WireError: the frame is too large, or one camera too many; nothing was kept.
+        """
+        if len(jpeg) > MAX_JPEG_BYTES:
+            raise WireError(f"a picture of {len(jpeg)} bytes; at most {MAX_JPEG_BYTES} are shown")
+        with self._lock:
+            pictures = self._robot(preview.robot).pictures
+            if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS:
+                raise WireError(f"{preview.robot} sends pictures of more than {MAX_CAMERAS} cameras")
+            self._serial += 1
+            picture = Picture(preview.robot, preview.camera, preview.step, self._serial, jpeg)
+            pictures[preview.camera] = picture
+        self._tell(picture)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Calls `listener` with everything fed from now on, in the feeding thread; returns the way to end it."""
+        with self._lock:
+            self._listeners = [*self._listeners, listener]
+
+        def end() -> None:
+            with self._lock:
+                self._listeners = [other for other in self._listeners if other is not listener]
+
+        return end
+
+    def view(self) -> RunView:
+        with self._lock:
+            now_s = self._clock()
+            return RunView(
+                run=self._run,
+                elapsed_s=now_s - self._started_s,
+                budget_s=self._budget_s,
+                env_steps=self._env_steps,
+                episodes=self._episodes,
+                interventions=self._interventions,
+                updates=self._updates,
+                success=self._success.share,
+                robots=tuple(self._robot_view(robot, now_s) for robot in self._robots.values()),
+                metrics={node: dict(scalars) for node, scalars in self._metrics.items()},
+            )
+
+    def curves(self) -> tuple[CurveView, ...]:
+        """``success`` and ``evaluation`` against seconds; ``<node>/<scalar>`` against the node's count."""
+        with self._lock:
+            return tuple(curve.view() for curve in self._curves.values())
+
+    def picture(self, robot: str, camera: str) -> Picture | None:
+        with self._lock:
+            known = self._robots.get(robot)
+            return known.pictures.get(camera) if known else None
+
+    def order(self, robot: str, operator: str, order: Order, twist: tuple[float, ...] = ()) -> None:
+        """Sends a person's order to a robot; the answer comes back as an `OperatorReply`.
+
+        Raises:
+            AuthorityError: there is no such robot.
+        """
+        self._known(robot)
+        if order != "drive":
+            _log.info("console.order robot=%s operator=%r order=%s", robot, operator, order)
+        sequence = next(self._sequence)
+        self._send(OperatorCommand(robot=robot, operator=operator, order=order, twist=twist, sequence=sequence))
+
+    def drive(self, robot: str, operator: str, move: tuple[float, float, float], gripper: float) -> None:
+        """Sends shares in [-1, 1]: of the tool's range along x, y, z; of the gripper's, +1 open, -1 closed, 0 as it is.
+
+        Raises:
+            AuthorityError: there is no such robot, or it has no tool to move.
+        """
+        self.order(robot, operator, "drive", _twist(self._known(robot).spec, move, gripper))
+
+    def watch(self, rate_hz: float, ttl_s: float) -> None:
+        """Asks every robot for pictures, for the next `ttl_s` seconds."""
+        with self._lock:
+            names = list(self._robots)
+        for name in names:
+            self._send(WatchRequest(robot=name, rate_hz=rate_hz, ttl_s=ttl_s))
+
+    # From here on the lock is held, except where it says otherwise.
+
+    def _known(self, robot: str) -> _Robot:  # takes the lock
+        with self._lock:
+            if robot not in self._robots:
+                raise AuthorityError(f"no robot {robot[:80]!r} in this run; there are {sorted(self._robots)}")
+            return self._robots[robot]
+
+    def _tell(self, what: Report | Picture) -> None:  # without the lock: a listener may ask the hub
+        for listener in self._listeners:
+            listener(what)
+
+    def _robot(self, name: str) -> _Robot:
+        if name not in self._robots and len(self._robots) >= MAX_ROBOTS:
+            raise WireError(f"{name[:80]!r} is one robot too many: the console shows {MAX_ROBOTS}")
+        return self._robots.setdefault(name, _Robot(name, None))
+
+    def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
+        lost = robot.status is not None and now_s - robot.heard_s > LOST_AFTER_S
+        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures))
+
+    def _feed_status(self, status: RobotStatus) -> None:
+        robot = self._robot(status.robot)
+        robot.status, robot.heard_s = status, self._clock()
+
+    def _feed_episode(self, episode: EpisodeReport) -> None:
+        elapsed_s = self._clock() - self._started_s
+        if episode.source == Source.EVALUATION and episode.success is not None:
+            self._evaluation.add(episode.success)
+            self._point("evaluation", elapsed_s, self._evaluation.share or 0.0)
+        if episode.source != Source.ONLINE:
+            return
+        self._episodes += 1
+        self._env_steps += episode.steps
+        self._interventions += episode.intervention_steps > 0
+        self._success.add(episode.success is True and episode.intervention_steps == 0)
+        self._point("success", elapsed_s, self._success.share or 0.0)
+
+    def _feed_metrics(self, report: MetricsReport) -> None:
+        if report.node not in self._metrics and len(self._metrics) >= MAX_NODES:
+            raise WireError(f"{report.node[:80]!r} is one node too many: the console shows {MAX_NODES}")
+        self._metrics.setdefault(report.node, {}).update(report.scalars)
+        if report.node.startswith(LEARNER):
+            self._updates = max(self._updates, report.count)
+        for name, value in report.scalars.items():
+            self._point(f"{report.node}/{name}", report.count, value)
+
+    def _point(self, name: str, x: float, y: float) -> None:
+        if name not in self._curves and len(self._curves) >= MAX_CURVES:
+            return  # the metrics files have them all; the page could not show more
+        if math.isfinite(y):
+            self._curves.setdefault(name, Curve(name)).add(x, y)
+
+
+def _twist(spec: RobotSpec | None, move: tuple[float, float, float], gripper: float) -> tuple[float, ...]:
+    """One element an action element; without a spec: x, y, z, gripper."""
+    if spec is None:
+        return (*move, gripper)
+    if len(spec.tool_delta) != len(move):
+        raise AuthorityError(f"{spec.model} has no tool that moves along x, y and z")
+    twist = [0.0] * len(spec.action.labels)
+    for index, share in zip(spec.tool_delta, move, strict=True):
+        twist[index] = share
+    if spec.gripper >= 0:
+        twist[spec.gripper] = gripper
+    return tuple(twist)
