@@ -1,0 +1,41 @@
+"""Small files that survive a power cut."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Puts `content` at `path` in one step: after a crash the file holds the old bytes or the new, never a mixture.
+
+    Blocks until file and folder are on the disk. Parent folders are made. Raises OSError; `path` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with fresh.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_durably(path: Path) -> None:
+    """Removes `path` if it is there; blocks until the folder is on the disk."""
+    path.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Blocks until the entries of `folder` (names, not contents) are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.lease import Fence, LeaseTable, MachineLock, runtime_folder
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> int:
+        return round(self.now_s * 1e9)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_second_session_is_refused_and_told_who_drives(tmp_path: Path, clock: Clock) -> None:
+    table = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock)
+    table.acquire("panda-0", "alice@desk")
+    clock.now_s += 4
+    with pytest.raises(LeaseHeld, match=r"panda-0 is driven by alice@desk for at least 6\.0 s more"):
+        table.acquire("panda-0", "bob@lab")
+
+
+def test_robots_are_leased_apart(clock: Clock) -> None:
+    table = LeaseTable(None, clock=clock)
+    assert table.acquire("a", "x").token == table.acquire("b", "y").token == 1
+
+
+def test_a_lease_ends_without_renewal_and_lives_with_it(clock: Clock) -> None:
+    table = LeaseTable(None, ttl_s=10, clock=clock)
+    lease = table.acquire("panda-0", "alice")
+    for _ in range(3):
+        clock.now_s += 9
+        assert table.renew("panda-0", lease.token).holder == "alice"
+    clock.now_s += 10
+    assert table.lease("panda-0") is None
+    assert table.expire() == ("panda-0",)
+    assert table.expire() == ()
+    with pytest.raises(LeaseError, match="has ended"):
+        table.renew("panda-0", lease.token)
+
+
+def test_the_former_session_is_fenced_off_after_a_takeover(clock: Clock) -> None:
+    table = LeaseTable(None, ttl_s=10, clock=clock)
+    old = table.acquire("panda-0", "alice")
+    clock.now_s += 11
+    new = table.acquire("panda-0", "bob")
+    assert new.token > old.token
+    for call in (table.renew, table.release):
+        with pytest.raises(StaleToken):
+            call("panda-0", old.token)
+    assert table.renew("panda-0", new.token).holder == "bob"
+
+
+def test_a_restarted_session_takes_over_from_its_former_self(clock: Clock) -> None:
+    table = LeaseTable(None, clock=clock)
+    old, new = table.acquire("panda-0", "alice"), table.acquire("panda-0", "alice")
+    assert new.token == old.token + 1
+    with pytest.raises(StaleToken):
+        table.renew("panda-0", old.token)
+
+
+def test_release_frees_the_robot_once(clock: Clock) -> None:
+    table = LeaseTable(None, clock=clock)
+    lease = table.acquire("panda-0", "alice")
+    table.release("panda-0", lease.token)
+    assert table.lease("panda-0") is None
+    with pytest.raises(LeaseError):
+        table.release("panda-0", lease.token)
+    assert table.acquire("panda-0", "bob").token == 2
+
+
+def test_tokens_and_leases_survive_a_restart(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "leases.json"
+    lease = LeaseTable(path, clock=clock).acquire("panda-0", "alice")
+    clock.now_s += 100
+    table = LeaseTable(path, clock=clock)
+    with pytest.raises(LeaseHeld, match="alice"):
+        table.acquire("panda-0", "bob")
+    assert table.renew("panda-0", lease.token) == lease
+    table.release("panda-0", lease.token)
+    assert LeaseTable(path, clock=clock).acquire("panda-0", "bob").token == 2
+
+
+def test_a_token_is_on_the_disk_before_it_is_given_out(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "table"
+    table = LeaseTable(folder / "leases.json", clock=clock)
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(OSError):
+        table.acquire("panda-0", "alice")
+    assert table.lease("panda-0") is None
+    folder.unlink()
+    assert table.acquire("panda-0", "bob").token == 1
+    assert [p.name for p in folder.iterdir()] == ["leases.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 2, "robots": {}}', b'{"robots": {"a": {"token": "x"}}}'])
+def test_a_damaged_table_never_starts_tokens_over(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "leases.json"
+    path.write_bytes(content)
+    with pytest.raises(LeaseError, match="lease table"):
+        LeaseTable(path)
+
+
+@pytest.mark.parametrize(("robot", "holder"), [("", "a"), ("../x", "a"), ("r", " "), ("r", "a\nb"), ("r", "a" * 999)])
+def test_names_are_checked(robot: str, holder: str) -> None:
+    with pytest.raises(SpecError):
+        LeaseTable(None).acquire(robot, holder)
+
+
+@given(st.lists(st.sampled_from(["acquire-a", "acquire-b", "renew", "release", "wait", "restart"]), max_size=40))
+def test_tokens_only_grow_and_one_session_drives(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
+    clock = Clock()
+    path = tmp_path_factory.mktemp("leases") / "leases.json"
+    table, tokens = LeaseTable(path, ttl_s=10, clock=clock), [0]
+    for move in moves:
+        held = table.lease("r")
+        try:
+            if move.startswith("acquire"):
+                lease = table.acquire("r", move)
+                assert held is None or held.holder == move
+                assert lease.token > max(tokens)
+                tokens.append(lease.token)
+            elif move == "renew":
+                assert table.renew("r", tokens[-1]).token == max(tokens)
+            elif move == "release":
+                table.release("r", tokens[-1])
+                assert table.lease("r") is None
+        except LeaseHeld:
+            assert held is not None and held.holder != move
+        except LeaseError:
+            assert held is None
+        clock.now_s += 11 if move == "wait" else 0
+        table = LeaseTable(path, ttl_s=10, clock=clock) if move == "restart" else table
+
+
+def test_a_fence_admits_only_the_newest_session(tmp_path: Path) -> None:
+    fence = Fence(tmp_path / "token")
+    fence.admit(3)
+    fence.admit(3)
+    fence.admit(5)
+    for old in (3, 4, 0, -1):
+        with pytest.raises(StaleToken, match="5"):
+            fence.admit(old)
+    assert fence.newest == 5
+
+
+def test_a_fence_remembers_across_a_restart(tmp_path: Path) -> None:
+    Fence(tmp_path / "token").admit(7)
+    fence = Fence(tmp_path / "token")
+    with pytest.raises(StaleToken):
+        fence.admit(6)
+    fence.admit(7)
+
+
+def test_a_fence_without_a_session_admits_nothing() -> None:
+    with pytest.raises(StaleToken):
+        Fence(None).admit(0)
+
+
+def test_a_damaged_fence_is_never_opened(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("seven")
+    with pytest.raises(LeaseError, match="cannot be read"):
+        Fence(tmp_path / "token")
+
+
+_HOLD = """
+import sys; from pathlib import Path; from hal.lease import MachineLock
+MachineLock("panda-0", "demo run", Path(sys.argv[1])).acquire(); print("held", flush=True); sys.stdin.read()
+"""
+
+
+def test_a_second_driver_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", _HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(LeaseHeld, match=rf"panda-0 is driven on this machine by pid {other.pid} demo run"):
+            MachineLock("panda-0", runtime_dir=folder).acquire()
+        with MachineLock("panda-1", runtime_dir=folder):
+            pass
+        other.kill()
+    with MachineLock("panda-0", runtime_dir=folder), pytest.raises(LeaseHeld, match=str(os.getpid())):
+        MachineLock("panda-0", runtime_dir=folder).acquire()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_lock_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
+    lock = MachineLock("panda-0", runtime_dir=tmp_path / "run")
+    for _ in range(2):
+        lock.acquire()
+        lock.acquire()
+        lock.release()
+        lock.release()
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(LeaseError, match="USER_SYS_RUNTIME_DIR"):
+        MachineLock("panda-0", runtime_dir=folder).acquire()
+
+
+def test_the_runtime_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", "/somewhere")
+    assert runtime_folder() == Path("/somewhere")
+    monkeypatch.delenv("USER_SYS_RUNTIME_DIR")
+    assert runtime_folder() == Path("/run/user/7/user-sys")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert runtime_folder() == Path(f"/tmp/user-sys-{os.getuid()}")
