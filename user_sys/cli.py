@@ -1,0 +1,217 @@
+"""The command line. Every verb imports what it needs only when it runs, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hal.errors import HalError
+from user_sys.errors import RunError, UserSysError
+from user_sys.tunnel import keys_cli
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
+EXIT_BROKEN_PIPE = 128 + 13
+
+_EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by --section.key=value."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0; 2 for an error that is told in one line; 130 for Ctrl-C."""
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        _configure_logging(args.verbose)
+        status = _run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _interrupted(args)
+    except BrokenPipeError as error:
+        return EXIT_BROKEN_PIPE if _reader_left() else _failed(error, args.verbose)
+    except (UserSysError, HalError, OSError) as error:
+        return _failed(error, args.verbose)
+
+
+def _run(args: argparse.Namespace) -> int:
+    module, function = args.runs
+    try:
+        status: int = getattr(importlib.import_module(module), function)(args)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("hal", "robots", "sim", "user_sys"):
+            raise
+        raise RunError(f"this needs the package {package!r}: pip install 'user-sys[learner,sim]'") from error
+    return status
+
+
+def _failed(error: Exception, verbose: int) -> int:
+    if verbose:
+        raise error
+    print(f"user-sys: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _interrupted(args: argparse.Namespace) -> int:
+    run = getattr(args, "run_dir", None) or getattr(args, "resume", None)
+    hint = f"; continue with: user-sys train --resume {run}" if run else ""
+    print(f"user-sys: interrupted{hint}", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def _reader_left() -> bool:
+    """Whether it is standard output that broke (``user-sys ... | head``); if so, nothing more is written to it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _configure_logging(verbose: int) -> None:
+    import logging
+
+    from user_sys.logs import FORMAT
+
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(format=FORMAT, level=level)
+
+
+# The grammar ----------------------------------------------------------------------------------------------------------
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"user-sys {version('user-sys')}")
+        parser.exit()
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser, verbs = _parser()
+    overrides: list[str] = []
+    verb = next((token for token in argv if not token.startswith("-")), "")
+    if verb in ("train", "record"):
+        argv, overrides = _split_overrides(argv, verbs[verb])
+    args = parser.parse_args(argv)
+    args.overrides = overrides
+    args.verbose = getattr(args, "verbose", 0)
+    if verb == "train" and not args.config and not args.resume:
+        verbs[verb].error("which configuration? Give CONFIG (such as configs/demo.yaml), or --resume RUN")
+    return args
+
+
+def _split_overrides(argv: list[str], verb: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Sets apart every ``--key=value`` and ``--key value`` that is no option of `verb`.
+
+    argparse would take the value of the latter for a positional argument.
+    """
+    ours: list[str] = []
+    overrides: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if not token.startswith("--") or token.partition("=")[0] in verb._option_string_actions:
+            ours.append(token)
+            continue
+        overrides.append(token)
+        if "=" not in token and tokens and not tokens[0].startswith("--"):
+            overrides.append(tokens.pop(0))
+    return ours, overrides
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = _Parser(prog="user-sys", description="Learn robot policies online, in the real world.", epilog=_EPILOG)
+    parser.add_argument("--version", action=_Version)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
+    named = {"train": _add_train(verbs), "record": _add_record(verbs)}
+    _add_evaluate(verbs)
+    _add_store(verbs)
+    _add_hardware(verbs)
+    keys_cli.add_parser(verbs)
+    verbs.choices["keys"].set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
+    return parser, named
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes options only in full, and ``-v`` before or after the verb."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+        self.add_argument(
+            "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log what happens; -vv: everything"
+        )
+
+
+def _add_train(verbs: Any) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "train",
+        help="start a run: robots, gateway, learner, console",
+        description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume.",
+        epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
+    )
+    verb.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml")
+    verb.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, where it stood")
+    verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
+    verb.set_defaults(runs=("user_sys.launch", "train_main"))
+    return verb
+
+
+def _add_record(verbs: Any) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "record",
+        help="record demonstrations from the scripted expert",
+        description="Records the demonstrations that CONFIG asks for, from the task's scripted expert.",
+        epilog="Any setting can be overridden: --section.key=value.",
+    )
+    verb.add_argument("config", metavar="CONFIG", help="YAML file of settings, such as configs/demo.yaml")
+    verb.set_defaults(runs=("user_sys.record", "record_main"))
+    return verb
+
+
+def _add_evaluate(verbs: Any) -> None:
+    verb = verbs.add_parser(
+        "evaluate",
+        help="measure how often the trained policy succeeds on its own",
+        description="Runs the newest policy of RUN without a person and reports its success with a 95%% interval.",
+    )
+    verb.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
+    verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
+    verb.set_defaults(runs=("user_sys.evaluate", "evaluate_main"))
+
+
+def _add_store(verbs: Any) -> None:
+    store = verbs.add_parser("store", help="look into an experience store")
+    orders = store.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
+    inspect = orders.add_parser("inspect", help="what a store holds, and whether it is sound")
+    inspect.add_argument("path", metavar="PATH", help="store folder, such as runs/latest/store")
+    inspect.add_argument("--json", action="store_true", help="for other programs")
+    inspect.set_defaults(runs=("user_sys.store.inspect", "inspect_main"))
+
+
+def _add_hardware(verbs: Any) -> None:
+    hardware = verbs.add_parser("hardware", help="look at robots and GPUs")
+    orders = hardware.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
+    listing = orders.add_parser("list", help="what this machine has")
+    listing.add_argument("--json", action="store_true", help="for other programs")
+    listing.set_defaults(runs=("user_sys.launch", "hardware_main"))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
