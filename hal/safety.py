@@ -94,10 +94,10 @@ class EmergencyStop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SafetyKernel:
-    """Filters the actions of one robot. One thread calls it; `filter` and `tick` never block and never raise.
+    """Filters the actions of one robot. One thread calls it; `filter`, `hold` and `tick` never block and never raise.
 
     A driver's loop: `settle` once the robot stands still (after connect, after a task's reset); then, every period,
-    `filter` where a command came in and `tick` where none did.
+    `filter` where an action came in, `hold` where the session asks for that, and `tick` where nothing came.
     """
 
     def __init__(
@@ -161,6 +161,18 @@ class SafetyKernel:
         if silent_ns <= self._watchdog_ns:
             return None
         return self._refuse(Reason.WATCHDOG, now, lambda: f"no command was applied for {silent_ns / _NS:.3f} s")
+
+    def hold(self) -> Verdict:
+        """The stop that answers a session that asks the robot to hold: HOLD, or SAFE under a latched e-stop.
+
+        It feeds the watchdog as an action does, and motion starts afresh from rest.
+        """
+        now = self._clock()
+        if self._stopped is not None:
+            return self._refuse(Reason.ESTOP, now, self._explain_estop)
+        self._action.hold()
+        self._last_applied_ns = now
+        return Verdict(None, StopLevel.HOLD)
 
     def correct(self, applied: Array) -> None:
         """Tells the kernel what ``Robot.command`` reported, where the hardware clipped further than the kernel."""
@@ -285,7 +297,8 @@ class _ActionLimits:
                 reasons |= Reason.WORKSPACE
                 within[self._delta] = reachable
         self._last = within
-        return within.astype(np.float32), reasons
+        applied = within.astype(np.float32)
+        return applied, NO_REASON if (applied == proposed).all() else reasons
 
     def remember(self, applied: Array) -> None:
         if applied.shape == self._shape and np.isfinite(applied).all():

@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hal.errors import SpecError
+from hal.robot import Observation, StopLevel
+from hal.safety import Reason, SafetyKernel
+from hal.spec import STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+
+BOUND = (0.05, 0.05, 0.05, 0.08)
+RATE = (0.02, 0.02, 0.02, 0.04)
+BOX_LOW, BOX_HIGH = (0.3, -0.3, 0.0), (0.7, 0.3, 0.5)
+ROUNDING = 1e-6
+
+SPEC = RobotSpec(
+    model="arm",
+    rate_hz=10.0,
+    observation=(
+        ArraySpec(
+            name=STATE,
+            labels=("q0", "q1", "v0", "v1", "x", "y", "z"),
+            units=("rad", "rad", "rad/s", "rad/s", "m", "m", "m"),
+            low=(-10.0,) * 7,
+            high=(10.0,) * 7,
+        ),
+    ),
+    action=ArraySpec(
+        name="action",
+        labels=("dx", "dy", "dz", "width"),
+        units=("m",) * 4,
+        low=(-0.05, -0.05, -0.05, 0.0),
+        high=BOUND,
+    ),
+    limits=SafetyLimits(
+        workspace_low=BOX_LOW,
+        workspace_high=BOX_HIGH,
+        tool_position=(4, 5, 6),
+        joint_position=(0, 1),
+        joint_low=(-2.0, -1.0),
+        joint_high=(2.0, 1.0),
+        joint_velocity=(2, 3),
+        joint_velocity_max=(2.0, 3.0),
+        action_rate_max=RATE,
+    ),
+    neutral=(0.0, 0.0, 0.0, 0.08),
+    tool_delta=(0, 1, 2),
+    gripper=3,
+)
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> int:
+        return round(self.now_s * 1e9)
+
+
+class Bench:
+    """A kernel with its clock, and a robot that stands in the middle of everything unless told otherwise."""
+
+    def __init__(self, spec: RobotSpec = SPEC, latch_path: Path | None = None) -> None:
+        self.clock = Clock()
+        self.kernel = SafetyKernel(spec, self.clock, latch_path)
+
+    def state(self, **values: float) -> Observation:
+        labels = SPEC.feature(STATE).labels
+        usual = dict.fromkeys(labels, 0.0) | {"x": 0.5, "z": 0.25} | values
+        return Observation({STATE: np.array([usual[k] for k in labels], np.float32)}, self.clock())
+
+
+def act(*values: float) -> Array:
+    return np.array(values, np.float32)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_an_action_within_limits_passes_unchanged(bench: Bench) -> None:
+    proposed = act(0.01, -0.02, 0.0, 0.03)
+    verdict = bench.kernel.filter(proposed, bench.state())
+    assert verdict.applied is not None and verdict.applied is not proposed
+    np.testing.assert_array_equal(verdict.applied, proposed)
+    assert (verdict.stop, verdict.reasons, verdict.text) == (None, Reason(0), "")
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (act(np.nan, 0, 0, 0), Reason.NOT_FINITE),
+        (act(0, np.inf, 0, 0), Reason.NOT_FINITE),
+        (act(0, 0, 0), Reason.SHAPE),
+        (act(0, 0, 0, 0)[None], Reason.SHAPE),
+        (np.zeros(4), Reason.DTYPE),
+        (np.zeros(4, np.int32), Reason.DTYPE),
+        (np.zeros(4, ">f4"), Reason.DTYPE),
+        (np.array([None] * 4), Reason.DTYPE),
+        (np.ma.masked_array(np.zeros(4, np.float32), True), Reason.DTYPE),
+        ([0.0, 0.0, 0.0, 0.0], Reason.DTYPE),
+        (None, Reason.DTYPE),
+    ],
+)
+def test_what_is_not_an_action_makes_the_robot_hold(bench: Bench, action: object, reason: Reason) -> None:
+    verdict = bench.kernel.filter(action, bench.state())
+    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
+    assert "float32 (4,)" in verdict.text
+    assert bench.kernel.counts[str(reason.name).lower()] == 1
+
+
+def test_an_action_beyond_its_bounds_is_reduced_to_them(bench: Bench) -> None:
+    verdict = bench.kernel.filter(act(0, 0, 0, 1e30), bench.state())
+    np.testing.assert_array_equal(verdict.applied, act(0, 0, 0, 0.08))
+    assert verdict.reasons == Reason.BOUND
+    assert verdict.text.startswith("bound: [0.0, 0.0, 0.0, ")
+
+
+def test_an_action_at_its_bound_counts_as_within(bench: Bench) -> None:
+    bench.kernel.filter(act(0.02, 0, 0, 0.08), bench.state())
+    bench.kernel.filter(act(0.04, 0, 0, 0.08), bench.state())
+    verdict = bench.kernel.filter(act(0.05, 0, 0, 0.08), bench.state())
+    np.testing.assert_array_equal(verdict.applied, act(0.05, 0, 0, 0.08))
+    assert verdict.reasons == 0
+
+
+def test_speed_builds_up_no_faster_than_the_rate_and_may_always_drop(bench: Bench) -> None:
+    applied = [bench.kernel.filter(act(0.05, 0, 0, 0), bench.state()).applied for _ in range(3)]
+    assert [round(float(a[0]), 4) for a in applied if a is not None] == [0.02, 0.04, 0.05]
+    braked = bench.kernel.filter(act(-0.05, 0, 0, 0), bench.state())
+    assert braked.reasons == Reason.RATE
+    np.testing.assert_allclose(braked.applied, act(0, 0, 0, 0), atol=ROUNDING)
+
+
+def test_a_stop_ends_the_motion_and_leaves_the_gripper(bench: Bench) -> None:
+    for _ in range(2):
+        bench.kernel.filter(act(0.05, 0, 0, 0.08), bench.state())
+    bench.kernel.filter(None, bench.state())
+    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0.04), atol=ROUNDING)
+
+
+def test_after_settling_the_gripper_is_free_and_the_motion_starts_from_rest(bench: Bench) -> None:
+    bench.kernel.filter(act(0.02, 0, 0, 0.08), bench.state())
+    bench.kernel.settle()
+    verdict = bench.kernel.filter(act(0.04, 0, 0, 0.0), bench.state())
+    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
+
+
+def test_what_the_hardware_clipped_is_the_new_base_of_the_rate_limit(bench: Bench) -> None:
+    bench.kernel.filter(act(0.02, 0, 0, 0), bench.state())
+    bench.kernel.correct(act(0.005, 0, 0, 0))
+    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(verdict.applied, act(0.025, 0, 0, 0), atol=ROUNDING)
+
+
+def test_the_tool_stays_in_its_workspace(bench: Bench) -> None:
+    verdict = bench.kernel.filter(act(0.02, 0, -0.02, 0), bench.state(x=0.69, z=0.005))
+    np.testing.assert_allclose(verdict.applied, act(0.01, 0, -0.005, 0), atol=ROUNDING)
+    assert verdict.reasons == Reason.WORKSPACE
+
+
+def test_a_tool_outside_may_come_back_but_is_not_thrown(bench: Bench) -> None:
+    outward = bench.kernel.filter(act(0.02, 0, 0, 0), bench.state(x=0.9))
+    np.testing.assert_array_equal(outward.applied, act(0, 0, 0, 0))
+    inward = bench.kernel.filter(act(-0.02, 0, 0, 0), bench.state(x=0.9))
+    np.testing.assert_array_equal(inward.applied, act(-0.02, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [
+        ({"q0": 2.0}, Reason.JOINT_POSITION, "q0 is at 2.0000 rad"),
+        ({"q1": -1.5}, Reason.JOINT_POSITION, "q1 is at -1.5000 rad"),
+        ({"v1": -3.5}, Reason.JOINT_VELOCITY, "v1 moves at 3.500 rad/s; it may reach 3.000"),
+        ({"x": np.nan}, Reason.NOT_FINITE, "unusable"),
+    ],
+)
+def test_a_robot_at_its_joint_limits_holds(bench: Bench, state: dict[str, float], reason: Reason, text: str) -> None:
+    verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state(**state))
+    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
+    assert text in verdict.text
+
+
+@pytest.mark.parametrize("age_s", [0.6, 1e6, -0.6])
+def test_an_old_or_misdated_observation_is_not_acted_upon(bench: Bench, age_s: float) -> None:
+    observation = bench.state()
+    bench.clock.now_s += age_s
+    bench.kernel.settle()
+    verdict = bench.kernel.filter(act(0, 0, 0, 0), observation)
+    assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, Reason.STALE)
+    assert "s old" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({}, Reason.SHAPE),
+        ({STATE: np.zeros(3, np.float32)}, Reason.SHAPE),
+        ({STATE: [0.0] * 7}, Reason.SHAPE),
+        ({STATE: np.array([None] * 7)}, Reason.DTYPE),
+    ],
+)
+def test_a_broken_observation_is_not_acted_upon(bench: Bench, arrays: Any, reason: Reason) -> None:
+    verdict = bench.kernel.filter(act(0, 0, 0, 0), Observation(arrays, bench.clock()))
+    assert (verdict.applied, verdict.reasons) == (None, reason)
+    assert STATE in verdict.text
+
+
+def test_before_the_first_observation_the_robot_holds(bench: Bench) -> None:
+    verdict = bench.kernel.filter(act(0, 0, 0, 0), None)
+    assert (verdict.stop, verdict.reasons, verdict.text) == (StopLevel.HOLD, Reason.STALE, "nothing was sensed yet")
+
+
+def test_silence_leads_to_hold_and_then_to_the_safe_stop(bench: Bench) -> None:
+    bench.kernel.filter(act(0, 0, 0, 0), bench.state())
+    bench.clock.now_s += 0.19
+    assert bench.kernel.tick() is None
+    bench.clock.now_s += 0.02
+    verdict = bench.kernel.tick()
+    assert verdict is not None and (verdict.stop, verdict.reasons) == (StopLevel.HOLD, Reason.WATCHDOG)
+    assert verdict.text == "no command was applied for 0.210 s"
+    bench.clock.now_s += 5.0
+    verdict = bench.kernel.tick()
+    assert verdict is not None and verdict.stop is StopLevel.SAFE
+    assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).stop is None
+    assert bench.kernel.tick() is None
+
+
+def test_refused_actions_do_not_feed_the_watchdog(bench: Bench) -> None:
+    for _ in range(60):
+        bench.clock.now_s += 0.1
+        verdict = bench.kernel.filter(act(np.nan, 0, 0, 0), bench.state())
+    assert verdict.stop is StopLevel.SAFE
+    assert bench.kernel.tick() is not None
+
+
+def test_a_session_may_hold_for_as_long_as_it_likes(bench: Bench) -> None:
+    for _ in range(2):
+        bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    for _ in range(100):
+        bench.clock.now_s += 0.1
+        assert bench.kernel.tick() is None
+        assert bench.kernel.hold().stop is StopLevel.HOLD
+    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
+    bench.kernel.emergency_stop("alice")
+    assert bench.kernel.hold().stop is StopLevel.SAFE
+
+
+def test_an_emergency_stop_lasts_until_a_named_person_lifts_it(bench: Bench) -> None:
+    bench.kernel.emergency_stop("alice", "smoke")
+    bench.kernel.emergency_stop("bob")
+    verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state())
+    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.SAFE, Reason.ESTOP)
+    assert "pressed by alice" in verdict.text
+    tick = bench.kernel.tick()
+    assert tick is not None and tick.stop is StopLevel.SAFE
+    with pytest.raises(SpecError, match="named person"):
+        bench.kernel.rearm("  ")
+    assert bench.kernel.emergency is not None
+    bench.kernel.rearm("carol")
+    assert bench.kernel.emergency is None
+    assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).applied is not None
+
+
+def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> None:
+    path = tmp_path / "estop.json"
+    Bench(latch_path=path).kernel.emergency_stop("alice", "smoke")
+    kernel = Bench(latch_path=path).kernel
+    assert kernel.emergency is not None and (kernel.emergency.by, kernel.emergency.why) == ("alice", "smoke")
+    kernel.rearm("carol")
+    assert Bench(latch_path=path).kernel.emergency is None
+
+
+def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path) -> None:
+    path = tmp_path / "estop.json"
+    path.write_bytes(b"\x00\x00")
+    assert Bench(latch_path=path).kernel.emergency is not None
+
+
+def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file where the folder should be")
+    kernel = Bench(latch_path=tmp_path / "blocked").kernel
+    kernel.rearm("carol")
+    (tmp_path / "blocked").write_text("again")
+    kernel = SafetyKernel(SPEC, latch_path=tmp_path / "absent" / "estop.json")
+    (tmp_path / "absent").write_text("a file where the folder should be")
+    kernel.emergency_stop("alice")
+    assert kernel.emergency is not None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"limits": SafetyLimits(action_rate_max=(1.0,))},
+        {"limits": SafetyLimits(tool_position=(7, 8, 9))},
+        {"limits": SafetyLimits(tool_position=(4,))},
+        {"limits": SafetyLimits(tool_position=(4, 5, 6), workspace_low=(1,) * 3, workspace_high=(0,) * 3)},
+        {"limits": SafetyLimits(joint_position=(0, 1), joint_low=(0.0,), joint_high=(1.0, 1.0))},
+        {"limits": SafetyLimits(joint_velocity=(2,))},
+        {"limits": SafetyLimits(action_rate_max=(-1.0,) * 4)},
+        {"neutral": (0.0, 0.0)},
+        {"neutral": (0.0, 0.01, 0.0, 0.0)},
+        {"neutral": (0.5, 0.0, 0.0, 0.0), "tool_delta": ()},
+        {"gripper": 4},
+    ],
+)
+def test_limits_that_contradict_the_specs_are_refused_at_the_start(wrong: dict[str, Any]) -> None:
+    base = {name: getattr(SPEC, name) for name in SPEC.__struct_fields__}
+    with pytest.raises(SpecError):
+        SafetyKernel(RobotSpec(**(base | wrong)))
+
+
+def test_a_robot_without_limits_is_held_to_its_bounds_alone() -> None:
+    action = ArraySpec(name="action", labels=("q",), units=("rad",), low=(-1.0,), high=(1.0,))
+    bench = Bench(RobotSpec(model="joint", rate_hz=10.0, observation=(), action=action))
+    observation = Observation({}, bench.clock())
+    for value in (3.0, -3.0):
+        verdict = bench.kernel.filter(act(value), observation)
+        np.testing.assert_array_equal(verdict.applied, act(np.sign(value)))
+
+
+def check_limits(applied: Array, before: Array | None, observation: Observation) -> None:
+    """Every limit of SPEC, written down a second time."""
+    assert applied.dtype == np.float32 and applied.shape == (4,)
+    assert (applied >= np.array(SPEC.action.low, np.float32)).all()
+    assert (applied <= np.array(SPEC.action.high, np.float32)).all()
+    state = observation.arrays[STATE].astype(np.float64)
+    assert np.isfinite(state).all() and (np.abs(state[2:4]) <= (2.0, 3.0)).all()
+    assert (np.abs(state[:2]) < (2.0, 1.0)).all()
+    tool, goal = state[4:], state[4:] + applied[:3]
+    assert (goal >= np.minimum(BOX_LOW, tool) - ROUNDING).all()
+    assert (goal <= np.maximum(BOX_HIGH, tool) + ROUNDING).all()
+    if before is not None:
+        far = np.abs(applied - before) > np.array(RATE) + ROUNDING
+        braking = (applied[:3] * before[:3] >= 0) & (np.abs(applied[:3]) <= np.abs(before[:3]))
+        assert not far[3] and (~far[:3] | braking).all()
+
+
+any_action = st.one_of(
+    hnp.arrays(np.float32, 4, elements=st.floats(width=32, allow_nan=True, allow_infinity=True)),
+    hnp.arrays(np.float32, 4, elements=st.floats(-0.125, 0.125, width=32)),
+    hnp.arrays(hnp.floating_dtypes() | hnp.integer_dtypes(), hnp.array_shapes(min_dims=0, min_side=0, max_side=5)),
+    st.lists(st.floats(), max_size=5),
+    st.none() | st.text() | st.binary(),
+)
+any_state = hnp.arrays(np.float32, 7, elements=st.floats(-2.5, 2.5, width=32) | st.just(float("nan")))
+near_state = hnp.arrays(np.float32, 7, elements=st.floats(0, 0.75, width=32))
+
+
+@given(st.lists(st.tuples(any_action, any_state | near_state, st.sampled_from([0.0, 0.1, 0.4, 0.6])), max_size=30))
+def test_whatever_is_proposed_the_applied_action_is_within_every_limit(moves: list[tuple[Any, Array, float]]) -> None:
+    bench, before = Bench(), np.array([0, 0, 0, np.nan])
+    for action, state, wait_s in moves:
+        observation = Observation({STATE: state}, bench.clock())
+        bench.clock.now_s += wait_s
+        verdict = bench.kernel.filter(action, observation)
+        assert (verdict.applied is None) != (verdict.stop is None)
+        if verdict.applied is None:
+            assert verdict.text and verdict.reasons
+            before[:3] = 0
+            continue
+        check_limits(verdict.applied, before, observation)
+        same = np.array_equal(verdict.applied, action)
+        assert same == (verdict.reasons == 0)
+        before = verdict.applied.astype(np.float64)
+
+
+def attack(seed: int, rounds: int) -> int:
+    """Proposes hostile actions in hostile states; returns how many were let through after checking each."""
+    rng = np.random.default_rng(seed)
+    bench, before, admitted = Bench(), None, 0
+    hostile = [np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45]
+    for number in range(rounds):
+        action: Any = (rng.standard_normal(4) * 10.0 ** rng.integers(-3, 3)).astype(np.float32)
+        kind = number % 16
+        if kind == 0:
+            action[rng.integers(4)] = hostile[rng.integers(len(hostile))]
+        elif kind == 1:
+            action = action.astype(rng.choice(["f8", "f2", "i4", "O", "c8", "U8", "?"]))
+        elif kind == 2:
+            action = np.resize(action, [(0,), (3,), (5,), (4, 1), (1, 4), ()][rng.integers(6)])
+        state = rng.uniform((-1, -0.5, -1, -1, 0.2, -0.4, -0.1), (1, 0.5, 1, 1, 0.8, 0.4, 0.6))
+        if kind == 3:
+            state[rng.integers(7)] = (hostile + [3.0, -3.0])[rng.integers(len(hostile) + 2)]
+        age_s = 1.0 if kind == 4 else 0.1
+        with np.errstate(over="ignore"):
+            observation = Observation({STATE: state.astype(np.float32)}, bench.clock())
+        bench.clock.now_s += age_s
+        verdict = bench.kernel.filter(action, observation)
+        if verdict.applied is None:
+            before = None if before is None else np.array([0, 0, 0, before[3]])
+            continue
+        check_limits(verdict.applied, before, observation)
+        before, admitted = verdict.applied.astype(np.float64), admitted + 1
+    return admitted
+
+
+def test_twenty_thousand_hostile_actions() -> None:
+    assert attack(seed=0, rounds=20_000) > 10_000
+
+
+@pytest.mark.slow
+def test_a_million_hostile_actions() -> None:
+    assert attack(seed=1, rounds=1_000_000) > 500_000
