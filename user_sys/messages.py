@@ -211,6 +211,12 @@ class WeightsManifest(Message, frozen=True, kw_only=True, tag="weights"):
     base: int = -1
 
 
+class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"):
+    """Credit for the next version: a robot has taken this one over, or the gateway has it on disk."""
+
+    version: int
+
+
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
     robot: str
     version: int
@@ -222,4 +228,4 @@ ControlMessage = (
     | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
 )  # fmt: skip
 ExperienceMessage = Hello | Welcome | Refusal | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
-WeightsMessage = Hello | Welcome | Refusal | WeightsManifest | WeightsApplied
+WeightsMessage = Hello | Welcome | Refusal | WeightsManifest | WeightsReceived | WeightsApplied
