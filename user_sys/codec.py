@@ -102,7 +102,7 @@ def decode_packet(packet: bytes | memoryview, kind: type[Record]) -> tuple[Recor
     try:
         header = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + length], type=_Header)
         record = msgspec.msgpack.decode(header.record, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"packet header does not decode as {kind.__name__}: {error}") from None
     return record, {entry.name: _array(view, entry) for entry in header.arrays}
 

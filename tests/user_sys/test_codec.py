@@ -1,0 +1,94 @@
+"""Packets: what goes in comes out, and no bytes from outside can do more than raise WireError."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from user_sys.codec import ALIGN_BYTES, DTYPES, decode_packet, encode_packet
+from user_sys.errors import WireError
+
+
+class Note(msgspec.Struct, frozen=True):
+    text: str
+    number: int = 0
+
+
+ARRAYS = st.dictionaries(
+    st.text(max_size=20),
+    st.sampled_from(sorted(DTYPES)).flatmap(
+        lambda dtype: hnp.arrays(np.dtype(dtype), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+    ),
+    max_size=5,
+)
+
+
+@given(text=st.text(), arrays=ARRAYS)
+def test_a_packet_returns_record_and_arrays_bit_for_bit(text: str, arrays: dict[str, np.ndarray]) -> None:
+    note, decoded = decode_packet(encode_packet(Note(text, 7), arrays), Note)
+    assert note == Note(text, 7)
+    assert list(decoded) == list(arrays)
+    for name, array in arrays.items():
+        assert decoded[name].dtype == array.dtype
+        assert decoded[name].shape == array.shape
+        assert decoded[name].tobytes() == array.tobytes()
+
+
+def test_arrays_are_read_only_views_at_aligned_offsets() -> None:
+    packet = encode_packet(Note("a"), {"x": np.arange(3.0), "y": np.ones((2, 2), np.uint8)})
+    start = np.frombuffer(packet, np.uint8).__array_interface__["data"][0]
+    _, arrays = decode_packet(packet, Note)
+    for array in arrays.values():
+        assert not array.flags.writeable
+        assert (array.__array_interface__["data"][0] - start) % ALIGN_BYTES == 0
+
+
+def test_a_strided_array_is_copied_in_order() -> None:
+    grid = np.arange(12).reshape(3, 4)[:, ::2]
+    _, arrays = decode_packet(encode_packet(Note("a"), {"grid": grid}), Note)
+    assert np.array_equal(arrays["grid"], grid)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_packet(b"USP1" + garbage, Note)
+    with pytest.raises(WireError):
+        decode_packet(garbage, Note)
+
+
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_one_wrong_byte_never_reads_outside_the_packet(position: int, value: int) -> None:
+    packet = bytearray(encode_packet(Note("hello", 3), {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}))
+    packet[position % len(packet)] = value
+    try:
+        _, arrays = decode_packet(bytes(packet), Note)
+    except WireError:
+        return
+    assert sum(array.nbytes for array in arrays.values()) <= len(packet)
+
+
+@pytest.mark.parametrize("length", range(0, 200, 7))
+def test_a_truncated_packet_is_refused(length: int) -> None:
+    packet = encode_packet(Note("hello"), {"x": np.zeros(64)})
+    assert length < len(packet)
+    with pytest.raises(WireError):
+        decode_packet(packet[:length], Note)
+
+
+@pytest.mark.parametrize("dtype", ["object", "datetime64[s]", "complex64"])
+def test_a_dtype_that_does_not_travel_is_refused_at_the_source(dtype: str) -> None:
+    with pytest.raises(WireError, match="dtype"):
+        encode_packet(Note("a"), {"x": np.zeros(2, dtype)})
+
+
+def test_a_record_of_another_kind_is_refused() -> None:
+    class Other(msgspec.Struct, frozen=True):
+        text: int
+
+    with pytest.raises(WireError, match="Other"):
+        decode_packet(encode_packet(Note("a"), {}), Other)
