@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hal.errors import HalError
@@ -160,8 +161,10 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
         description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume.",
         epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
     )
-    verb.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml")
-    verb.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, where it stood")
+    verb.add_argument(
+        "config", type=Path, metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml"
+    )
+    verb.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, where it stood")
     verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
     verb.set_defaults(runs=("user_sys.launch", "train_main"))
     return verb
@@ -171,10 +174,14 @@ def _add_record(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "record",
         help="record demonstrations from the scripted expert",
-        description="Records the demonstrations that CONFIG asks for, from the task's scripted expert.",
+        description="Records demonstrations by the task's scripted expert, for each robot of CONFIG, into a store.",
         epilog="Any setting can be overridden: --section.key=value.",
     )
-    verb.add_argument("config", metavar="CONFIG", help="YAML file of settings, such as configs/demo.yaml")
+    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of settings, such as configs/demo.yaml")
+    verb.add_argument(
+        "--output", type=Path, default=Path("runs/demonstrations"), metavar="PATH", help="store to add to"
+    )
+    verb.add_argument("--episodes", type=_count, default=20, metavar="N", help="demonstrations per robot (default: 20)")
     verb.set_defaults(runs=("user_sys.record", "record_main"))
     return verb
 
@@ -185,7 +192,7 @@ def _add_evaluate(verbs: Any) -> None:
         help="measure how often the trained policy succeeds on its own",
         description="Runs the newest policy of RUN without a person and reports its success with a 95%% interval.",
     )
-    verb.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
+    verb.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/latest")
     verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
     verb.set_defaults(runs=("user_sys.evaluate", "evaluate_main"))
 
@@ -194,7 +201,7 @@ def _add_store(verbs: Any) -> None:
     store = verbs.add_parser("store", help="look into an experience store")
     orders = store.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
     inspect = orders.add_parser("inspect", help="what a store holds, and whether it is sound")
-    inspect.add_argument("path", metavar="PATH", help="store folder, such as runs/latest/store")
+    inspect.add_argument("path", type=Path, metavar="PATH", help="store folder, such as runs/latest/store")
     inspect.add_argument("--json", action="store_true", help="for other programs")
     inspect.set_defaults(runs=("user_sys.store.inspect", "inspect_main"))
 
