@@ -1,0 +1,62 @@
+"""The interface of a learning algorithm: batches in, policy weights out. The learner knows nothing else of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+from hal.spec import Array
+
+
+class Transitions(Protocol):
+    """What an algorithm reads of a batch of n transitions; `user_sys.replay.buffer.Batch` is one.
+
+    Attributes:
+        observation, next_observation: feature name to float32 (n, d); images uint8 (n, height, width, 3).
+        action: float32 (n, a), the applied action in the action spec's units.
+        reward: float32 (n,).
+        terminated: bool (n,), where the next observation's value is not bootstrapped.
+    """
+
+    @property
+    def observation(self) -> Mapping[str, Array]: ...
+    @property
+    def next_observation(self) -> Mapping[str, Array]: ...
+    @property
+    def action(self) -> Array: ...
+    @property
+    def reward(self) -> Array: ...
+    @property
+    def terminated(self) -> Array: ...
+
+
+class Algorithm(ABC):
+    """One thread calls it. Every method computes to its end before it returns."""
+
+    @abstractmethod
+    def update(self, batch: Transitions) -> None:
+        """One gradient update of the value functions (and of the policy as often as the algorithm says).
+
+        The batch's arrays are read only during the call, so that the caller may reuse them.
+        """
+
+    @abstractmethod
+    def scalars(self) -> dict[str, float]:
+        """Losses and statistics of the newest update, for curves; computed when asked for. Empty before the first."""
+
+    @abstractmethod
+    def policy_weights(self) -> dict[str, Array]:
+        """Copies of what the policy's `load` takes; not checked for finiteness."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of everything that determines later updates, random generators included."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Takes up where `state` was taken: later updates on the same batches are bit-identical on the same machine.
+
+        Raises:
+            WireError: the names or shapes are not this algorithm's; nothing was changed.
+        """
