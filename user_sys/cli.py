@@ -139,8 +139,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_evaluate(verbs)
     _add_store(verbs)
     _add_hardware(verbs)
-    keys_cli.add_parser(verbs)
-    verbs.choices["keys"].set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
+    keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
     return parser, named
 
 
