@@ -18,7 +18,7 @@ for each update of the actor, is `actor_period`. Actions are scaled to [-1, 1] a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,6 @@ from user_sys.policies.mlp import (
     INPUT_CLIP,
     LOG_STD_MAX,
     LOG_STD_MIN,
-    MlpConfig,
     action_affine,
     bounds_affine,
     feature_specs,
@@ -47,7 +46,7 @@ class RlpdConfig:
     """RLPD's settings.
 
     Attributes:
-        critic_hidden: widths of the critics' hidden layers; the actor's are the policy's.
+        actor_hidden, critic_hidden: widths of their hidden layers.
         critics: E, the size of the ensemble.
         target_critics: Z, how many of them make a target.
         discount: gamma, of one control period.
@@ -60,6 +59,7 @@ class RlpdConfig:
         gradient_norm_max: each network's gradient is scaled down to this norm.
     """
 
+    actor_hidden: tuple[int, ...] = (256, 256)
     critic_hidden: tuple[int, ...] = (128, 128)
     critics: int = 10
     target_critics: int = 2
@@ -87,16 +87,16 @@ class Rlpd(Algorithm):
     """See the file's head. Float32 on one device; draws from its own generators only."""
 
     def __init__(
-        self, config: RlpdConfig, policy: MlpConfig, spec: RobotSpec, *, seed: int, device: str = "cpu"
+        self, config: RlpdConfig, spec: RobotSpec, *, features: Sequence[str] = (), seed: int, device: str = "cpu"
     ) -> None:
-        """Fresh networks for the robot described by `spec`, initialised and drawing with `seed`."""
+        """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`."""
         self._config, self._device = config, torch.device(device)
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        features = feature_specs(spec, policy.features)
-        self._features = tuple(s.name for s in features)
-        self._affine = self._fixed_affine(features, spec.action)
+        specs = feature_specs(spec, features)
+        self._features = tuple(s.name for s in specs)
+        self._affine = self._fixed_affine(specs, spec.action)
         inputs, actions = self._affine["input.offset"].numel(), self._affine["action.centre"].numel()
-        self._actor = actor_parameters(inputs, actions, policy.hidden, self._generator)
+        self._actor = actor_parameters(inputs, actions, config.actor_hidden, self._generator)
         self._critics = critic_parameters(inputs + actions, config.critic_hidden, config.critics, self._generator)
         self._targets = {name: p.detach().clone() for name, p in self._critics.items()}
         self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self._device, requires_grad=True)
@@ -176,8 +176,8 @@ class Rlpd(Algorithm):
         a = torch.as_tensor(action, dtype=torch.float32, device=self._device) - self._affine["action.centre"]
         return a.div_(self._affine["action.scale"]).clamp_(-1.0, 1.0)
 
-    def _fixed_affine(self, features: tuple[ArraySpec, ...], action: ArraySpec) -> Parameters:
-        offset, scale = bounds_affine(features)
+    def _fixed_affine(self, specs: Sequence[ArraySpec], action: ArraySpec) -> Parameters:
+        offset, scale = bounds_affine(specs)
         centre, half = action_affine(action)
         arrays = {"input.offset": offset, "input.scale": scale, "action.centre": centre, "action.scale": half}
         return {name: torch.from_numpy(value).to(self._device) for name, value in arrays.items()}

@@ -14,13 +14,12 @@ Weights (all float32; `n` inputs, `a` action elements, layers numbered from 0)::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hal.errors import SpecError
 from hal.spec import Array, ArraySpec, RobotSpec
-from user_sys.errors import ConfigError, WireError
+from user_sys.errors import WireError
 from user_sys.policies.policy import ActionChunk, Policy
 
 INPUT_CLIP = 5.0
@@ -59,29 +58,12 @@ def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArrayS
     return tuple(spec.feature(name) for name in features) if features else spec.observation
 
 
-@dataclass(frozen=True)
-class MlpConfig:
-    """The policy's shape.
-
-    Attributes:
-        features: the observations that it reads, in order; empty for all of the robot's vectors.
-        hidden: widths of the hidden layers. Used where weights are made; an acting policy takes what the weights have.
-    """
-
-    features: tuple[str, ...] = ()
-    hidden: tuple[int, ...] = (256, 256)
-
-    def __post_init__(self) -> None:
-        if not self.hidden or min(self.hidden) < 1:
-            raise ConfigError(f"policy.hidden is {self.hidden}; give at least one width of at least 1")
-
-
 class MlpPolicy(Policy):
     """Draws actions; until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
-    def __init__(self, spec: RobotSpec, config: MlpConfig | None = None, *, seed: int = 0) -> None:
-        """Acts on the robot described by `spec`, drawing with `seed`."""
-        self._specs = feature_specs(spec, config.features if config else ())
+    def __init__(self, spec: RobotSpec, *, features: Sequence[str] = (), seed: int = 0) -> None:
+        """Acts on the robot described by `spec`, from `features` (default: all its vectors), drawing with `seed`."""
+        self._specs = feature_specs(spec, features)
         self._inputs = sum(len(s.labels) for s in self._specs)
         self._centre, self._scale = action_affine(spec.action)
         self._low, self._high = (np.asarray(b, np.float32) for b in (spec.action.low, spec.action.high))
