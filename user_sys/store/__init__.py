@@ -1,0 +1,1 @@
+"""The experience store: the durable log of everything that happened."""
