@@ -7,8 +7,10 @@ HalError
 ├── LeaseError           give way: someone else drives this robot
 │   ├── LeaseHeld        retry later: names the holder
 │   └── StaleToken       stop for good: a newer session has taken over
+├── RegistryError        look again: no such resource, or its health does not allow that
 ├── EmergencyStopped     stop the robot: latched until a person re-arms it
-└── PlacementError       ask for less: explains what was asked, what there is, what is missing
+├── PlacementError       ask for less: explains what was asked, what there is, what is missing
+└── SupervisionError     look at its log: a node's process cannot be started, or ends again and again
 """
 
 from __future__ import annotations
@@ -42,9 +44,17 @@ class StaleToken(LeaseError):
     """The caller's fencing token is older than one that the driver has seen."""
 
 
+class RegistryError(HalError):
+    """A resource that the registry does not know, or a step that its health does not allow."""
+
+
 class EmergencyStopped(HalError):
     """The e-stop is latched; only a person can re-arm the robot."""
 
 
 class PlacementError(HalError):
     """A request for resources cannot be met; the message explains why."""
+
+
+class SupervisionError(HalError):
+    """A supervised process cannot be started or kept running."""
