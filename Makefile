@@ -1,0 +1,66 @@
+# Every target does its own set-up; a second run starts at once. `make` alone lists the targets.
+SHELL := bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+RUN_EXTRAS := edge,sim,learner
+DEMO ?= full
+ARGS ?=
+DEMO_CONFIG = $(if $(filter full,$(DEMO)),configs/demo.yaml,$(if $(filter smoke,$(DEMO)),configs/demo-smoke.yaml,\
+  $(error DEMO is '$(DEMO)'; it can be full or smoke)))
+
+INSTALLED_RUN := .venv/.installed-run
+INSTALLED_DEV := .venv/.installed-dev
+PINS := pyproject.toml constraints.txt .ci/set-up
+
+.PHONY: help demo test test-slow lint format types bench wheel setup clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watch (DEMO=smoke: a short form; ARGS=--seed=1)
+	@.ci/check-egl
+	@$(BIN)/user-sys train $(DEMO_CONFIG) $(ARGS)
+
+test: $(INSTALLED_DEV)  ## the default tests: no GPU, no network, no hardware (ARGS=-x)
+	@.ci/check-egl
+	$(BIN)/pytest $(ARGS)
+
+test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
+	@.ci/check-egl
+	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
+
+lint: $(INSTALLED_DEV)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED_DEV)  ## mend what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED_DEV)  ## mypy, strict
+	$(BIN)/mypy
+
+bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, JSON in benchmarks/out/
+	@.ci/check-egl
+	@for bench in $(filter-out %/__init__.py %/harness.py,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$bench"; $(BIN)/python -m $$(echo $${bench%.py} | tr / .) $(ARGS) || exit 1; \
+	done
+
+wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
+	$(BIN)/python tests/smoke_wheel.py
+
+setup: $(INSTALLED_DEV)  ## the environment in .venv, with the tools for development
+
+clean:  ## remove what was built and cached; runs/ and .venv/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(INSTALLED_RUN): $(PINS)
+	@.ci/set-up $(RUN_EXTRAS)
+	@touch $@
+
+$(INSTALLED_DEV): $(PINS)
+	@.ci/set-up $(RUN_EXTRAS),dev
+	@touch $@ $(INSTALLED_RUN)
