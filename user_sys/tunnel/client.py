@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 Received: TypeAlias = ControlMessage | WeightsApplied
 CLOSE_TIMEOUT_S = 5.0
+FAREWELL_MS = 500
 RECEIVE_BURST = 64
 BLOCKED_RETRY_S = 0.002
 
@@ -134,7 +135,10 @@ class TunnelClient:
             self._uplink.source.listen(self._wakeup.set)
 
     def close(self) -> None:
-        """Closes the connections; what is queued is dropped, what is in the outbox stays. Twice is harmless."""
+        """Sends the control messages that wait, if that can be done at once, and closes the connections.
+
+        What is in the outbox stays. Blocks for `CLOSE_TIMEOUT_S` at most; calling it twice is harmless.
+        """
         self._stopping.set()
         if self._thread is None or self._state is TunnelState.CLOSED:
             return
@@ -167,6 +171,18 @@ class TunnelClient:
     def clock(self) -> ClockEstimate | None:
         """Round trip and offset to the gateway's clock; None before the first heartbeat came back."""
         return self._clock.estimate
+
+    @property
+    def chunks_pending(self) -> int:
+        """Chunks in the outbox that the gateway has not acknowledged."""
+        return 0 if self._uplink is None else len(self._uplink.source)
+
+    def drain(self, timeout_s: float) -> int:
+        """Blocks until the gateway has every chunk, or `timeout_s` is over; returns how many it has not."""
+        with self._condition:
+            over = (TunnelState.REFUSED, TunnelState.CLOSED)
+            self._condition.wait_for(lambda: not self.chunks_pending or self._state in over, timeout_s)
+            return self.chunks_pending
 
     def wait_open(self, timeout_s: float) -> None:
         """Blocks until the tunnel is open.
@@ -296,7 +312,7 @@ class TunnelClient:
             self._enter(TunnelState.OPEN)
             self._converse(link)
         finally:
-            link.close()
+            link.close(FAREWELL_MS if self._stopping.is_set() else 0)
 
     def _handshake(self, link: Link) -> None:
         deadline = time.monotonic() + self._limits.handshake_s
@@ -334,6 +350,7 @@ class TunnelClient:
             link.check()
             pause_s = 0.0 if busy else BLOCKED_RETRY_S if blocked else next_heartbeat_s - time.monotonic()
             link.wait(pause_s)
+        self._drain(link, Channel.CONTROL)  # a release of the lease, for instance
 
     def _receive(self, link: Link, channel: Channel) -> bool:
         """Takes in what has arrived on a channel; True where that was anything."""
@@ -352,6 +369,9 @@ class TunnelClient:
                 self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as answer if self._uplink is not None:
                 self._uplink.settle(answer)
+                if not self.chunks_pending:
+                    with self._condition:
+                        self._condition.notify_all()
             case PreviewAck() as ack:
                 self._shown.discard((ack.robot, ack.camera))
             case Preview():

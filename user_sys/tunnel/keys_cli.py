@@ -16,8 +16,9 @@ ROLES = ("robot", "learner", "console")
 _EPILOG = """\
 On the robot's computer:   user-sys keys new panda-0
 On the gateway's computer: user-sys keys new gateway
-                           user-sys keys allow panda-0 --role robot --public KEY
-A running gateway sees every change at once. FOLDER/NAME.key stays where it was made; FOLDER/NAME.pub may be copied.
+                           user-sys keys allow panda-0 --role robot --public='KEY'
+A key holds characters that mean something to a shell: keep it in single quotes, or copy FOLDER/panda-0.pub and leave
+--public away. FOLDER/NAME.key stays where it was made. A running gateway sees every change at once.
 """
 
 
@@ -84,7 +85,7 @@ def _new(folder: Path, name: str) -> int:
         raise RunError(f"{private} exists; `user-sys keys rotate {name} --folder {folder}` replaces it")
     keys = new_keypair()
     save_keypair(keys, folder, name)
-    return _say(f"{private}\npublic key: {keys.public}")
+    return _say(f"{private}\npublic key: '{keys.public}'")
 
 
 def _allow(ring: Keyring, folder: Path, name: str, role: Any, public: str | None) -> int:
@@ -104,7 +105,7 @@ def _rotate(ring: Keyring, folder: Path, name: str) -> int:
     keys = new_keypair()
     save_keypair(keys, folder, name)
     ring.allow(keys.public, name, former.role)
-    return _say(f"{name} has a new key; the old one is shut out\npublic key: {keys.public}")
+    return _say(f"{name} has a new key; the old one is shut out\npublic key: '{keys.public}'")
 
 
 def _list(ring: Keyring, as_json: bool) -> int:

@@ -96,10 +96,10 @@ class Link:
                     raise Refused(f"{self._endpoint} does not allow this key; run `user-sys keys allow` there")
                 raise LinkDown(f"{self._endpoint}: {_ENDS.get(int(event['event']), 'the handshake failed')}")
 
-    def close(self) -> None:
-        """Drops the connections and what is still in their pipes."""
+    def close(self, farewell_ms: int = 0) -> None:
+        """Drops the connections and what is in their pipes; the control channel has `farewell_ms` to empty its own."""
         for channel, socket in self._sockets.items():
             self._poller.unregister(socket)
             socket.disable_monitor()
             self._monitors[channel].close(0)
-            socket.close(0)
+            socket.close(farewell_ms if channel is Channel.CONTROL else 0)

@@ -53,6 +53,7 @@ SEND_BURST = 32
 BIND_PATIENCE_S = 3.0
 LOG_EVERY_S = 5.0
 STOP_TIMEOUT_S = 10.0
+FAREWELL_MS = 200
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -189,7 +190,8 @@ class TunnelServer:
 
     def _close_sockets(self) -> None:
         self._router.disable_monitor()
-        for socket in (self._monitor, self._router, self._zap):
+        self._router.close(FAREWELL_MS)
+        for socket in (self._monitor, self._zap):
             socket.close(0)
         self._context.term()
         self._wakeup.close()

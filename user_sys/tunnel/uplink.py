@@ -24,6 +24,9 @@ class PendingChunk:
 class ChunkSource(Protocol):
     """Where chunks wait. Called from the tunnel's thread."""
 
+    def __len__(self) -> int:
+        """Durable chunks that are not acknowledged. Any thread may ask."""
+
     def pending(self, after_sequence: int) -> Iterator[PendingChunk]:
         """Durable chunks with a greater sequence, in order."""
 

@@ -1,0 +1,55 @@
+"""``python -m user_sys.gateway --run DIR``: the gateway's process. SIGTERM ends it cleanly."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from user_sys.errors import RunError, UserSysError
+from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.service import Gateway
+from user_sys.logs import configure_logging
+
+logger = logging.getLogger("user_sys.gateway")
+
+
+class _RunFile(msgspec.Struct, frozen=True):
+    """The part of a run's ``config.yaml`` that concerns the gateway."""
+
+    gateway: GatewayConfig = GatewayConfig()
+
+
+def _config(path: Path) -> GatewayConfig:
+    if not path.exists():
+        return GatewayConfig()
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=_RunFile).gateway
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(f"{path}: {error}") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns 2 with a line in the log when it cannot."""
+    parser = argparse.ArgumentParser(prog="python -m user_sys.gateway", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's folder")
+    args = parser.parse_args(argv)
+    configure_logging()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        Gateway(_config(args.run / "config.yaml"), args.run).run(stop)
+    except UserSysError as error:
+        logger.error("gateway.failed %s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""The gateway: one process beside the store that all robots, the learner and the consoles talk to.
+
+It survives ``kill -9`` at any moment: what it acknowledged is in the store, leases and their tokens are in
+``leases.json``, the newest weights in ``weights/``, its address in ``gateway.json``; peers reconnect by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hal.durable import replace_durably
+from hal.errors import HalError, LeaseError
+from hal.lease import LeaseTable
+from hal.registry import Registry
+from hal.resource import Kind, ResourceRecord
+from user_sys.errors import RunError
+from user_sys.gateway.commit import Committer
+from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.previews import PreviewRelay
+from user_sys.gateway.weights import WeightsRelay, WeightsShelf
+from user_sys.messages import (
+    ChunkAck,
+    ChunkOffer,
+    ChunkRefusal,
+    EpisodeReport,
+    LeaseGrant,
+    LeaseRefusal,
+    LeaseRelease,
+    LeaseRequest,
+    MetricsReport,
+    OperatorCommand,
+    OperatorReply,
+    Preview,
+    PreviewAck,
+    RobotStatus,
+    StopRun,
+    WatchRequest,
+    WeightsApplied,
+    WeightsManifest,
+    WeightsReceived,
+)
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.tunnel.wire import AnyMessage, Payload
+
+logger = logging.getLogger(__name__)
+
+NAME = "gateway"
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``gateway.json`` in a run folder says: where a gateway listens, or listened last."""
+
+    endpoint: str
+    public_key: str
+
+
+class Gateway:
+    """Serves one run folder; see `run`. `keys/gateway.key` and the ring in `keys/allowed` say who is who.
+
+    On loopback a missing key pair is made; beyond it the gateway does not start without one.
+    """
+
+    def __init__(self, config: GatewayConfig, run_dir: Path) -> None:
+        """Opens the store.
+
+        Raises:
+            StoreError: another gateway writes the store, or it cannot be used.
+            RunError: no key pair, beyond loopback.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.config = config
+        self.run_dir = run_dir
+        self._keys = _load_or_make_keys(run_dir / "keys", config.endpoint)
+        self._writer = StoreWriter.open(run_dir / "store")
+        self._steps_before = _stored_steps(run_dir / "store")
+        self._lock = threading.Lock()
+        self._registry = Registry(LeaseTable(run_dir / "leases.json", config.lease_ttl_s))
+        endpoint = _endpoint(config.endpoint, run_dir)
+        ring = Keyring(run_dir / "keys")
+        self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME)
+        self._committer = Committer(self._writer, self._answer_chunk, config)
+        self._weights = WeightsRelay(WeightsShelf(run_dir / "weights", config.weights_kept), self.server.send)
+        self._previews = PreviewRelay(self.server.send)
+        self._stop_run: StopRun | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Serves until `stop` is set, then commits what has arrived and closes. Blocks.
+
+        Raises:
+            RunError: the port is in use.
+            StoreError: the disk failed; nothing unsafe was acknowledged. Start the gateway again to go on.
+        """
+        try:
+            self.server.start()
+            self._committer.start()
+            self._weights.start()
+            self._write_address()
+            while not stop.wait(self.config.report_s):
+                self._raise_failures()
+                self._keep_watch()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for part in (self._committer, self._weights):
+            if part.started:
+                part.close()
+        self.server.close()
+        self._writer.close()
+
+    def _write_address(self) -> None:
+        address = GatewayAddress(endpoint=self.server.endpoint, public_key=self._keys.public)
+        replace_durably(self.run_dir / "gateway.json", msgspec.json.encode(address) + b"\n")
+
+    def _raise_failures(self) -> None:
+        for failure in (self.server.failure, self._committer.failure, self._weights.failure):
+            if failure is not None:
+                raise failure
+
+    def _keep_watch(self) -> None:
+        with self._lock:
+            for peer in self.server.peers("robot"):
+                self._registry.heartbeat(peer.name)
+            lost = self._registry.expire()
+        for name in lost:
+            logger.warning("gateway.robot_lost robot=%s", name)
+        self._tell_consoles(self._report())
+
+    def _report(self) -> MetricsReport:
+        totals = self._committer.totals
+        scalars = {
+            "chunks": totals.chunks,
+            "bytes": totals.size_bytes,
+            "duplicates": totals.duplicates,
+            "chunks_refused": totals.refused,
+            "queued_bytes": self._committer.queued_bytes,
+            "store_full": totals.full,
+            "robots": len(self.server.peers("robot")),
+            "weights_version": self._weights.version,
+            "weights_pushed": self._weights.pushed,
+            "peers_refused": sum(self.server.counters[key] for key in ("keys_refused", "hellos_refused", "malformed")),
+        }
+        steps = self._steps_before + totals.steps
+        return MetricsReport(node=NAME, count=steps, scalars={key: float(value) for key, value in scalars.items()})
+
+    # What the tunnel hands over (its thread; see TunnelHandler)
+
+    def peer_opened(self, peer: Peer) -> None:
+        if peer.role == "robot":
+            with self._lock:
+                self._registry.announce(_record(peer))
+            self._weights.robot_opened(peer.name)
+        elif peer.role == "console":
+            self._previews.console_opened(peer.name)
+        if self._stop_run is not None:
+            self.server.send(peer.name, self._stop_run)
+
+    def peer_closed(self, peer: Peer, reason: str) -> None:
+        self._committer.forget(peer)
+        self._weights.robot_closed(peer.name)
+        self._previews.console_closed(peer.name)
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        match message:
+            case ChunkOffer() if payload is not None:
+                self._committer.offer(peer, message, payload)
+            case LeaseRequest():
+                self.server.send(peer.name, self._answer_lease(message))
+            case LeaseRelease():
+                self._release(message)
+            case Preview() if payload is not None:
+                self.server.send(peer.name, PreviewAck(robot=message.robot, camera=message.camera))
+                self._previews.show(message, payload)
+            case PreviewAck():
+                self._previews.taken(peer.name, (message.robot, message.camera))
+            case WeightsManifest() if payload is not None:
+                self._weights.publish(peer, message, payload)
+            case WeightsReceived():
+                self._weights.received(peer.name, message.version)
+            case OperatorCommand():
+                self._pass_order(peer, message)
+            case WatchRequest():
+                self.server.send(message.robot, message)
+            case StopRun():
+                self._stop(message)
+            case OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport() | WeightsApplied():
+                self._tell_consoles(message)
+
+    def _tell_consoles(self, message: AnyMessage) -> None:
+        for console in self.server.peers("console"):
+            self.server.send(console.name, message)
+
+    def _pass_order(self, console: Peer, order: OperatorCommand) -> None:
+        if not self._is_robot(order.robot) or not self.server.send(order.robot, order):
+            reason = f"{order.robot} is not connected"
+            reply = OperatorReply(
+                robot=order.robot, operator=order.operator, order=order.order, accepted=False, reason=reason
+            )
+            self.server.send(console.name, reply)
+
+    def _is_robot(self, name: str) -> bool:
+        return any(peer.name == name for peer in self.server.peers("robot"))
+
+    def _stop(self, message: StopRun) -> None:
+        logger.info("gateway.stop_run reason=%s", message.reason)
+        self._stop_run = message
+        for peer in self.server.peers():
+            self.server.send(peer.name, message)
+
+    def _answer_chunk(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
+        """From the commit thread. Only the session that sent the chunk is told: sequences start anew with each."""
+        if any(open_peer.session == peer.session for open_peer in self.server.peers("robot")):
+            self.server.send(peer.name, answer)
+
+    def _answer_lease(self, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
+        try:
+            with self._lock:
+                if request.token:
+                    lease = self._registry.renew(request.robot, request.token)
+                else:
+                    lease = self._registry.lease(request.robot, request.holder)
+        except (HalError, OSError) as error:
+            return LeaseRefusal(robot=request.robot, reason=str(error))
+        return LeaseGrant(robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s)
+
+    def _release(self, message: LeaseRelease) -> None:
+        try:
+            with self._lock:
+                self._registry.release(message.robot, message.token)
+        except LeaseError as error:
+            logger.info("gateway.release robot=%s: %s", message.robot, error)
+
+
+def _record(peer: Peer) -> ResourceRecord:
+    spec = peer.spec
+    return ResourceRecord(
+        kind=Kind.ROBOT,
+        name=peer.name,
+        model=spec.model if spec else "unknown",
+        node=peer.address,
+        capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras) if spec else (),
+        found_by="tunnel",
+        embodiment=spec.embodiment if spec else "",
+    )
+
+
+def _stored_steps(store: Path) -> int:
+    with StoreReader.open(store) as reader:
+        return sum(ref.header.steps for ref in reader.refresh())
+
+
+def _load_or_make_keys(folder: Path, endpoint: str) -> KeyPair:
+    path = folder / f"{NAME}.key"
+    if not path.exists():
+        if not is_loopback(endpoint):
+            raise RunError(
+                f"no key at {path}, and {endpoint} is not loopback: `user-sys keys new {NAME} --folder {folder}`"
+            )
+        save_keypair(new_keypair(), folder, NAME)
+    return load_keypair(path)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether nothing outside this machine can reach `endpoint`."""
+    return endpoint.startswith("ipc://") or urlsplit(endpoint).hostname in _LOOPBACK
+
+
+def read_address(run_dir: Path) -> GatewayAddress | None:
+    """Where the run's gateway listens, or listened last; None before its first start. Raises RunError: damaged."""
+    path = run_dir / "gateway.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GatewayAddress)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(f"{path} cannot be read ({error}); delete it and start again") from None
+
+
+def _endpoint(configured: str, run_dir: Path) -> str:
+    """The configured endpoint; where it leaves the port open, the one that the last start of this run had."""
+    if not configured.endswith((":0", ":*")):
+        return configured
+    before = read_address(run_dir)
+    return before.endpoint if before is not None else configured
