@@ -1,0 +1,265 @@
+"""A robot without hardware: a point with a gripper that goes exactly where it is told.
+
+It is deterministic and free of dependencies, and fails on demand in the ways in which hardware fails. It serves tests,
+and as the pattern for a driver: config and spec on top, then the robot, its camera, its input device and its task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hal.camera import Camera, Frame
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
+from hal.task import Outcome, Task
+from hal.teleoperator import Teleoperator, TeleopInput
+
+HALF_RANGE_M = 0.5  # the point moves in a cube of this half width around the base
+STEP_M = 0.1
+GRIPPER_M = 0.08
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """When the robot fails: each number is the count of commands and stops since the robot was made; None is never.
+
+    Attributes:
+        drop_out_at: the link breaks, for good until the robot is connected anew.
+        stale_at: readings freeze, while commands go on being obeyed.
+        nan_at: from now on the state holds a NaN.
+        slow_at: the control period that takes `slow_s` longer.
+    """
+
+    drop_out_at: int | None = None
+    stale_at: int | None = None
+    nan_at: int | None = None
+    slow_at: int | None = None
+    slow_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class FakeRobotConfig:
+    """Attributes: `cameras` names its cameras, each of `image_size` pixels square at the control rate."""
+
+    rate_hz: float = 10.0
+    cameras: tuple[str, ...] = ()
+    image_size: int = 64
+    faults: FaultPlan = field(default_factory=FaultPlan)
+
+
+def fake_spec(config: FakeRobotConfig) -> RobotSpec:
+    """The spec of the robot that `config` describes."""
+    metres, span = ("m",) * 3, (HALF_RANGE_M,) * 3
+    lowest = tuple(-x for x in span)
+    state = ArraySpec(
+        name=STATE,
+        labels=("x", "y", "z", "width", "vx", "vy", "vz"),
+        units=(*metres, "m", "m/s", "m/s", "m/s"),
+        low=(*lowest, 0.0, *(-STEP_M * config.rate_hz,) * 3),
+        high=(*span, GRIPPER_M, *(STEP_M * config.rate_hz,) * 3),
+    )
+    goal = ArraySpec(
+        name=ENVIRONMENT_STATE,
+        labels=("goal_x", "goal_y", "goal_z", "to_goal_x", "to_goal_y", "to_goal_z"),
+        units=metres * 2,
+        low=(*lowest, *(2 * x for x in lowest)),
+        high=(*span, *(2 * x for x in span)),
+    )
+    action = ArraySpec(
+        name=ACTION,
+        labels=("dx", "dy", "dz", "width"),
+        units=(*metres, "m"),
+        low=(*(-STEP_M,) * 3, 0.0),
+        high=(*(STEP_M,) * 3, GRIPPER_M),
+    )
+    size = config.image_size
+    return RobotSpec(
+        model="fake",
+        rate_hz=config.rate_hz,
+        observation=(state, goal),
+        action=action,
+        cameras=tuple(CameraSpec(name=n, height=size, width=size, rate_hz=config.rate_hz) for n in config.cameras),
+        limits=SafetyLimits(workspace_low=lowest, workspace_high=span, tool_position=(0, 1, 2)),
+        neutral=(0.0, 0.0, 0.0, GRIPPER_M),
+        tool_delta=(0, 1, 2),
+        gripper=3,
+        safe_stop="holds its position, as in HOLD",
+    )
+
+
+class FakeRobot(Robot):
+    """The point. It moves when it is commanded, at once; `clock` is read for times of capture only."""
+
+    def __init__(self, config: FakeRobotConfig | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.config = config or FakeRobotConfig()
+        self.spec = fake_spec(self.config)
+        self._clock = clock
+        self._low = np.array(self.spec.action.low, np.float32)
+        self._high = np.array(self.spec.action.high, np.float32)
+        self._connected = False
+        self._dropped_out = False
+        self._periods = 0
+        self.place(np.zeros(3), np.full(3, HALF_RANGE_M / 2))
+
+    @property
+    def position(self) -> Array:
+        """Where the point is: float64 (3,), metres in the base frame."""
+        return self._position.copy()
+
+    @property
+    def goal(self) -> Array:
+        """Where the point should be: float64 (3,), metres in the base frame."""
+        return self._goal.copy()
+
+    def place(self, position: Array, goal: Array) -> None:
+        """Puts point and goal somewhere, gripper open, at rest; for `FakeTask.reset`. Clips to the range."""
+        self._position: Array = np.clip(position, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
+        self._goal: Array = np.clip(goal, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
+        self._velocity: Array = np.zeros(3)
+        self._width = GRIPPER_M
+        self._reading = self._sense()
+
+    def connect(self) -> None:
+        if not self._connected:
+            self._connected, self._dropped_out = True, False
+            self._reading = self._sense()
+
+    def observe(self) -> Observation:
+        self._require_link()
+        if not self._reached(self.config.faults.stale_at):
+            self._reading = self._sense()
+        age_s = (self._clock() - self._reading.t_capture_ns) / 1e9
+        if age_s > self.spec.limits.stale_after_s:
+            raise StaleObservation(f"the newest reading is {age_s:.3f} s old")
+        return self._reading
+
+    def command(self, action: Array) -> Array:
+        self.spec.action.validate(action)
+        self._require_link()
+        applied = np.clip(action, self._low, self._high)
+        before = self._position
+        self._position = np.clip(before + applied[:3], -HALF_RANGE_M, HALF_RANGE_M)
+        self._velocity = (self._position - before) * self.spec.rate_hz
+        self._width = float(applied[3])
+        self._pass_period()
+        return applied
+
+    def stop(self, level: StopLevel) -> None:
+        self._require_link()
+        self._velocity = np.zeros(3)
+        self._pass_period()
+
+    def close(self) -> None:
+        self._connected = False
+
+    def _pass_period(self) -> None:
+        faults = self.config.faults
+        self._periods += 1
+        if self._periods == faults.drop_out_at:
+            self._dropped_out = True
+        if self._periods == faults.slow_at:
+            time.sleep(faults.slow_s)
+
+    def _reached(self, count: int | None) -> bool:
+        return count is not None and self._periods >= count
+
+    def _require_link(self) -> None:
+        if self._dropped_out or not self._connected:
+            raise HardwareLost("the fake robot dropped out" if self._connected else "the fake robot is not connected")
+
+    def _sense(self) -> Observation:
+        state = np.array([*self._position, self._width, *self._velocity], np.float32)
+        if self._reached(self.config.faults.nan_at):
+            state[0] = np.nan
+        goal = np.concatenate([self._goal, self._goal - self._position]).astype(np.float32)
+        return Observation({STATE: state, ENVIRONMENT_STATE: goal}, self._clock())
+
+
+class FakeCamera(Camera):
+    """Sees the robot from above: the point in red, its goal in green. Reads fail after `drop_out_at` frames."""
+
+    def __init__(self, robot: FakeRobot, spec: CameraSpec, drop_out_at: int | None = None) -> None:
+        self.spec = spec
+        self._robot = robot
+        self._drop_out_at = drop_out_at
+        self._frames = 0
+        self._connected = False
+
+    def connect(self) -> None:
+        self._connected = True
+
+    def read(self) -> Frame:
+        if not self._connected or self._frames == self._drop_out_at:
+            raise HardwareLost(f"the fake camera {self.spec.name} is not connected")
+        self._frames += 1
+        image = np.zeros(self.spec.shape, np.uint8)
+        self._draw(image, self._robot.goal, channel=1)
+        self._draw(image, self._robot.position, channel=0)
+        return Frame(image, time.monotonic_ns())
+
+    def close(self) -> None:
+        self._connected = False
+
+    def _draw(self, image: Array, place: Array, channel: int) -> None:
+        height, width, _ = self.spec.shape
+        column, row = ((place[:2] / (2 * HALF_RANGE_M) + 0.5) * (width - 1, height - 1)).astype(int)
+        image[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3, channel] = 255
+
+
+class FakeTeleoperator(Teleoperator):
+    """Plays `script`, one input a reading, and then stays at its last."""
+
+    def __init__(self, script: Sequence[TeleopInput]) -> None:
+        """Raises SpecError where the script is empty."""
+        if not script:
+            raise SpecError("a fake teleoperator needs at least one input")
+        self._script = tuple(script)
+        self._next = 0
+        self._connected = False
+
+    def connect(self) -> None:
+        self._connected = True
+
+    def read(self) -> TeleopInput:
+        if not self._connected:
+            raise HardwareLost("the fake teleoperator is not connected")
+        reading = self._script[min(self._next, len(self._script) - 1)]
+        self._next += 1
+        return reading
+
+    def close(self) -> None:
+        self._connected = False
+
+
+class FakeTask(Task):
+    """Go to the goal: success, and reward 1, within `radius_m` of it."""
+
+    name = "reach"
+    sentence = "move to the goal"
+
+    def __init__(self, radius_m: float = 0.05, max_steps: int = 50) -> None:
+        self.radius_m = radius_m
+        self.max_steps = max_steps
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        """Draws start and goal from the range's inner 80%. Raises SpecError for a robot that is not a `FakeRobot`."""
+        if not isinstance(robot, FakeRobot):
+            raise SpecError(f"the fake task needs a fake robot, not a {robot.spec.model}")
+        start, goal = rng.uniform(-0.8 * HALF_RANGE_M, 0.8 * HALF_RANGE_M, (2, 3))
+        robot.place(start, goal)
+
+    def evaluate(self, observation: Observation) -> Outcome:
+        distance_m = float(np.linalg.norm(observation.arrays[ENVIRONMENT_STATE][3:]))
+        done = distance_m <= self.radius_m
+        return Outcome(reward=float(done), terminated=done, success=True if done else None)
+
+
+def fake_expert(arrays: Mapping[str, Array]) -> Array:
+    """The action that leads straight to the goal: float32 (4,), gripper open."""
+    step = np.clip(arrays[ENVIRONMENT_STATE][3:], -STEP_M, STEP_M)
+    return np.array([*step, GRIPPER_M], np.float32)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hal.camera import Camera
+from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Robot, StopLevel
+from hal.safety import Reason, SafetyKernel
+from hal.spec import ENVIRONMENT_STATE, STATE
+from hal.teleoperator import Teleoperator, TeleopInput
+from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan, fake_expert
+
+STILL = np.array([0, 0, 0, 0.08], np.float32)
+CAMERA = FakeRobotConfig(cameras=("front",))
+
+
+class TestFakeRobot(RobotConformance):
+    def make_robot(self) -> Robot:
+        return FakeRobot(CAMERA)
+
+
+class TestFakeCamera(CameraConformance):
+    def make_camera(self) -> Camera:
+        robot = FakeRobot(CAMERA)
+        return FakeCamera(robot, robot.spec.cameras[0])
+
+
+class TestFakeTeleoperator(TeleoperatorConformance):
+    def make_teleoperator(self) -> Teleoperator:
+        return FakeTeleoperator([TeleopInput(np.full(4, 0.5, np.float32), True), TeleopInput(STILL, False)])
+
+
+def faulty(**faults: float) -> FakeRobot:
+    return FakeRobot(FakeRobotConfig(faults=FaultPlan(**faults)))  # type: ignore[arg-type]
+
+
+def test_it_goes_where_it_is_told_and_says_so() -> None:
+    with FakeRobot() as robot:
+        applied = robot.command(np.array([0.1, -0.05, 9.0, 0.02], np.float32))
+        np.testing.assert_allclose(applied, [0.1, -0.05, 0.1, 0.02], rtol=1e-6)
+        state = robot.observe().arrays[STATE]
+        np.testing.assert_allclose(state, [0.1, -0.05, 0.1, 0.02, 1.0, -0.5, 1.0], rtol=1e-6)
+        robot.stop(StopLevel.HOLD)
+        np.testing.assert_array_equal(robot.observe().arrays[STATE][4:], 0)
+
+
+def test_the_link_breaks_as_planned_until_it_is_connected_anew() -> None:
+    with faulty(drop_out_at=3) as robot:
+        for _ in range(3):
+            robot.observe()
+            robot.command(STILL)
+        for call in (robot.observe, lambda: robot.command(STILL), lambda: robot.stop(StopLevel.SAFE)):
+            with pytest.raises(HardwareLost, match="dropped out"):
+                call()
+        robot.close()
+        robot.connect()
+        robot.command(STILL)
+
+
+def test_frozen_readings_become_stale() -> None:
+    now_s = [0.0]
+    robot = FakeRobot(FakeRobotConfig(faults=FaultPlan(stale_at=1)), clock=lambda: round(now_s[0] * 1e9))
+    with robot:
+        robot.command(STILL)
+        captured = robot.observe().t_capture_ns
+        now_s[0] += 0.4
+        assert robot.observe().t_capture_ns == captured
+        now_s[0] += 0.2
+        with pytest.raises(StaleObservation, match=r"0\.600 s old"):
+            robot.observe()
+
+
+def test_a_broken_reading_reaches_the_safety_kernel_and_is_not_acted_upon() -> None:
+    with faulty(nan_at=2) as robot:
+        kernel = SafetyKernel(robot.spec)
+        robot.command(STILL)
+        assert kernel.filter(STILL, robot.observe()).applied is not None
+        robot.command(STILL)
+        assert kernel.filter(STILL, robot.observe()).reasons is Reason.NOT_FINITE
+
+
+def test_a_slow_control_period_takes_longer() -> None:
+    with faulty(slow_at=1, slow_s=0.02) as robot:
+        start = time.monotonic()
+        robot.command(STILL)
+        assert time.monotonic() - start >= 0.02
+
+
+def test_the_expert_succeeds_from_every_start_and_a_seed_repeats_itself() -> None:
+    task = FakeTask()
+    for seed in range(20):
+        with FakeRobot() as robot, FakeRobot() as twin:
+            task.reset(robot, np.random.default_rng(seed))
+            task.reset(twin, np.random.default_rng(seed))
+            np.testing.assert_array_equal(robot.goal, twin.goal)
+            for _ in range(task.max_steps):
+                robot.command(fake_expert(robot.observe().arrays))
+                outcome = task.evaluate(robot.observe())
+                if outcome.terminated:
+                    break
+            assert (outcome.reward, outcome.success) == (1.0, True)
+
+
+def test_what_is_not_done_has_no_reward() -> None:
+    with FakeRobot() as robot:
+        robot.place(np.zeros(3), np.full(3, 0.4))
+        outcome = FakeTask().evaluate(robot.observe())
+    assert (outcome.reward, outcome.terminated, outcome.success) == (0.0, False, None)
+
+
+def test_the_camera_sees_the_point_and_the_goal() -> None:
+    robot = FakeRobot(CAMERA)
+    camera = FakeCamera(robot, robot.spec.cameras[0], drop_out_at=1)
+    robot.place(np.array([-9.0, -9.0, 0.0]), np.array([9.0, 9.0, 0.0]))
+    camera.connect()
+    image = camera.read().image
+    assert tuple(image[0, 0]) == (255, 0, 0) and tuple(image[-1, -1]) == (0, 255, 0)
+    with pytest.raises(HardwareLost, match="front"):
+        camera.read()
+
+
+def test_the_teleoperator_plays_its_script_and_then_stays() -> None:
+    device = FakeTeleoperator([TeleopInput(STILL, True), TeleopInput(STILL, False)])
+    device.connect()
+    assert [device.read().engaged for _ in range(4)] == [True, False, False, False]
+    with pytest.raises(SpecError):
+        FakeTeleoperator([])
+
+
+def test_the_goal_is_seen_relative_to_the_point() -> None:
+    with FakeRobot() as robot:
+        robot.place(np.array([0.1, 0, 0]), np.array([0.3, 0, 0]))
+        np.testing.assert_allclose(robot.observe().arrays[ENVIRONMENT_STATE], [0.3, 0, 0, 0.2, 0, 0], rtol=1e-6)
