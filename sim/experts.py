@@ -1,0 +1,79 @@
+"""Scripted experts: they know the task, look at the observation alone, and give the first demonstrations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from hal.errors import SpecError
+from hal.robot import Observation
+from hal.spec import ENVIRONMENT_STATE, STATE, Array, RobotSpec
+from sim.robot import GRIPPER_SET_WIDTH, GRIPPER_WIDTH, TOOL_VELOCITY
+
+_OPEN_M = 0.08
+_CLOSED_M = 0.0
+_UP_M = 1.0  # more than a period allows: as fast as it goes
+_SETTLE_S = 0.03  # the tool trails its target by this much times its speed
+
+
+class Expert(ABC):
+    """A controller without memory: the same observation gives the same action, but for the noise.
+
+    `noise` is the standard deviation of the disturbance on the tool's step, as a share of its bound: it spreads the
+    demonstrations around the straight way, which shows the learner how to come back to it.
+    """
+
+    def __init__(self, spec: RobotSpec, noise: float = 0.0, seed: int = 0) -> None:
+        self._action = spec.action
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, observation: Observation) -> Array:
+        """float32 action, within the action spec's bounds, in its units."""
+        step, width = self.plan(observation)
+        low, high = np.array(self._action.low), np.array(self._action.high)
+        step = np.clip(step, low[:3], high[:3]) + self._rng.normal(0.0, 1.0, 3) * self._noise * high[:3]
+        action: Array = np.clip(np.array([*step, width]), low, high).astype(np.float32)
+        return action
+
+    @abstractmethod
+    def plan(self, observation: Observation) -> tuple[Array, float]:
+        """The wanted step of the tool (3,), m, unbounded, and the gripper's opening, m."""
+
+
+class ReachExpert(Expert):
+    """Straight to the target."""
+
+    def plan(self, observation: Observation) -> tuple[Array, float]:
+        return _to_object(observation), _OPEN_M
+
+
+class LiftExpert(Expert):
+    """Above the cube, down around it, grip, and up."""
+
+    def plan(self, observation: Observation) -> tuple[Array, float]:
+        way = _to_object(observation)
+        state = observation.arrays[STATE]
+        aside = float(np.hypot(way[0], way[1]))
+        gripped = state[GRIPPER_WIDTH] - state[GRIPPER_SET_WIDTH] > 0.006 and state[GRIPPER_WIDTH] > 0.03
+        if gripped and aside < 0.03 and abs(way[2]) < 0.03:
+            return np.array([0.0, 0.0, _UP_M]), _CLOSED_M
+        if aside < 0.014 and abs(way[2]) < 0.014:
+            return way, _CLOSED_M
+        hover = min(0.06, max(0.0, 4.0 * (aside - 0.012)))
+        return way + np.array([0.0, 0.0, hover]), _OPEN_M
+
+
+def make_expert(task: str, spec: RobotSpec, noise: float = 0.0, seed: int = 0) -> Expert:
+    """The expert for the task called `task`; raises SpecError when there is none."""
+    experts: dict[str, type[Expert]] = {"lift": LiftExpert, "reach": ReachExpert}
+    if task not in experts:
+        raise SpecError(f"no scripted expert for the task {task!r}; there are {sorted(experts)}")
+    return experts[task](spec, noise, seed)
+
+
+def _to_object(observation: Observation) -> Array:
+    """From where the tool's target is now to the object, m."""
+    way: Array = observation.arrays[ENVIRONMENT_STATE][3:6].astype(float)
+    return way - _SETTLE_S * observation.arrays[STATE][TOOL_VELOCITY]
