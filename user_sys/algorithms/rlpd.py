@@ -38,6 +38,7 @@ from user_sys.policies.mlp import (
     feature_specs,
 )
 
+LAST_LAYER_GAIN = 0.01
 Parameters = dict[str, Tensor]
 
 
@@ -271,6 +272,8 @@ def critic_parameters(inputs: int, hidden: tuple[int, ...], critics: int, genera
         parameters[f"{i}.weight"] = _xavier((critics, width, out), generator)
         parameters[f"{i}.bias"] = _zeros((critics, 1, out), generator)
         width = out
+    # Values start near 0: a sparse reward would take thousands of updates to lift a random pessimistic minimum.
+    parameters[f"{len(hidden)}.weight"].data.mul_(LAST_LAYER_GAIN)
     return parameters
 
 

@@ -1,9 +1,9 @@
 """Checkpoints: everything that a learner needs to go on as if it had never stopped.
 
-A checkpoint is one file, ``<updates, 12 digits>.checkpoint``: magic 'USCK', u32 format version, BLAKE2b-256 of all after
-the prefix, u32 length of a JSON table of scalars; the table; the arrays as safetensors. It is written beside its place, synced,
-renamed, and the folder synced: after a killed process or a power cut the file is whole or absent. The older ones are
-removed only then. Nothing is ever pickled.
+A checkpoint is one file, ``<updates, 12 digits>.checkpoint``: magic 'USCK', u32 format version, BLAKE2b-256 of what
+follows the prefix, u32 length of a JSON table of scalars; the table; the arrays as safetensors. It is written beside
+its place, synced, renamed, and the folder synced: after a killed process or a power cut the file is whole or absent.
+The older ones are removed only then. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint:
 
     def encode(self) -> bytes:
         table = json.dumps({"updates": self.updates, **self.scalars}).encode()
-        body = table + save_arrays({name: np.ascontiguousarray(value) for name, value in self.arrays.items()})
+        body = table + save_arrays({name: np.asarray(value, order="C") for name, value in self.arrays.items()})
         return _PREFIX.pack(_MAGIC, FORMAT_VERSION, _digest(body), len(table)) + body
 
 

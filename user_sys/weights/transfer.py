@@ -35,7 +35,7 @@ def encode_full(weights: Mapping[str, Array], version: int, updates: int) -> tup
     spoiled = [name for name, value in weights.items() if not np.isfinite(value).all()]
     if spoiled:
         raise NotFinite(f"weights of version {version} are not finite in {spoiled[:4]}: they are not published")
-    payload = save({name: np.ascontiguousarray(value) for name, value in weights.items()})
+    payload = save({name: np.asarray(value, order="C") for name, value in weights.items()})
     return WeightsManifest(
         version=version, codec="full", digest=digest(payload), size_bytes=len(payload), updates=updates
     ), payload

@@ -1,0 +1,81 @@
+"""The learner process: ``python -m user_sys.learner RUN``. It reads the run's store and speaks through the tunnel."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from user_sys.errors import UserSysError
+from user_sys.learner.service import Learner
+from user_sys.logs import configure_logging
+from user_sys.messages import PROTOCOL_VERSION, Hello, MetricsReport, StopRun
+from user_sys.metrics import MetricsWriter
+from user_sys.prepare import GATEWAY, LEARNER, read_spec
+from user_sys.run_folder import reopen
+from user_sys.store.store import StoreReader
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair, load_public_key
+
+log = logging.getLogger(__name__)
+
+STORE_DEADLINE_S = 60.0
+FAREWELL_S = 10.0
+
+
+def main(argv: list[str]) -> int:
+    """Trains until the learner's time is up or the run is stopped; the exit status is then 0."""
+    configure_logging()
+    try:
+        return _run(Path(argv[0]))
+    except UserSysError as error:
+        log.error("learner.failed %s: %s", type(error).__name__, error)
+        return 2
+
+
+def _run(path: Path) -> int:
+    folder, config, card = reopen(path)
+    spec = read_spec(folder.spec(config.robots[0].name))
+    keys = load_keypair(folder.keys / f"{LEARNER}.key")
+    gateway_key = load_public_key(folder.keys / f"{GATEWAY}.pub")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name=LEARNER)
+    with (
+        StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
+        TunnelClient(card.endpoint, keys, gateway_key, hello) as client,
+        MetricsWriter(folder.path, LEARNER) as metrics,
+    ):
+
+        def report(updates: int, scalars: dict[str, float]) -> None:
+            metrics.write(updates, scalars)
+            client.send(MetricsReport(node=LEARNER, count=updates, scalars=scalars))
+
+        threading.Thread(target=_listen, args=(client, stop), name="inbox", daemon=True).start()
+        learner = Learner(
+            config.learner,
+            spec,
+            reader,
+            publish=client.publish_weights,
+            report=report,
+            checkpoint_dir=folder.checkpoints,
+            features=config.policy.features,
+            seed=config.seed,
+        )
+        learner.run(stop)
+        client.flush(FAREWELL_S)
+    return 0
+
+
+def _listen(client: TunnelClient, stop: threading.Event) -> None:
+    while not stop.is_set():
+        if isinstance(message := client.receive(0.5), StopRun):
+            log.info("run.stopped %s", message.reason)
+            stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
