@@ -148,8 +148,8 @@ class SegmentScan:
     """Walks one segment from `end`, an offset at which a record may begin.
 
     Iterating yields each whole record in order, and a `Damage` for bytes between two of them. It stops at the last
-    whole record; `end` is then the offset after it. What follows may be an append in progress, a torn tail, or damage: the
-    caller knows which. Iterating again goes on from there and sees what was appended since.
+    whole record; `end` is then the offset after it. What follows may be an append in progress, a torn tail, or damage:
+    the caller knows which. Iterating again goes on from there and sees what was appended since.
     """
 
     def __init__(self, fd: int, segment: int, end: int = SEGMENT_HEADER_BYTES, sequence: int = 0) -> None:
