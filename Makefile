@@ -7,8 +7,11 @@ BIN := .venv/bin
 RUN_EXTRAS := edge,sim,learner
 DEMO ?= full
 ARGS ?=
-DEMO_CONFIG = $(if $(filter full,$(DEMO)),configs/demo.yaml,$(if $(filter smoke,$(DEMO)),configs/demo-smoke.yaml,\
-  $(error DEMO is '$(DEMO)'; it can be full or smoke)))
+DEMO_CONFIG_full := configs/demo.yaml
+DEMO_CONFIG_smoke := configs/demo-smoke.yaml
+ifeq ($(DEMO_CONFIG_$(DEMO)),)
+  $(error DEMO is '$(DEMO)'; it can be full or smoke)
+endif
 
 INSTALLED_RUN := .venv/.installed-run
 INSTALLED_DEV := .venv/.installed-dev
@@ -21,7 +24,7 @@ help:  ## list the targets
 
 demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watch (DEMO=smoke: a short form; ARGS=--seed=1)
 	@.ci/check-egl
-	@$(BIN)/user-sys train $(DEMO_CONFIG) $(ARGS)
+	@$(BIN)/user-sys train $(DEMO_CONFIG_$(DEMO)) $(ARGS)
 
 test: $(INSTALLED_DEV)  ## the default tests: no GPU, no network, no hardware (ARGS=-x)
 	@.ci/check-egl

@@ -41,7 +41,6 @@ assert not present, f"the edge extra brought {{present}}"
 for name in {LIGHT_MODULES!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(sys.prefix) in pathlib.Path(module.__file__).parents, f"{{name}} came from {{module.__file__}}"
-print("imported", len({LIGHT_MODULES!r}), "modules")
 """
 
 
@@ -83,7 +82,13 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def run(folder: Path, *command: object) -> None:
-    subprocess.run([str(part) for part in command], cwd=folder, check=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, timeout=TIMEOUT_S, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(map(str, command))[:200]}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
 
 
 if __name__ == "__main__":

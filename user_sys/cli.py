@@ -65,12 +65,14 @@ def _interrupted(args: argparse.Namespace) -> int:
 
 def _reader_left() -> bool:
     """Whether it is standard output that broke (``user-sys ... | head``); if so, nothing more is written to it."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    import select
+
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors only: the other end of the pipe is closed
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _configure_logging(verbose: int) -> None:

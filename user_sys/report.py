@@ -95,7 +95,8 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
     share, z2 = successes / episodes, Z_95**2
     centre = (share + z2 / (2 * episodes)) / (1 + z2 / episodes)
     half = Z_95 / (1 + z2 / episodes) * math.sqrt(share * (1 - share) / episodes + z2 / (4 * episodes**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low = centre - half if successes else 0.0  # exactly, where rounding would leave a trace
+    return low, centre + half if successes < episodes else 1.0
 
 
 def write_report(

@@ -1,0 +1,233 @@
+"""The shape of the tree: which way imports run, where each big library appears, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("hal", "robots", "sim", "user_sys")
+FOLDERS = {*PACKAGES, "configs", "tests", "docker", "benchmarks", "docs"}
+BUILT = {"build", "dist", "runs"}  # by tools and runs; git ignores them
+
+# What a package may import of ours. One file is free to name concrete robots and simulations.
+MAY_IMPORT = {"hal": {"hal"}, "robots": {"robots", "hal"}, "sim": {"sim", "hal"}, "user_sys": {"user_sys", "hal"}}
+COMPOSE = "user_sys/compose.py"
+
+# The modules that a library is named for; a prefix that ends in '/' is a folder.
+ROOMS = {
+    "ray": ("hal/ray_bridge.py", "user_sys/launch.py"),
+    "zmq": ("user_sys/tunnel/", "user_sys/edge/"),
+    "mujoco": ("sim/",),
+    "gymnasium": ("sim/",),
+    "torch": ("user_sys/algorithms/", "user_sys/learner/", "user_sys/policies/"),
+    "fastapi": ("user_sys/console/",),
+    "starlette": ("user_sys/console/",),
+    "uvicorn": ("user_sys/console/",),
+    "websockets": ("user_sys/console/",),
+    "wandb": ("user_sys/metrics.py",),
+    "tensorboard": ("user_sys/metrics.py",),
+    "matplotlib": ("user_sys/report.py",),
+    "imageio": (),
+    "imageio_ffmpeg": ("user_sys/report.py",),
+    "draccus": ("user_sys/config.py",),
+    "yaml": ("user_sys/config.py",),
+    "pynvml": ("hal/",),
+}
+PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+DRAWERS = {"util", "utils", "helper", "helpers", "common", "core", "misc"}
+
+# Modules of processes that must start fast and stay small, and what none of them may bring in.
+LIGHT = (
+    "hal.robot",
+    "hal.safety",
+    "robots.fake",
+    "user_sys.cli",
+    "user_sys.config",
+    "user_sys.console.hub",
+    "user_sys.edge.driver_process",
+    "user_sys.edge.outbox",
+    "user_sys.gateway",
+    "user_sys.metrics",
+    "user_sys.progress",
+    "user_sys.replay.buffer",
+    "user_sys.report",
+    "user_sys.store.store",
+    "user_sys.tunnel.client",
+    "user_sys.tunnel.server",
+)
+HEAVY = ("torch", "ray", "mujoco", "matplotlib", "fastapi", "wandb", "tensorboard", "gymnasium")
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_P95_LINES = 45
+MAX_MEDIAN_LINES = 8
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    """Dotted name to file, of every module that is shipped."""
+    files = [f for package in PACKAGES for f in sorted((ROOT / package).rglob("*.py"))]
+    names = [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
+    return dict(zip(names, files, strict=True))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _imports(name: str) -> Iterator[tuple[str, int]]:
+    """What a module imports, with lines: at its top, in functions, and for type checkers alike."""
+    known = _modules()
+    path = known[name]
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            origin = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*origin, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield (f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base), node.lineno
+
+
+def _where(name: str, line: int) -> str:
+    return f"{_relative(_modules()[name])}:{line}"
+
+
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for name, path in _modules().items():
+        if _relative(path) == COMPOSE:
+            continue
+        allowed = MAY_IMPORT[name.split(".")[0]]
+        for imported, line in _imports(name):
+            package = imported.split(".")[0]
+            if package in PACKAGES and package not in allowed:
+                wrong.append(f"{_where(name, line)} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {name: {i for i, _ in _imports(name) if i in _modules() and i != name} for name in _modules()}
+    cycles = _cycles(graph)
+    assert not cycles, "\n".join(" -> ".join(cycle) for cycle in cycles)
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """One cycle through each module that the search meets again while it is still on the way."""
+    cycles: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(name: str, way: list[str]) -> None:
+        if name in way:
+            cycles.append([*way[way.index(name) :], name])
+        elif name not in done:
+            for imported in sorted(graph[name]):
+                visit(imported, [*way, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return cycles
+
+
+@pytest.mark.parametrize("library", ROOMS)
+def test_a_library_appears_only_in_the_modules_named_for_it(library: str) -> None:
+    wrong = [
+        f"{_where(name, line)} imports {imported}"
+        for name, path in _modules().items()
+        if not _relative(path).startswith(ROOMS[library])
+        for imported, line in _imports(name)
+        if imported.split(".")[0] == library
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_pickled() -> None:
+    wrong = [f"{_where(n, line)} imports {i}" for n in _modules() for i, line in _imports(n) if i in PICKLERS]
+    for path in _modules().values():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Call) and _unpickles(node):
+                wrong.append(f"{_relative(path)}:{node.lineno} {ast.unparse(node)[:80]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _unpickles(call: ast.Call) -> bool:
+    given = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
+    function = ast.unparse(call.func)
+    return (function == "torch.load" and given.get("weights_only") is not True) or bool(given.get("allow_pickle"))
+
+
+def test_only_the_command_line_prints() -> None:
+    wrong = [
+        f"{_relative(path)}:{node.lineno}"
+        for path in _modules().values()
+        if _relative(path) != "user_sys/cli.py"
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_top_level_is_as_designed() -> None:
+    with_code = {f.relative_to(ROOT).parts[0] for f in ROOT.glob("[!.]*/**/*.py")} | {f.name for f in ROOT.glob("*.py")}
+    assert with_code - FOLDERS - BUILT == set()
+    assert [package for package in PACKAGES if not (ROOT / package / "__init__.py").exists()] == []
+
+
+def test_no_module_is_a_drawer() -> None:
+    assert [name for name in _modules() if DRAWERS & set(name.split("."))] == []
+
+
+def test_pinned_versions_name_no_place() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert [line for line in pins if "/" in line or "@" in line or line.count("==") != 1 or "+" in line] == []
+
+
+def test_files_and_functions_keep_their_budgets() -> None:
+    sizes = {_relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in _modules().values()}
+    long = [f"{name}: {lines} lines" for name, lines in sizes.items() if lines > MAX_FILE_LINES]
+    functions = {
+        f"{_relative(path)}:{node.lineno} {node.name}": _code_lines(node)
+        for path in _modules().values()
+        for node in ast.walk(_tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    long += [f"{name}: {lines} lines" for name, lines in functions.items() if lines > MAX_FUNCTION_LINES]
+    assert not long, "\n".join(long)
+    assert statistics.median(functions.values()) <= MAX_MEDIAN_LINES
+    assert statistics.quantiles(functions.values(), n=20)[-1] <= MAX_P95_LINES
+
+
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end, without the docstring: that one is a contract, not code."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is None:
+        return lines
+    return lines - ((first.end_lineno or first.lineno) - first.lineno + 1)
+
+
+def test_light_modules_stay_light() -> None:
+    probe = (
+        "import importlib, sys\n"
+        f"for name in {LIGHT!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
