@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hal.errors import SupervisionError
+from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
+
+QUICK = RestartPolicy(backoff_s=0.02, backoff_max_s=0.1, max_restarts=3, window_s=60, stop_after_s=0.5)
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """True where the process is there and is not a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "node.log"
+
+
+Make = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def make(log: Path) -> Iterator[Make]:
+    made: list[Supervisor] = []
+
+    def build(argv: list[str], restart: RestartPolicy = QUICK, **env: str) -> Supervisor:
+        made.append(Supervisor(argv, env, log, restart))
+        return made[-1]
+
+    yield build
+    for supervisor in made:
+        supervisor.stop()
+
+
+def running(supervisor: Supervisor, log: Path, times: int = 1) -> int:
+    """Waits until the process has come up that many times; returns its pid."""
+    eventually(lambda: log.exists() and log.read_text().count("up") >= times)
+    status = supervisor.status()
+    assert status.state is NodeState.RUNNING and status.pid is not None
+    return status.pid
+
+
+def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "import os; print(os.environ['GREETING'])"], GREETING="hello there")
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is NodeState.STOPPED)
+    assert log.read_text() == "hello there\n"
+    assert supervisor.status() == NodeStatus(state=NodeState.STOPPED, last_exit=0)
+
+
+def test_a_killed_process_is_started_again(make: Make, log: Path) -> None:
+    supervisor = make(SLEEP)
+    supervisor.start()
+    supervisor.start()
+    first = running(supervisor, log)
+    os.kill(first, signal.SIGKILL)
+    second = running(supervisor, log, times=2)
+    assert second != first and not alive(first)
+    assert (supervisor.status().restarts, supervisor.status().last_exit) == (1, -signal.SIGKILL)
+
+
+def test_a_process_that_crashes_again_and_again_is_given_up_with_the_reason(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "print('no arm here'); raise SystemExit(7)"])
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is NodeState.FAILED)
+    status = supervisor.status()
+    assert (status.restarts, status.last_exit, status.pid) == (3, 7, None)
+    assert "ended 4 times within 60 s, last with exit status 7" in status.error and str(log) in status.error
+    assert log.read_text().count("no arm here") == 4
+    assert supervisor.stop().state is NodeState.FAILED
+
+
+def test_crashes_far_apart_are_forgiven(make: Make, log: Path) -> None:
+    policy = RestartPolicy(backoff_s=0.01, max_restarts=1, window_s=0.001, stop_after_s=1)
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], policy)
+    supervisor.start()
+    eventually(lambda: supervisor.status().restarts >= 4)
+    assert supervisor.status().state is not NodeState.FAILED
+
+
+def test_stopping_ends_it_and_it_may_be_started_anew(make: Make, log: Path) -> None:
+    supervisor = make(SLEEP)
+    supervisor.start()
+    pid = running(supervisor, log)
+    assert supervisor.stop() == NodeStatus(state=NodeState.STOPPED, last_exit=-signal.SIGTERM)
+    assert not alive(pid)
+    supervisor.stop()
+    supervisor.start()
+    running(supervisor, log, times=2)
+
+
+def test_a_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
+    supervisor = make(STUBBORN)
+    supervisor.start()
+    pid = running(supervisor, log)
+    assert supervisor.stop().last_exit == -signal.SIGKILL
+    assert not alive(pid)
+
+
+def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is NodeState.WAITING and supervisor.status().last_exit == 1)
+    start = time.monotonic()
+    assert supervisor.stop().state is NodeState.STOPPED
+    assert time.monotonic() - start < 10
+
+
+def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SupervisionError, match="no program '/no/such/program'"):
+        Supervisor(["/no/such/program"]).start()
+    with pytest.raises(SupervisionError, match="no program"):
+        Supervisor([]).start()
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    with pytest.raises(SupervisionError, match="cannot be written"):
+        Supervisor(SLEEP, log_path=tmp_path / "logs" / "node.log").start()
+
+
+_PARENT = """
+import sys, time; from pathlib import Path; from hal.supervision import Supervisor
+code = "import time; print('up', flush=True); time.sleep(600)"
+Supervisor([sys.executable, "-c", code], None, Path(sys.argv[1])).start()
+time.sleep(600)
+"""
+
+
+def test_the_process_does_not_outlive_a_killed_supervisor(log: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT, str(log)]) as parent:
+        eventually(lambda: log.exists() and "up" in log.read_text())
+        children = Path(f"/proc/{parent.pid}/task").glob("*/children")
+        (child,) = [int(pid) for path in children for pid in path.read_text().split()]
+        assert alive(child)
+        parent.kill()
+    eventually(lambda: not alive(child))
