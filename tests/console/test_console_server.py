@@ -1,0 +1,319 @@
+"""The console's server over real sockets: who gets in, what orders do, and what happens to nonsense."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+from console_desk import Desk, until
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from user_sys.console.server import MAX_PAGES, ConsoleServer
+from user_sys.console.wire import MAX_MESSAGE_BYTES
+from user_sys.errors import ConfigError, RunError
+
+
+class Site:
+    """A running console and ways to reach it."""
+
+    def __init__(self, desk: Desk, url: str) -> None:
+        parts = urlsplit(url)
+        self.desk, self.url = desk, url
+        self.host = parts.netloc
+        self.token = parse_qs(parts.query)["token"][0]
+
+    def get(self, path: str = "/", **options: Any) -> httpx.Response:
+        return httpx.get(f"http://{self.host}{path}", trust_env=False, **options)
+
+    def socket(self, query: str | None = None, **headers: str) -> AbstractContextManager[ClientConnection]:
+        query = f"?token={self.token}" if query is None else query
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return connect(f"ws://{self.host}/ws{query}", additional_headers=sent, proxy=None, open_timeout=10)
+
+    def page(self, operator: str) -> Person:
+        return Person(self, operator)
+
+
+class Person:
+    """A page as a program: greets, gives orders, reads what comes."""
+
+    def __init__(self, site: Site, operator: str) -> None:
+        self._context = site.socket()
+        self.wish = operator
+        self.pictures: list[tuple[dict[str, Any], bytes]] = []
+
+    def __enter__(self) -> Person:
+        self.socket = self._context.__enter__()
+        self.say(type="hello", operator=self.wish)
+        self.name = self.hear("welcome")["operator"]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def say(self, **message: Any) -> None:
+        self.socket.send(json.dumps(message))
+
+    def order(self, order: str, robot: str = "panda-0") -> dict[str, Any]:
+        self.say(type="order", robot=robot, order=order)
+        return self.hear("reply")
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message of `kind`; pictures on the way are kept, and not said to be seen."""
+        while True:
+            frame = self.socket.recv(timeout=10)
+            if isinstance(frame, bytes):
+                length = struct.unpack_from("<I", frame)[0]
+                self.pictures.append((json.loads(frame[4 : 4 + length]), frame[4 + length :]))
+                continue
+            message: dict[str, Any] = json.loads(frame)
+            if message["type"] == kind:
+                return message
+
+    def closed(self) -> str:
+        """Reads until the server closes; its reason."""
+        try:
+            while True:
+                self.socket.recv(timeout=10)
+        except ConnectionClosed as end:
+            assert end.rcvd is not None
+            return end.rcvd.reason
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    desk = Desk().start()
+    server = ConsoleServer(desk.hub)
+    try:
+        yield Site(desk, server.start())
+    finally:
+        server.stop()
+        desk.close()
+
+
+def test_the_address_opens_the_page_and_a_cookie_keeps_it_open(site: Site) -> None:
+    with httpx.Client(base_url=f"http://{site.host}", trust_env=False) as browser:
+        page = browser.get(f"/?token={site.token}")
+        assert page.status_code == 200 and "E-STOP" in page.text
+        assert "HttpOnly" in page.headers["set-cookie"] and "SameSite=Strict" in page.headers["set-cookie"]
+        assert site.token not in page.headers["set-cookie"]
+        assert browser.get("/").status_code == browser.get("/static/app.js").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/?token=", "/?token=wrong", "/static/app.js", "/ws", "/?token=%FF%FE", "/openapi.json"]
+)
+def test_without_the_token_there_is_nothing_to_see(site: Site, path: str) -> None:
+    answer = site.get(path)
+    assert answer.status_code == 401 and "address" in answer.text and "set-cookie" not in answer.headers
+
+
+def test_every_answer_forbids_what_is_not_ours(site: Site) -> None:
+    for path in ("/", f"/?token={site.token}"):
+        policy = site.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+
+
+def test_a_name_that_was_rebound_to_us_is_refused(site: Site) -> None:
+    for host in ("evil.example", "127.0.0.1.evil.example", "", "[::1].evil.example:80", "evil.example:127.0.0.1"):
+        assert site.get(f"/?token={site.token}", headers={"host": host}).status_code in (400, 403)
+
+
+def test_a_tunnel_may_arrive_under_another_port(site: Site) -> None:
+    assert site.get(f"/?token={site.token}", headers={"host": "localhost:9999"}).status_code == 200
+
+
+def test_only_reading_is_offered(site: Site) -> None:
+    answer = httpx.post(f"{site.url}", trust_env=False)
+    assert answer.status_code == 405
+
+
+@pytest.mark.parametrize("query", ["", "?token=wrong"])
+def test_a_socket_without_the_token_is_refused(site: Site, query: str) -> None:
+    with pytest.raises(InvalidStatus) as refusal, site.socket(query):
+        pass
+    assert refusal.value.response.status_code == 403
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost", "http://localhost:1"])
+def test_a_foreign_page_cannot_use_the_socket(site: Site, origin: str) -> None:
+    cookie = site.get(f"/?token={site.token}").headers["set-cookie"].partition(";")[0]
+    for query in ("", None):
+        with pytest.raises(InvalidStatus), site.socket(query, Origin=origin, Cookie=cookie):
+            pass
+
+
+def test_our_own_page_gets_in_by_its_cookie_and_no_program_does(site: Site) -> None:
+    cookie = site.get(f"/?token={site.token}").headers["set-cookie"].partition(";")[0]
+    with site.socket("", Origin=f"http://{site.host}", Cookie=cookie):
+        pass
+    with pytest.raises(InvalidStatus), site.socket("", Cookie=cookie):
+        pass
+
+
+def test_a_person_takes_over_drives_and_hands_back(site: Site) -> None:
+    with site.page("alice") as alice:
+        assert alice.name == "alice"
+        assert alice.order("take-over") == {
+            "type": "reply", "robot": "panda-0", "order": "take-over", "accepted": True, "reason": "",
+        }  # fmt: skip
+        alice.say(type="drive", robot="panda-0", move=[1, 0, -0.5], gripper=-1)
+        until(lambda: site.desk.orders("drive"))
+        assert site.desk.orders("drive")[0].twist == (1.0, 0.0, -0.5, -1.0)
+        until(lambda: site.desk.authority.twist()[0] == 1.0)
+        assert alice.order("hand-back")["accepted"]
+    assert site.desk.authority.state == "policy"
+
+
+def test_a_second_person_is_told_who_drives(site: Site) -> None:
+    with site.page("alice") as alice, site.page("bob") as bob:
+        alice.order("take-over")
+        alice.say(type="drive", robot="panda-0", move=[0, 0, 0], gripper=0)
+        reply = bob.order("take-over")
+        assert not reply["accepted"] and "alice" in reply["reason"]
+        assert bob.order("e-stop")["accepted"]
+        assert "bob" in alice.order("take-over")["reason"]
+
+
+def test_a_page_that_goes_away_leaves_the_robot_holding(site: Site) -> None:
+    with site.page("alice") as alice:
+        alice.order("take-over")
+        alice.say(type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)
+    until(lambda: site.desk.authority.state == "hold")
+    with site.page("bob") as bob:
+        assert bob.order("take-over")["accepted"]
+
+
+def test_two_pages_never_share_a_name(site: Site) -> None:
+    with site.page("alice") as one, site.page("alice") as two, site.page("") as anyone:
+        assert (one.name, two.name) == ("alice", "alice-2")
+        assert anyone.name.startswith("guest-")
+
+
+def test_the_state_reaches_the_page(site: Site) -> None:
+    site.desk.learn(30)
+    with site.page("alice") as alice:
+        until(lambda: alice.hear("state")["view"]["robots"][0]["status"] is not None)
+        view = alice.hear("state")["view"]
+        assert (view["run"], view["episodes"], view["updates"]) == ("demo", 30, 29 * 50)
+        names = {curve["name"] for curve in alice.hear("curves")["curves"]}
+        assert names == {"success", "learner/critic_loss", "learner/actor_loss"}
+
+
+def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> None:
+    with site.page("alice") as alice:
+        until(lambda: alice.hear("state") and len(alice.pictures) == 2)
+        newest = site.desk.hub.picture("panda-0", "front")
+        assert newest is not None
+        until(lambda: alice.hear("state") and site.desk.hub.picture("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
+        assert len(alice.pictures) == 2  # many were taken since; none was seen, so none was sent
+        alice.say(type="seen", robot="panda-0", camera="front")
+        until(lambda: alice.hear("state") and len(alice.pictures) == 3)
+        header, jpeg = alice.pictures[-1]
+        assert header["camera"] == "front" and header["step"] > newest.step and jpeg.startswith(b"\xff\xd8")
+
+
+def test_robots_film_only_while_somebody_looks(site: Site) -> None:
+    assert not site.desk.sent
+    with site.page("alice") as alice:
+        until(lambda: alice.hear("state") and site.desk.sent)
+        alice.say(type="look", on=False)
+        alice.order("success")
+        asked = len(site.desk.sent)
+        for _ in range(6):  # a hidden page still learns how things stand
+            alice.hear("state")
+        assert len(site.desk.sent) == asked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 4000,
+        b"\x00\x01",
+        '{"type":"shutdown"}',
+        '{"type":"order"}',
+        '{"type":"order","robot":"panda-0","order":"drive"}',
+        '{"type":"drive","robot":"panda-0","move":[1,2,0],"gripper":0}',
+        '{"type":"drive","robot":"panda-0","move":[NaN,0,0],"gripper":0}',
+        '{"type":"drive","robot":"panda-0","move":[0,0],"gripper":0}',
+        '{"type":"hello","operator":"<b>"}',
+        '{"type":"hello","operator":"a","more":1}',
+    ],
+)
+def test_nonsense_closes_the_page_with_a_reason(site: Site, text: str | bytes) -> None:
+    with site.page("alice") as alice:
+        alice.socket.send(text)
+        assert alice.closed()
+    assert not [m for m in site.desk.sent if hasattr(m, "order")]
+
+
+def test_orders_before_the_name_are_nonsense(site: Site) -> None:
+    with site.socket() as socket:
+        socket.send('{"type":"order","robot":"panda-0","order":"take-over"}')
+        with pytest.raises(ConnectionClosed, match="hello"):
+            while True:
+                socket.recv(timeout=10)
+
+
+def test_a_message_beyond_the_bound_closes_the_page(site: Site) -> None:
+    with site.page("alice") as alice:
+        alice.socket.send("x" * (MAX_MESSAGE_BYTES + 1))
+        alice.closed()
+
+
+def test_an_unknown_robot_is_a_refusal_not_an_end(site: Site) -> None:
+    with site.page("alice") as alice:
+        reply = alice.order("take-over", robot="panda-9")
+        assert not reply["accepted"] and "panda-0" in reply["reason"]
+        assert alice.order("take-over")["accepted"]
+
+
+def test_pages_are_bounded(site: Site) -> None:
+    pages = [site.socket() for _ in range(MAX_PAGES)]
+    open_pages = [page.__enter__() for page in pages]
+    try:
+        for page in open_pages:
+            page.recv(timeout=10)
+        with site.socket() as late, pytest.raises(ConnectionClosed, match="close one"):
+            late.recv(timeout=10)
+    finally:
+        for page in pages:
+            page.__exit__(None, None, None)
+
+
+def test_a_port_in_use_names_the_option(site: Site) -> None:
+    port = int(site.host.rpartition(":")[2])
+    with pytest.raises(RunError, match=r"--console\.port"):
+        ConsoleServer(site.desk.hub, port=port).start()
+
+
+def test_other_machines_are_not_served(site: Site) -> None:
+    with pytest.raises(ConfigError, match="SSH"):
+        ConsoleServer(site.desk.hub, host="0.0.0.0")
+
+
+def test_stopping_closes_open_pages_and_frees_the_port() -> None:
+    desk = Desk().start()
+    server = ConsoleServer(desk.hub)
+    site = Site(desk, server.start())
+    try:
+        with site.page("alice") as alice:
+            server.stop()
+            alice.closed()
+        server.stop()
+        again = ConsoleServer(desk.hub, port=int(site.host.rpartition(":")[2]))
+        assert again.start().startswith(f"http://{site.host}/")
+        again.stop()
+    finally:
+        desk.close()

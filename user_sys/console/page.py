@@ -1,0 +1,165 @@
+"""One open page: what it asks for, and what it is sent. Everything here runs in the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fastapi import WebSocket, WebSocketDisconnect
+
+from user_sys.console import wire
+from user_sys.console.hub import ConsoleHub
+from user_sys.errors import UserSysError, WireError
+
+STATE_PERIOD_S = 0.25
+STATE_PERIOD_MIN_S = 0.08
+CURVES_PERIOD_S = 2.0
+SEND_TIMEOUT_S = 5.0
+SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
+MAX_REPLIES = 64
+BAD_MESSAGE = 1008
+CHARTED = ("success", "evaluation")  # and every curve that has "loss" in its name
+
+_log = logging.getLogger(__name__)
+
+
+class Page:
+    """One WebSocket and the person behind it.
+
+    Args:
+        socket: accepted already.
+        hub: the run.
+        claim_name: given the name that the page wishes, returns the one it gets.
+        watch: called a few times a second while somebody sees the page.
+    """
+
+    def __init__(
+        self, socket: WebSocket, hub: ConsoleHub, claim_name: Callable[[Page, str], str], watch: Callable[[], None]
+    ) -> None:
+        self.operator = ""
+        self._socket = socket
+        self._hub = hub
+        self._claim_name = claim_name
+        self._watch = watch
+        self._looking = True
+        self._wake = asyncio.Event()
+        self._out: deque[wire.ToPage] = deque(maxlen=MAX_REPLIES)
+        self._in_flight: set[tuple[str, str]] = set()
+        self._sent_serial: dict[tuple[str, str], int] = {}
+        self._state_at_s = self._curves_at_s = 0.0
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._wake.set()
+
+    def push(self, message: wire.ToPage) -> None:
+        """Sends `message` soon. Where 64 wait already, the oldest is dropped: it answered an order long past."""
+        self._out.append(message)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Serves the page until it closes, is silent for too long, reads too slowly or talks nonsense."""
+        writing = asyncio.create_task(self._write())
+        reading = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait((writing, reading), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (writing, reading):
+                task.cancel()
+            results = await asyncio.gather(writing, reading, return_exceptions=True)
+        for error in results:
+            if isinstance(error, WireError):
+                await self._close(BAD_MESSAGE, str(error))
+            elif isinstance(error, TimeoutError):
+                await self._close(BAD_MESSAGE, "too slow: nothing was read or said in time")
+            elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect):
+                raise error
+
+    async def _close(self, code: int, reason: str) -> None:
+        _log.warning("console.closed operator=%r: %s", self.operator, reason)
+        await asyncio.wait_for(
+            self._socket.close(code, reason.encode()[:120].decode("utf-8", "ignore")), SEND_TIMEOUT_S
+        )
+
+    async def _read(self) -> None:
+        while True:
+            frame = await asyncio.wait_for(self._socket.receive(), SILENT_TIMEOUT_S)
+            if frame["type"] == "websocket.disconnect":
+                return
+            text = frame.get("text")
+            if text is None:
+                raise WireError("the page sends text only")
+            self._take(wire.decode(text))
+
+    def _take(self, message: wire.FromPage) -> None:
+        if not self.operator and not isinstance(message, wire.Hello):
+            raise WireError("the first message is `hello`")
+        match message:
+            case wire.Hello(operator=wish):
+                self.operator = self._claim_name(self, wish.strip())
+                self.push(wire.Welcome(self.operator))
+            case wire.Order(robot=robot, order=order):
+                self._attempt(robot, order, lambda: self._hub.order(robot, self.operator, order))
+            case wire.Drive(robot=robot, move=move, gripper=gripper):
+                self._attempt(robot, "drive", lambda: self._hub.drive(robot, self.operator, move, gripper))
+            case wire.Seen(robot=robot, camera=camera):
+                self._in_flight.discard((robot, camera))
+                self.wake()
+            case wire.Look(on=on):
+                self._looking = on
+                self.wake()
+            case wire.Ping(sent_ms=sent_ms):
+                self.push(wire.Pong(sent_ms))
+
+    def _attempt(self, robot: str, order: str, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except UserSysError as error:
+            self.push(wire.Reply(robot, order, False, str(error)))
+
+    async def _write(self) -> None:
+        while True:
+            while self._out:
+                await self._send_text(wire.encode(self._out.popleft()))
+            await self._write_state()
+            if self._looking:
+                self._watch()
+                await self._write_pictures()
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), STATE_PERIOD_S)
+        except TimeoutError:
+            return  # time for the next state
+        self._wake.clear()
+
+    async def _write_state(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._state_at_s >= STATE_PERIOD_MIN_S:
+            self._state_at_s = now_s
+            await self._send_text(wire.encode(wire.State(self._hub.view())))
+        if now_s - self._curves_at_s >= CURVES_PERIOD_S:
+            self._curves_at_s = now_s
+            charted = tuple(c for c in self._hub.curves() if c.name in CHARTED or "loss" in c.name)
+            await self._send_text(wire.encode(wire.Curves(charted)))
+
+    async def _write_pictures(self) -> None:
+        for robot in self._hub.view().robots:
+            for camera in robot.cameras:
+                await self._write_picture(robot.name, camera)
+
+    async def _write_picture(self, robot: str, camera: str) -> None:
+        key = (robot, camera)
+        picture = self._hub.picture(robot, camera)
+        if picture is None or key in self._in_flight or picture.serial <= self._sent_serial.get(key, 0):
+            return
+        self._in_flight.add(key)
+        self._sent_serial[key] = picture.serial
+        await asyncio.wait_for(self._socket.send_bytes(wire.encode_picture(picture)), SEND_TIMEOUT_S)
+
+    async def _send_text(self, text: str) -> None:
+        await asyncio.wait_for(self._socket.send_text(text), SEND_TIMEOUT_S)

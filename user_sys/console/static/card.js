@@ -1,0 +1,117 @@
+// One robot on the page: its cameras, who drives it, and the buttons that make sense now.
+
+const RATES_OVER_MS = 2000;
+
+export class Card {
+  // `give(order)` sends an order to this robot; `choose()` makes it the one that the keyboard means.
+  constructor(name, give, choose) {
+    this.name = name;
+    this.cameras = new Map();
+    this.node = document.getElementById("card").content.firstElementChild.cloneNode(true);
+    this.node.setAttribute("aria-label", `Robot ${name}`);
+    this.node.addEventListener("pointerdown", choose);
+    this.slot("name").textContent = name;
+    for (const button of this.node.querySelectorAll("[data-order]")) {
+      button.addEventListener("click", () => give(button.dataset.order));
+    }
+  }
+
+  slot(name) {
+    return this.node.querySelector(`[data-slot="${name}"]`);
+  }
+
+  button(order) {
+    return this.node.querySelector(`[data-order="${order}"]`);
+  }
+
+  // What the person at this page may do: "" before the robot has reported.
+  show(robot, me) {
+    const status = robot.status;
+    this.status = status;
+    this.node.classList.toggle("lost", robot.lost || !status);
+    this.mine = status?.authority === "human" && status.operator === me;
+    this.heldMine = status?.authority === "hold" && status.operator === me;
+    this.showBadge(robot, me);
+    this.showButtons();
+    if (status) this.showFacts(status);
+  }
+
+  showBadge(robot, me) {
+    const { status, lost } = robot;
+    const state = status?.authority ?? "waiting";
+    const driver = status?.operator === me ? "YOU" : status?.operator;
+    const words = { policy: "POLICY", human: driver, hold: "HOLD", stopped: "STOPPED", waiting: "WAITING" };
+    const notes = {
+      hold: driver ? `held · last: ${driver}` : "held",
+      stopped: driver ? `by ${driver} · re-arm to go on` : "re-arm to go on",
+      waiting: "has not reported yet",
+    };
+    set(this.slot("badge"), words[state] ?? state);
+    this.slot("badge").dataset.state = this.mine ? "you" : state;
+    set(this.slot("note"), lost ? "no word from this robot" : [notes[state], status?.note].filter(Boolean).join(" · "));
+  }
+
+  showButtons() {
+    const state = this.status?.authority;
+    const others = state === "human" && !this.mine;
+    const armed = Boolean(state) && state !== "stopped";
+    this.button("take-over").disabled = !armed || others || this.mine;
+    set(this.button("take-over"), this.heldMine ? "Resume" : "Take over");
+    this.button("hand-back").disabled = !this.mine && state !== "hold";
+    this.button("success").disabled = this.button("failure").disabled = !state || others;
+    this.button("reset").disabled = !armed || others;
+    this.button("re-arm").disabled = state !== "stopped";
+    this.node.classList.toggle("stopped", state === "stopped");
+    this.node.classList.toggle("mine", this.mine);
+  }
+
+  showFacts(status) {
+    set(this.slot("step"), status.step);
+    set(this.slot("phase"), status.phase);
+    set(this.slot("version"), status.policy_version < 0 ? "none" : `v${status.policy_version}`);
+    set(this.slot("rate"), `${status.control_hz.toFixed(0)} Hz${status.real_time ? " · real time" : ""}`);
+    set(this.slot("outbox"), status.outbox_chunks);
+    set(this.slot("safety"), status.safety_interventions);
+    set(this.slot("episode"), status.episode);
+  }
+
+  async picture(header, jpeg) {
+    const image = await createImageBitmap(jpeg);
+    const camera = this.cameras.get(header.camera) ?? this.addCamera(header.camera);
+    if (camera.canvas.width !== image.width || camera.canvas.height !== image.height) {
+      camera.canvas.width = image.width;
+      camera.canvas.height = image.height;
+    }
+    camera.canvas.getContext("2d").drawImage(image, 0, 0);
+    image.close();
+    this.showCameraRate(camera);
+  }
+
+  addCamera(name) {
+    const figure = document.createElement("figure");
+    const canvas = document.createElement("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `Live picture: ${name} camera of ${this.name}`);
+    const caption = document.createElement("figcaption");
+    const rate = document.createElement("small");
+    caption.append(name, " ", rate);
+    figure.append(canvas, caption);
+    const cameras = this.slot("cameras");
+    cameras.querySelector(".empty")?.remove();
+    cameras.append(figure);
+    const camera = { canvas, rate, times: [] };
+    this.cameras.set(name, camera);
+    return camera;
+  }
+
+  showCameraRate(camera) {
+    const now = performance.now();
+    camera.times.push(now);
+    while (camera.times[0] < now - RATES_OVER_MS) camera.times.shift();
+    set(camera.rate, `${Math.round((camera.times.length * 1000) / RATES_OVER_MS)} fps`);
+  }
+}
+
+function set(node, text) {
+  if (node.textContent !== String(text)) node.textContent = text;
+}

@@ -1,0 +1,74 @@
+// The person's hand: which keys or touch buttons are down, as shares along x, y, z and a gripper that stays as it is put.
+
+const MOVES = {
+  KeyW: [1, 0, 0],
+  KeyS: [-1, 0, 0],
+  KeyA: [0, 1, 0],
+  KeyD: [0, -1, 0],
+  KeyR: [0, 0, 1],
+  KeyF: [0, 0, -1],
+};
+const SLOW = 0.3;
+
+export class Hand {
+  // `moved()` is called when a person presses a key or button afresh.
+  constructor(moved) {
+    this.moved = moved;
+    this.down = new Set();
+    this.slow = false;
+    this.gripper = 0;
+    this.buttons = new Map();
+    for (const button of document.querySelectorAll("#pad [data-code]")) this.wire(button);
+  }
+
+  wire(button) {
+    const code = button.dataset.code;
+    this.buttons.set(code, button);
+    button.addEventListener("pointerdown", (event) => {
+      event.preventDefault(); // no focus, no text selection, no long-press menu
+      button.setPointerCapture(event.pointerId);
+      this.press(code);
+    });
+    for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) {
+      button.addEventListener(end, () => this.release(code));
+    }
+    button.addEventListener("contextmenu", (event) => event.preventDefault());
+  }
+
+  // Whether `code` is a key of ours.
+  press(code) {
+    if (!this.buttons.has(code)) return false;
+    if (this.down.has(code)) return true;
+    this.down.add(code);
+    this.buttons.get(code).classList.add("lit");
+    this.moved(code);
+    return true;
+  }
+
+  release(code) {
+    this.down.delete(code);
+    this.buttons.get(code)?.classList.remove("lit");
+  }
+
+  letGo() {
+    for (const code of [...this.down]) this.release(code);
+    this.slow = false;
+  }
+
+  // Unknown becomes closed, then open and closed in turn.
+  toggleGripper() {
+    this.setGripper(this.gripper === -1 ? 1 : -1);
+  }
+
+  setGripper(gripper) {
+    this.gripper = gripper;
+    document.getElementById("grip").textContent = { "-1": "gripper closed", 0: "gripper", 1: "gripper open" }[gripper];
+  }
+
+  move(speed) {
+    const scale = speed * (this.slow ? SLOW : 1);
+    const total = [0, 0, 0];
+    for (const code of this.down) (MOVES[code] ?? total.map(() => 0)).forEach((share, i) => (total[i] += share));
+    return total.map((share) => Math.max(-1, Math.min(1, share)) * scale);
+  }
+}
