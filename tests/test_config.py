@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from draccus import ChoiceRegistry
@@ -69,6 +69,7 @@ class Train:
     learner: Learner = field(default_factory=lambda: Learner(batch_size=512))
     robots: tuple[Robot, ...] = (Robot(), Robot("panda-1"))
     labels: Mapping[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     algorithm: Algorithm = field(default_factory=lambda: Sac(ensemble=10))
 
     def __post_init__(self) -> None:
@@ -107,9 +108,17 @@ def test_text_from_the_command_line_is_taken_to_the_letter(path: Path) -> None:
 
 def test_one_item_of_a_list_can_be_overridden(path: Path) -> None:
     assert [r.name for r in _load(path, "", "--robots.1.name=left").robots] == ["panda-0", "left"]
-    text = "robots: [{name: a}, {name: b}]"
-    assert [r.name for r in _load(path, text, "--robots.0.name=c").robots] == ["c", "b"]
+    text = "robots: [{bounds: [0, 1]}, {name: b}]"
+    assert [r.name for r in _load(path, text).robots] == ["panda-0", "b"]
+    assert _load(path, text, "--robots.1.bounds.0=-2").robots[1] == Robot("b", (-2.0, 1.0))
+    assert _load(path, text, "--robots.0.name=c").robots[0] == Robot("c", (0.0, 1.0))
     assert _load(path, "", "--learner.layers=[64]").learner.layers == (64,)
+
+
+def test_untyped_options_are_taken_as_they_are(path: Path) -> None:
+    text = "options: {camera: {width: 64, name: front}, gains: [1, 2]}"
+    config = _load(path, text, "--options.camera.width=128", "--options.gains.1=3.5", "--options.new.deep=[a]")
+    assert config.options == {"camera": {"width": 128, "name": "front"}, "gains": [1, 3.5], "new": {"deep": ["a"]}}
 
 
 def test_choices(path: Path) -> None:
@@ -196,6 +205,7 @@ OVERRIDES = {
     "--learner.batch_size.deep=1": "--learner.batch_size",
     "--learner=3": "--learner: expected a section",
     "--robots.7.name=x": "--robots.7: there is no item 7; the list has 2",
+    "--learner.layers.x=1": "--learner.layers: expected a list",
     "seed=1": "'seed=1' is not an override",
     "--": "'--' is not an override",
 }

@@ -153,15 +153,23 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, _Text]:
 
 
 def _put(tree: dict[str, Any], key: str, text: _Text) -> None:
-    """Sets ``tree[a][b] = text`` for the key ``a.b``. A list on the way becomes {"0": ...}; see `_Fit.items`."""
+    """Sets ``tree[a][b] = text`` for the key ``a.b``. Items of a list that `tree` lacks are left to `_Fit.items`."""
     *sections, last = key.split(".")
-    for section in sections:
-        below = tree.get(section)
-        if isinstance(below, list):
-            below = {str(i): item for i, item in enumerate(below)}
-        tree[section] = below = dict(below) if isinstance(below, dict) else {}
-        tree = below
-    tree[last] = text
+    place: Any = tree
+    for depth, section in enumerate(sections):
+        at = _place(place, section, ".".join(sections[: depth + 1]))
+        if not isinstance(place[at] if isinstance(place, list) else place.get(at), (dict, list)):
+            place[at] = {}
+        place = place[at]
+    place[_place(place, last, key)] = text
+
+
+def _place(container: dict[str, Any] | list[Any], name: str, key: str) -> Any:
+    if isinstance(container, dict):
+        return name
+    if not name.isdigit() or int(name) >= len(container):
+        raise ConfigError(f"--{key}: there is no item {name}; the list has {len(container)}")
+    return int(name)
 
 
 # Checking -------------------------------------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ class _Fit:
 
     def scalar(self, kind: Any, value: Any, key: str) -> Any:
         if kind not in _EXPECTED:
-            return value
+            return self.untyped(value, key)
         if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
             value = _number(value)
         accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
@@ -207,6 +215,14 @@ class _Fit:
             quoted = "; put it in quotes" if kind in (str, Path) and isinstance(value, (bool, int, float)) else ""
             self.fail(key, f"expected {_EXPECTED[kind]}, got {_shown(value)}{quoted}")
         return str(value) if kind in (str, Path) else kind(value)
+
+    def untyped(self, value: Any, key: str) -> Any:
+        """Anything goes, as for the options of a driver that is chosen at run time; overrides in it are YAML."""
+        if isinstance(value, _Text):
+            return _yaml(value, f"--{key}")
+        if isinstance(value, dict):
+            return {name: self.untyped(item, f"{key}.{name}") for name, item in value.items()}
+        return [self.untyped(item, key) for item in value] if isinstance(value, list) else value
 
     def section(self, kind: Any, value: Any, key: str, base: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -263,27 +279,25 @@ class _Fit:
         return {k: self.value(kinds[1], item, f"{key}.{k}") for k, item in value.items()}
 
     def items(self, origin: Any, kinds: tuple[Any, ...], value: Any, key: str, base: Any) -> list[Any]:
-        """Items of a list or tuple. Overrides of single items come as {"0": ...} and are laid over file or default."""
-        bases = list(base) if isinstance(base, (list, tuple)) else []
+        """Items of a list or tuple. Overrides of single items come as {"0": ...} and are laid over the default ones."""
+        below = [_MISSING] * len(value) if isinstance(value, (list, tuple)) else []
         if isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
-            value = self.numbered(value, bases, key)
+            below = list(base) if isinstance(base, (list, tuple)) else []
+            value = self.numbered(value, below, key)
         if not isinstance(value, (list, tuple)):
             self.fail(key, f"expected a list, got {_shown(value)}")
         fixed = origin is tuple and kinds and kinds[-1] is not Ellipsis
         if fixed and len(value) != len(kinds):
             self.fail(key, f"expected {len(kinds)} items, got {len(value)}")
         of = kinds if fixed else [kinds[0] if kinds else Any] * len(value)
-        below = bases + [_MISSING] * len(value)
         return [
             self.value(kind, item, f"{key}.{i}", below[i]) for i, (kind, item) in enumerate(zip(of, value, strict=True))
         ]
 
-    def numbered(self, value: dict[str, Any], bases: list[Any], key: str) -> list[Any]:
-        given = {int(k): item for k, item in value.items()}
-        count = max(len(bases), len(given))
-        if max(given) >= count:
-            self.fail(f"{key}.{max(given)}", f"there is no item {max(given)}; the list has {len(bases)}")
-        return [given.get(i, encode(bases[i]) if i < len(bases) else None) for i in range(count)]
+    def numbered(self, value: dict[str, Any], base: list[Any], key: str) -> list[Any]:
+        for name in value:
+            _place(base, name, f"{key}.{name}")
+        return [value[str(i)] if str(i) in value else encode(item) for i, item in enumerate(base)]
 
 
 def _default(field: dataclasses.Field[Any], base: Any) -> Any:
