@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.service import Gateway
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         Gateway(_config(args.run / "config.yaml"), args.run).run(stop)
-    except UserSysError as error:
+    except (UserSysError, HalError) as error:
         logger.error("gateway.failed %s: %s", type(error).__name__, error)
         return 2
     return 0

@@ -73,17 +73,18 @@ class Gateway:
 
         Raises:
             StoreError: another gateway writes the store, or it cannot be used.
-            RunError: no key pair, beyond loopback.
+            RunError: no key pair, beyond loopback, or a damaged ``gateway.json``.
+            LeaseError: the lease table is damaged.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config = config
         self.run_dir = run_dir
         self._keys = _load_or_make_keys(run_dir / "keys", config.endpoint)
-        self._writer = StoreWriter.open(run_dir / "store")
-        self._steps_before = _stored_steps(run_dir / "store")
+        endpoint = _endpoint(config.endpoint, run_dir)
         self._lock = threading.Lock()
         self._registry = Registry(LeaseTable(run_dir / "leases.json", config.lease_ttl_s))
-        endpoint = _endpoint(config.endpoint, run_dir)
+        self._writer = StoreWriter.open(run_dir / "store")
+        self._steps_before = _stored_steps(run_dir / "store")
         ring = Keyring(run_dir / "keys")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME)
         self._committer = Committer(self._writer, self._answer_chunk, config)

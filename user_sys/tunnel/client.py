@@ -127,8 +127,8 @@ class TunnelClient:
 
     def start(self) -> None:
         """Begins to connect and returns at once."""
-        if self._thread is not None:
-            raise TunnelError("this client was started before")
+        if self._thread is not None or self._state is TunnelState.CLOSED:
+            raise TunnelError("this client was started or closed before")
         self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
         self._thread.start()
         if self._uplink is not None:
@@ -140,16 +140,20 @@ class TunnelClient:
         What is in the outbox stays. Blocks for `CLOSE_TIMEOUT_S` at most; calling it twice is harmless.
         """
         self._stopping.set()
-        if self._thread is None or self._state is TunnelState.CLOSED:
+        if self._state is TunnelState.CLOSED:
             return
+        if self._thread is not None:
+            self._join(self._thread)
+        self._enter(TunnelState.CLOSED, "closed here")
+        self._wakeup.close()
+
+    def _join(self, thread: threading.Thread) -> None:
         if self._uplink is not None:
             self._uplink.source.listen(None)
         self._wakeup.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        thread.join(CLOSE_TIMEOUT_S)
+        if thread.is_alive():
             raise TunnelError(f"the tunnel's thread did not end within {CLOSE_TIMEOUT_S} s")
-        self._enter(TunnelState.CLOSED, "closed here")
-        self._wakeup.close()
 
     def __enter__(self) -> Self:
         self.start()

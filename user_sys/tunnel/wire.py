@@ -20,6 +20,7 @@ import enum
 import errno
 import secrets
 import socket as sockets
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -237,21 +238,29 @@ def configure(socket: Socket, limits: TunnelLimits) -> None:
 
 
 class Wakeup:
-    """Interrupts another thread's poll: `set` from any thread, poll `fileno` for reading, then `clear`."""
+    """Interrupts another thread's poll: `set` from any thread, poll `fileno` for reading, then `clear`.
+
+    After `close`, `set` does nothing.
+    """
 
     def __init__(self) -> None:
         self._reader, self._writer = sockets.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._lock = threading.Lock()
+        self._closed = False
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def set(self) -> None:
-        try:
-            self._writer.send(b"\0")
-        except BlockingIOError:  # full of wake-ups already: the thread will wake
-            return
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._writer.send(b"\0")
+            except BlockingIOError:  # full of wake-ups already: the thread will wake
+                return
 
     def clear(self) -> None:
         try:
@@ -261,5 +270,7 @@ class Wakeup:
             return
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        with self._lock:
+            self._closed = True
+            self._reader.close()
+            self._writer.close()

@@ -1,0 +1,145 @@
+"""The edge's outbox: what was recorded waits until it is acknowledged, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.errors import StoreLocked
+
+
+def packet(index: int, size_kb: int = 1) -> bytes:
+    header = ChunkHeader(episode="e", index=index, first_step=index, steps=1, robot="r", embodiment="fake", task="t",
+                         sentence="", source=Source.DEMO, seed=0, started_unix_ns=0)  # fmt: skip
+    return Chunk(header, {"observation.state": np.full((1, 256 * size_kb), index, np.float32)}, {}).encode()
+
+
+def indexes(outbox: Outbox, after: int = -1) -> list[int]:
+    return [decode_chunk(chunk.packet).header.index for chunk in outbox.pending(after)]
+
+
+def test_chunks_come_back_in_order_after_a_restart_until_they_are_acknowledged(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        assert [outbox.append(packet(index)) for index in range(5)] == [0, 1, 2, 3, 4]
+        assert indexes(outbox) == [0, 1, 2, 3, 4] and indexes(outbox, 2) == [3, 4]
+        outbox.acknowledge(1)
+        outbox.acknowledge(0)
+        assert indexes(outbox) == [2, 3, 4] and len(outbox) == 3
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [2, 3, 4]
+        assert outbox.append(packet(5)) == outbox.next_sequence - 1 == 5
+
+
+def test_a_chunk_that_is_not_synced_is_not_offered(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        heard: list[int] = []
+        outbox.listen(lambda: heard.append(len(outbox)))
+        for index in range(3):
+            outbox.append(packet(index), sync=False)
+        assert len(outbox) == 0 and heard == []
+        outbox.sync()
+        assert indexes(outbox) == [0, 1, 2] and heard == [3]
+
+
+def test_a_chunk_read_twice_is_the_one_that_was_appended(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        outbox.append(packet(7))
+        (chunk,) = outbox.pending()
+        assert (chunk.sequence, chunk.episode, chunk.index, bytes(chunk.packet)) == (0, "e", 7, packet(7))
+
+
+def test_acknowledged_segments_are_deleted_and_the_disk_is_bounded(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
+        for index in range(3000):
+            outbox.acknowledge(outbox.append(packet(index), sync=True) - 10)
+        assert indexes(outbox) == list(range(2990, 3000))
+        assert outbox.used_bytes <= 1 << 20
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= 1 << 20
+
+
+def test_a_full_outbox_says_so_drops_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
+        kept = 0
+        with pytest.raises(OutboxFull, match="recording pauses"):
+            for index in range(2000):
+                outbox.append(packet(index))
+                kept += 1
+        assert indexes(outbox) == list(range(kept))
+        with pytest.raises(OutboxFull):
+            outbox.append(packet(kept))
+        outbox.acknowledge(kept // 2)
+        outbox.append(packet(kept))
+        assert indexes(outbox) == list(range(kept // 2 + 1, kept + 1))
+
+
+def test_a_second_session_of_the_same_robot_is_refused(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path), pytest.raises(StoreLocked):
+        Outbox.open(tmp_path)
+    Outbox.open(tmp_path).close()
+
+
+def test_a_damaged_chunk_is_reported_and_its_neighbours_are_sent(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        for index in range(3):
+            outbox.append(packet(index))
+        segment = next(tmp_path.glob("*.seg"))
+        content = bytearray(segment.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        segment.write_bytes(content)
+        assert indexes(outbox) == [0, 2] and outbox.damaged == 1
+
+
+def test_a_refused_chunk_is_kept_where_a_person_finds_it(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        for index in range(3):
+            outbox.append(packet(index))
+        outbox.set_aside(1, "another robot's name")
+        outbox.set_aside(99, "never sent")
+        outbox.acknowledge(1)
+        assert indexes(outbox) == [2]
+    (kept,) = (tmp_path / "refused").iterdir()
+    assert kept.read_bytes() == packet(1)
+
+
+def test_a_torn_position_means_that_chunks_are_sent_again(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        for index in range(3):
+            outbox.append(packet(index))
+        outbox.acknowledge(1)
+    (tmp_path / "acknowledged").write_bytes(b"\0" * 5)
+    with Outbox.open(tmp_path) as outbox:
+        assert indexes(outbox) == [0, 1, 2]
+
+
+OPERATIONS = st.lists(st.one_of(st.just("append"), st.just("sync"), st.just("reopen"), st.integers(0, 40)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS)
+def test_any_history_leaves_exactly_what_is_recorded_and_not_acknowledged(operations: list[str | int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        outbox = Outbox.open(Path(folder), max_bytes=1 << 19)
+        appended, durable, acknowledged = 0, 0, -1
+        for operation in operations:
+            if operation == "append":
+                outbox.append(packet(appended, 8), sync=False)
+                appended += 1
+            elif operation == "sync":
+                outbox.sync()
+                durable = appended
+            elif operation == "reopen":
+                outbox.close()
+                durable = appended
+                outbox = Outbox.open(Path(folder), max_bytes=1 << 19)
+            else:
+                acknowledged = max(acknowledged, min(int(operation), durable - 1))
+                outbox.acknowledge(acknowledged)
+            assert indexes(outbox) == list(range(acknowledged + 1, durable))
+        outbox.close()

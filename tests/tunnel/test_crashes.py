@@ -1,0 +1,143 @@
+"""kill -9 of either end in mid-stream: nothing that was durable is lost, nothing is there twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, stored, until
+
+from user_sys.edge.outbox import Outbox
+from user_sys.gateway.service import read_address
+from user_sys.messages import RobotStatus
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair
+
+EDGE = """
+import sys
+sys.path.insert(0, sys.argv[4])
+from pathlib import Path
+from tunnel_kit import QUICK, chunk, hello
+from user_sys.edge.outbox import Outbox
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair
+
+run, endpoint, public = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+outbox = Outbox.open(run / "outbox", max_bytes=1 << 20)
+client = TunnelClient(endpoint, load_keypair(run / "keys/panda-0.key"), public, hello("panda-0"), outbox=outbox,
+                      limits=QUICK)
+client.start()
+while True:
+    number = outbox.next_sequence
+    outbox.append(chunk(number))
+    print(number, flush=True)
+"""
+
+
+def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:
+    gateway, cut = start_gateway_process(run), list[int]()
+    try:
+        until(lambda: read_address(run), "the gateway listens")
+        address = read_address(run)
+        assert address is not None
+        with (
+            Outbox.open(run / "outbox") as outbox,
+            TunnelClient(
+                address.endpoint, keys, address.public_key, hello("panda-0"), outbox=outbox, limits=QUICK
+            ) as robot,
+        ):
+            for index in range(chunks):
+                outbox.append(chunk(index, floats=2000), sync=False)
+                if index % (chunks // kills) == chunks // kills - 1:
+                    outbox.sync()
+                    before = len(outbox)
+                    until(lambda before=before: len(outbox) < before, "chunks flow")
+                    os.kill(gateway.pid, signal.SIGKILL)
+                    cut += [len(outbox)]
+                    gateway.wait()
+                    gateway = start_gateway_process(run)
+            outbox.sync()
+            assert robot.drain(60) == 0
+            assert robot.state is TunnelState.OPEN and robot.counters["lost"] >= 1
+    finally:
+        gateway.terminate()
+        assert gateway.wait(20) == 0
+    assert any(cut), "at least one kill came in mid-stream"
+    counts = Counter(stored(run))
+    assert sorted(counts) == [("episode-0", index) for index in range(chunks)], "none lost"
+    assert set(counts.values()) == {1}, "none twice"
+
+
+def test_a_gateway_killed_in_mid_stream_loses_nothing_and_stores_nothing_twice(tmp_path: Path) -> None:
+    stream_through_kills(tmp_path, prepare(tmp_path)["panda-0"], chunks=240, kills=3)
+
+
+@pytest.mark.slow
+def test_a_gateway_killed_a_hundred_times(tmp_path: Path) -> None:
+    stream_through_kills(tmp_path, prepare(tmp_path)["panda-0"], chunks=4000, kills=100)
+
+
+def kill_edges(run: Path, kills: int) -> None:
+    """Edge processes record as fast as they can until each is killed; then all that they had recorded is delivered."""
+    prepare(run)
+    recorded = -1
+    with serving(run) as site:
+        for life in range(kills):
+            argv = [sys.executable, "-c", EDGE, str(run), site.address.endpoint, site.address.public_key]
+            edge = subprocess.Popen([*argv, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
+            assert edge.stdout is not None
+            for _ in range(20 + 13 * (life % 7)):
+                recorded = int(edge.stdout.readline())
+            edge.kill()
+            recorded = max([recorded, *(int(line) for line in edge.stdout.read().split("\n")[:-1])])
+            edge.stdout.close()
+            edge.wait()
+        with Outbox.open(run / "outbox") as outbox:
+            robot = site.client("panda-0", outbox)
+            assert robot.drain(60) == 0
+            robot.close()
+    counts = Counter(index for _, index in stored(run))
+    assert set(range(recorded + 1)) <= set(counts), "all that was recorded arrived"
+    assert set(counts.values()) == {1}
+
+
+def test_an_edge_killed_while_it_records_loses_nothing(tmp_path: Path) -> None:
+    kill_edges(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_an_edge_killed_two_hundred_times(tmp_path: Path) -> None:
+    kill_edges(tmp_path, 200)
+
+
+def test_a_stopped_gateway_is_noticed_by_its_silence_and_resumed_when_it_goes_on(tmp_path: Path) -> None:
+    keys = prepare(tmp_path)
+    gateway = start_gateway_process(tmp_path)
+    try:
+        until(lambda: read_address(tmp_path), "the gateway listens")
+        address = read_address(tmp_path)
+        assert address is not None
+        robot = TunnelClient(address.endpoint, keys["panda-0"], address.public_key, hello("panda-0"), limits=QUICK)
+        with robot:
+            robot.wait_open(20)
+            os.kill(gateway.pid, signal.SIGSTOP)
+            until(lambda: robot.state is not TunnelState.OPEN, "the silence is noticed")
+            assert "silent" in robot.reason or "answer" in robot.reason
+            os.kill(gateway.pid, signal.SIGCONT)
+            robot.wait_open(20)
+            assert robot.send(status())
+    finally:
+        os.kill(gateway.pid, signal.SIGCONT)
+        gateway.terminate()
+        gateway.wait(20)
+
+
+def status() -> RobotStatus:
+    return RobotStatus(robot="panda-0", authority="policy", operator="", phase="policy", episode="e", step=0,
+                       policy_version=0, real_time=False, outbox_chunks=0, control_hz=10,
+                       safety_interventions=0)  # fmt: skip

@@ -1,0 +1,285 @@
+"""The gateway as its peers see it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until, weights
+
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.edge.outbox import Outbox
+from user_sys.errors import RunError, StoreFull, StoreLocked
+from user_sys.gateway import Gateway, GatewayConfig
+from user_sys.gateway.__main__ import _config, main
+from user_sys.gateway.service import is_loopback, read_address
+from user_sys.gateway.weights import WeightsShelf
+from user_sys.messages import (
+    EpisodeReport,
+    Hello,
+    LeaseGrant,
+    LeaseRefusal,
+    LeaseRelease,
+    LeaseRequest,
+    MetricsReport,
+    OperatorCommand,
+    OperatorReply,
+    Preview,
+    StopRun,
+    WatchRequest,
+    WeightsApplied,
+)
+from user_sys.tunnel.client import TunnelClient, TunnelState
+
+
+def next_of(client: TunnelClient, kind: type, within_s: float = 10.0) -> object:
+    """The next message of a kind; others are passed over."""
+    for _ in range(200):
+        message = client.receive(within_s)
+        if message is None or isinstance(message, kind):
+            return message
+    return None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    prepare(tmp_path)
+    return tmp_path
+
+
+def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
+    with serving(run) as site, Outbox.open(run / "outbox") as outbox:
+        robot = site.client("panda-0", outbox)
+        for index in range(30):
+            outbox.append(chunk(index))
+        assert robot.drain(10) == 0
+        assert stored(run) == [("episode-0", index) for index in range(30)]
+        robot.close()
+    with serving(run) as site, Outbox.open(run / "outbox") as outbox:
+        for index in range(20, 40):  # sent again, as after an acknowledgement that was lost
+            outbox.append(chunk(index))
+        assert site.client("panda-0", outbox).drain(10) == 0
+        console = site.client("desk")
+        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["duplicates"] == 10, "counted")  # type: ignore[attr-defined]
+        site.clients[0].close()
+    assert stored(run) == [("episode-0", index) for index in range(40)]
+
+
+def test_a_chunk_that_can_never_be_stored_is_set_aside_and_the_next_are_taken(run: Path) -> None:
+    with serving(run) as site, Outbox.open(run / "outbox") as outbox:
+        robot = site.client("panda-0", outbox)
+        outbox.append(chunk(0))
+        outbox.append(chunk(1, robot="panda-1"))
+        outbox.append(chunk(2))
+        assert robot.drain(10) == 0
+        assert robot.state is TunnelState.OPEN
+        assert stored(run) == [("episode-0", 0), ("episode-0", 2)]
+        assert len(list((run / "outbox" / "refused").iterdir())) == 1
+        robot.close()
+
+
+def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path) -> None:
+    with serving(run) as site:
+        robot = site.client("panda-0")
+        robot.send(LeaseRequest(robot="panda-0", holder="session at desk 4"))
+        grant = next_of(robot, LeaseGrant)
+        assert isinstance(grant, LeaseGrant) and grant.ttl_s == CONFIG.lease_ttl_s
+        robot.send(LeaseRequest(robot="panda-0", holder="intruder"))
+        refusal = next_of(robot, LeaseRefusal)
+        assert isinstance(refusal, LeaseRefusal) and "session at desk 4" in refusal.reason
+        robot.send(LeaseRequest(robot="panda-0", holder="session at desk 4", token=grant.token))
+        assert next_of(robot, LeaseGrant) == grant
+        robot.send(LeaseRelease(robot="panda-0", token=grant.token))
+        robot.send(LeaseRequest(robot="panda-0", holder="intruder"))
+        newer = next_of(robot, LeaseGrant)
+        assert isinstance(newer, LeaseGrant) and newer.token > grant.token
+        robot.send(LeaseRequest(robot="panda-0", holder="session at desk 4", token=grant.token))
+        assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
+
+
+def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
+    with serving(run) as site:
+        robot = site.client("panda-0")
+        robot.send(LeaseRequest(robot="panda-0", holder="a"))
+        before = next_of(robot, LeaseGrant)
+    with serving(run) as site:
+        robot = site.client("panda-0")
+        robot.send(LeaseRequest(robot="panda-0", holder="a", token=before.token))  # type: ignore[union-attr]
+        assert next_of(robot, LeaseGrant) == before
+        robot.send(LeaseRequest(robot="panda-0", holder="b"))
+        assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
+
+
+def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        order = OperatorCommand(robot="panda-0", operator="alice", order="take-over")
+        assert console.send(order)
+        assert next_of(robot, OperatorCommand) == order
+        reply = OperatorReply(robot="panda-0", operator="alice", order="take-over", accepted=True)
+        robot.send(reply)
+        assert next_of(console, OperatorReply) == reply
+        watch = WatchRequest(robot="panda-0", rate_hz=5, ttl_s=2)
+        console.send(watch)
+        assert next_of(robot, WatchRequest) == watch
+        robot.send(WeightsApplied(robot="panda-0", version=3, seconds=0.01))
+        assert next_of(console, WeightsApplied) == WeightsApplied(robot="panda-0", version=3, seconds=0.01)
+
+
+@pytest.mark.parametrize("absent", ["panda-1", "learner", "nobody"])
+def test_an_order_to_a_robot_that_is_away_is_answered_not_kept(run: Path, absent: str) -> None:
+    with serving(run) as site:
+        site.client("learner")
+        console = site.client("desk")
+        console.send(OperatorCommand(robot=absent, operator="alice", order="e-stop"))
+        reply = next_of(console, OperatorReply)
+        assert isinstance(reply, OperatorReply) and not reply.accepted and "not connected" in reply.reason
+
+
+def test_every_episode_report_reaches_the_console(run: Path) -> None:
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        for number in range(300):
+            robot.send(EpisodeReport(robot="panda-0", episode=f"e{number}", source="online", steps=1, success=True,
+                                     intervention_steps=0, episode_return=1.0, policy_version=0))  # fmt: skip
+        assert [next_of(console, EpisodeReport).episode for _ in range(300)] == [f"e{n}" for n in range(300)]  # type: ignore[union-attr]
+
+
+def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
+        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=1), b"1"), "sent")
+        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=2), b"2"), "sent")
+        until(lambda: not robot._shown, "the gateway has the third")
+        first = console.take_preview(10)
+        assert first is not None and (first[0].step, bytes(first[1])) == (0, b"0")
+        second = console.take_preview(10)
+        assert second is not None and (second[0].step, bytes(second[1])) == (2, b"2")
+
+
+def test_weights_reach_every_robot_newest_wins_and_survive_a_restart(run: Path) -> None:
+    with serving(run) as site:
+        learner, robot = site.client("learner"), site.client("panda-0")
+        for version in range(20):
+            learner.publish_weights(*weights(version))
+        taken: list[int] = []
+
+        def newest_arrives() -> bool:
+            delivered = robot.take_weights()
+            if delivered is not None:
+                taken.append(delivered[0].version)
+                assert bytes(delivered[1]) == weights(delivered[0].version)[1]
+            return bool(taken) and taken[-1] == 19
+
+        until(newest_arrives, "the newest version arrives")
+        assert taken == sorted(taken) and len(taken) < 20, "older ones were passed over"
+    with serving(run) as site:
+        late = site.client("panda-1")
+        until(lambda: (got := late.take_weights()) and got[0].version == 19, "a robot that comes later gets them too")
+    assert len(list((run / "weights").glob("*.weights"))) <= CONFIG.weights_kept
+
+
+def test_weights_that_are_not_as_described_are_not_handed_on(run: Path) -> None:
+    with serving(run) as site:
+        learner, robot = site.client("learner"), site.client("panda-0")
+        manifest, payload = weights(1)
+        learner.publish_weights(manifest, payload[:-1] + b"!")
+        until(lambda: learner._publication.due() is None and learner._publication._newest is None, "answered")
+        learner.publish_weights(*weights(2))
+        until(lambda: (got := robot.take_weights()) and got[0].version == 2, "the next is")
+
+
+def test_a_damaged_file_of_weights_is_passed_over(tmp_path: Path) -> None:
+    shelf = WeightsShelf(tmp_path, 3)
+    for version in range(5):
+        shelf.keep(*weights(version))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])
+    newest = WeightsShelf(tmp_path, 3).newest()
+    assert newest is not None and newest[0].version == 3
+
+
+def test_the_end_of_a_run_reaches_everyone_and_those_who_come_later(run: Path) -> None:
+    with serving(run) as site:
+        robot, console, learner = site.client("panda-0"), site.client("desk"), site.client("learner")
+        console.send(StopRun(reason="done"))
+        for client in (robot, learner, console):
+            assert next_of(client, StopRun) == StopRun(reason="done")
+        assert next_of(site.client("panda-1"), StopRun) == StopRun(reason="done")
+
+
+def test_a_robots_spec_is_what_the_registry_says(run: Path) -> None:
+    with serving(run) as site:
+        action = ArraySpec(name="action", labels=("x",), units=("m",), low=(0.0,), high=(1.0,))
+        spec = RobotSpec(model="panda", rate_hz=10.0, observation=(), action=action)
+        client = site.client("panda-0")
+        client.close()
+        assert site.gateway is not None
+        with TunnelClient(
+            site.address.endpoint,
+            client._keys,
+            site.address.public_key,
+            Hello(protocol=1, role="robot", name="panda-0", spec=spec),
+        ) as robot:
+            robot.wait_open(10)
+            registry = site.gateway._registry
+            until(lambda: registry.snapshot() and registry.record("panda-0").embodiment == spec.embodiment, "announced")
+
+
+def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = threading.Event()
+    with serving(run) as site, Outbox.open(run / "outbox") as outbox:
+        robot, console = site.client("panda-0", outbox), site.client("desk")
+        for index in range(20):
+            outbox.append(chunk(index), sync=False)
+        outbox.sync()
+        assert robot.drain(10) == 0
+        full.set()
+        monkeypatch.setattr(site.gateway._writer, "sync", _full_while(full, site.gateway._writer.sync))  # type: ignore[union-attr]
+        for index in range(20, 40):
+            outbox.append(chunk(index))
+        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["store_full"] == 1, "people see it")  # type: ignore[attr-defined]
+        assert robot.chunks_pending == 20 and robot.state is TunnelState.OPEN
+        full.clear()
+        assert robot.drain(10) == 0
+        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["store_full"] == 0, "people see it")  # type: ignore[attr-defined]
+        robot.close()
+    assert stored(run) == [("episode-0", index) for index in range(40)]
+
+
+def _full_while(full: threading.Event, sync):  # type: ignore[no-untyped-def]
+    def attempt() -> None:
+        if full.is_set():
+            raise StoreFull("no space left on device")
+        sync()
+
+    return attempt
+
+
+def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:
+    with serving(run) as site:
+        first = site.address
+        with pytest.raises(StoreLocked):
+            Gateway(CONFIG, run)
+    with serving(run) as site:
+        assert site.address == first
+
+
+def test_beyond_loopback_a_gateway_needs_a_key_that_a_person_made(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="user-sys keys new gateway"):
+        Gateway(GatewayConfig(endpoint="tcp://0.0.0.0:0"), tmp_path)
+    assert is_loopback("tcp://127.0.0.1:5") and is_loopback("tcp://[::1]:5") and not is_loopback("tcp://*:5")
+
+
+def test_settings_come_from_the_runs_configuration(run: Path) -> None:
+    (run / "config.yaml").write_text("seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    window_chunks: 5\n")
+    config = _config(run / "config.yaml")
+    assert (config.lease_ttl_s, config.tunnel.window_chunks, config.weights_kept) == (7.0, 5, 3)
+    (run / "config.yaml").write_text("gateway: [")
+    assert main(["--run", str(run)]) == 2
+    (run / "gateway.json").write_text("{")
+    with pytest.raises(RunError, match="delete it"):
+        read_address(run)

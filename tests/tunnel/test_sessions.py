@@ -1,0 +1,250 @@
+"""Who gets in, who does not, and what a session survives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tunnel_kit import QUICK, Recorder, chunk, hello, prepare, until
+
+from user_sys.edge.outbox import Outbox
+from user_sys.errors import LinkDown, Refused, RunError, TunnelError
+from user_sys.messages import (
+    Heartbeat,
+    LeaseRequest,
+    MetricsReport,
+    OperatorCommand,
+    Preview,
+    RobotStatus,
+    StopRun,
+    WeightsManifest,
+)
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.server import TunnelServer
+
+
+class Bench:
+    """One server with a recording handler, and clients that are closed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = prepare(folder)
+        self.ring = Keyring(folder / "keys")
+        self.server_keys = new_keypair()
+        self.handler = Recorder()
+        self.clients: list[TunnelClient] = []
+        self.server = self.serve()
+
+    def serve(self, endpoint: str = "tcp://127.0.0.1:0") -> TunnelServer:
+        server = TunnelServer(endpoint, self.server_keys, self.ring, self.handler, QUICK)
+        server.start()
+        return server
+
+    def dial(self, name: str, keys: KeyPair | None = None, server_key: str = "", **claims: object) -> TunnelClient:
+        outbox = claims.pop("outbox", None)
+        greeting = hello(name, **claims)  # type: ignore[arg-type]
+        server_key = server_key or self.server_keys.public
+        client = TunnelClient(
+            self.server.endpoint, keys or self.keys[name], server_key, greeting, outbox=outbox, limits=QUICK  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.clients.append(client)
+        client.start()
+        return client
+
+    def open(self, name: str, **claims: object) -> TunnelClient:
+        client = self.dial(name, **claims)  # type: ignore[arg-type]
+        client.wait_open(10)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+    assert made.server.failure is None
+
+
+def status(step: int, robot: str = "panda-0") -> RobotStatus:
+    return RobotStatus(robot=robot, authority="policy", operator="", phase="policy", episode="e", step=step,
+                       policy_version=0, real_time=False, outbox_chunks=0, control_hz=10,
+                       safety_interventions=0)  # fmt: skip
+
+
+def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    assert client.state is TunnelState.OPEN and client.reason == ""
+    until(lambda: bench.server.peers("robot"), "the server knows the robot")
+    assert [peer.name for peer in bench.server.peers()] == ["panda-0"]
+    until(lambda: client.clock is not None, "a heartbeat came back")
+
+
+def test_a_key_that_is_not_allowed_gets_nothing_and_the_log_names_it(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = new_keypair()
+    with caplog.at_level(logging.WARNING), pytest.raises(Refused, match="does not allow this key"):
+        bench.dial("panda-0", stranger).wait_open(10)
+    until(lambda: stranger.public in caplog.text, "the log names the key")
+    assert "address=127.0.0.1" in caplog.text
+    assert bench.handler.opened == [] and bench.handler.messages == []
+
+
+def test_a_revoked_key_loses_its_session_and_gets_no_other(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    client = bench.open("panda-0")
+    bench.ring.revoke("panda-0")
+    until(lambda: client.state is TunnelState.REFUSED, "the session ends")
+    assert "revoked" in client.reason
+    assert "revoked" in caplog.text and bench.keys["panda-0"].public in caplog.text
+    with pytest.raises(Refused):
+        bench.dial("panda-0").wait_open(10)
+    assert [name for name, _ in bench.handler.closed] == ["panda-0"]
+
+
+def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: Bench) -> None:
+    keys = new_keypair()
+    with pytest.raises(Refused):
+        bench.dial("panda-9", keys, role="robot").wait_open(10)
+    bench.ring.allow(keys.public, "panda-9", "robot")
+    bench.dial("panda-9", keys, role="robot").wait_open(10)
+
+
+def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: Bench) -> None:
+    client = bench.dial("panda-0", server_key=new_keypair().public)
+    with pytest.raises(LinkDown, match="public key"):
+        client.wait_open(0.3)
+    assert bench.handler.opened == []
+
+
+def test_another_protocol_version_is_refused_and_both_are_named(bench: Bench) -> None:
+    with pytest.raises(Refused, match=r"version 1, this peer 99"):
+        bench.dial("panda-0", protocol=99).wait_open(10)
+
+
+@pytest.mark.parametrize(("name", "role"), [("panda-1", "robot"), ("panda-0", "console"), ("panda-0", "learner")])
+def test_a_key_can_claim_no_other_name_or_role(bench: Bench, name: str, role: str) -> None:
+    with pytest.raises(Refused, match="belongs to the robot 'panda-0'"):
+        bench.dial(name, bench.keys["panda-0"], role=role).wait_open(10)
+
+
+def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    client.send(status(1))
+    client.send(status(1, robot="panda-1"))
+    until(lambda: client.state is TunnelState.REFUSED, "the forger is refused")
+    assert "in the name of 'panda-1'" in client.reason
+    assert [message.robot for _, message in bench.handler.messages if isinstance(message, RobotStatus)] == ["panda-0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("panda-0", OperatorCommand(robot="panda-1", operator="x", order="drive")),
+        ("panda-0", StopRun(reason="x")),
+        ("learner", OperatorCommand(robot="panda-0", operator="x", order="drive")),
+        ("desk", LeaseRequest(robot="panda-0", holder="x")),
+        ("desk", status(1)),
+    ],
+)
+def test_a_role_may_send_only_its_own_messages(bench: Bench, name: str, message: object) -> None:
+    client = bench.open(name)
+    assert client.send(message)  # type: ignore[arg-type]
+    until(lambda: client.state is TunnelState.REFUSED, "refused")
+    assert "may not send" in client.reason
+    assert bench.handler.messages == []
+
+
+def test_a_newer_session_of_the_same_key_ends_the_older(bench: Bench) -> None:
+    first = bench.open("panda-0")
+    second = bench.open("panda-0")
+    until(lambda: first.state is TunnelState.REFUSED, "the first session ends")
+    assert "taken over" in first.reason
+    assert second.state is TunnelState.OPEN
+
+
+def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    bench.server.close()
+    until(lambda: client.state is not TunnelState.OPEN, "the loss is seen")
+    assert client.send(MetricsReport(node="panda-0", count=1, scalars={}))
+    assert not client.send(LeaseRequest(robot="panda-0", holder="x")), "an order that would come too late is not kept"
+    for step in range(100):
+        assert client.send(status(step))
+    bench.server = bench.serve(bench.server.endpoint)
+    until(lambda: len(bench.handler.messages) == 2, "both arrive")
+    states = [message for _, message in bench.handler.messages if isinstance(message, RobotStatus)]
+    assert [message.step for message in states] == [99], "of a state only the newest matters"
+
+
+def test_a_silent_client_is_found_by_its_heartbeat(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    until(lambda: bench.server.peers(), "open")
+    client._limits = client._limits.__class__(heartbeat_s=60)  # a client that falls silent
+    until(lambda: bench.handler.closed, "the silence is seen")
+    assert "silent" in bench.handler.closed[0][1]
+
+
+def test_a_full_window_holds_back_chunks_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
+    with Outbox.open(tmp_path / "outbox") as outbox:
+        for index in range(2 * QUICK.window_chunks):
+            outbox.append(chunk(index), sync=False)
+        outbox.sync()
+        client = bench.open("panda-0", outbox=outbox)
+        until(lambda: len(bench.handler.messages) == QUICK.window_chunks, "a window of chunks arrives")
+        for step in range(20):
+            client.send(status(step))
+            until(lambda step=step: any(getattr(m, "step", -1) == step for _, m in bench.handler.messages), "control")
+        assert sum(isinstance(m, RobotStatus) for _, m in bench.handler.messages) == 20
+        assert len(bench.handler.messages) == QUICK.window_chunks + 20, "nothing beyond the window was sent"
+        assert client.drain(0.01) == client.chunks_pending == 2 * QUICK.window_chunks
+        client.close()
+
+
+def test_a_preview_is_dropped_while_the_last_is_under_way(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    picture = Preview(robot="panda-0", camera="front", step=0)
+    assert client.offer_preview(picture, b"jpeg")
+    assert not client.offer_preview(picture, b"jpeg")
+    assert client.offer_preview(Preview(robot="panda-0", camera="wrist", step=0), b"jpeg")
+
+
+def test_of_weights_that_wait_the_newest_is_sent(bench: Bench) -> None:
+    client = bench.open("learner")
+    for version in range(50):
+        client.publish_weights(WeightsManifest(version=version, codec="full", digest="", size_bytes=1), b"w")
+    until(lambda: bench.handler.messages, "weights arrive")
+    versions = [m.version for _, m in bench.handler.messages if isinstance(m, WeightsManifest)]
+    assert len(versions) == 1, "nothing more until the gateway has the first"
+
+
+def test_a_port_in_use_says_which_option_to_change(bench: Bench) -> None:
+    with pytest.raises(RunError, match=r"--gateway\.endpoint"):
+        TunnelServer(bench.server.endpoint, bench.server_keys, bench.ring, bench.handler).start()
+
+
+def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Bench) -> None:
+    endpoint = bench.server.endpoint
+    bench.server.close()
+    client = TunnelClient(endpoint, bench.keys["panda-0"], bench.server_keys.public, hello("panda-0"), limits=QUICK)
+    with client, pytest.raises(LinkDown, match="nothing listens there"):
+        client.wait_open(0.2)
+    assert client.state is TunnelState.CLOSED
+    client.close()
+    with pytest.raises(TunnelError):
+        client.start()
+
+
+def test_closing_sends_what_was_queued(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    for count in range(50):
+        client.send(MetricsReport(node="panda-0", count=count, scalars={}))
+    client.close()
+    until(lambda: len(bench.handler.messages) == 50, "all fifty arrive")
+    assert not any(isinstance(message, Heartbeat) for _, message in bench.handler.messages)

@@ -1,0 +1,168 @@
+"""What the tunnel's tests share: a run folder with keys, chunks, a gateway in a thread, and deadlines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from user_sys.edge.outbox import Outbox
+from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.gateway import Gateway, GatewayConfig
+from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsManifest
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.server import Peer
+from user_sys.tunnel.wire import AnyMessage, Payload, TunnelLimits
+
+PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
+QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=2.0, handshake_s=2.0, backoff_min_s=0.01, backoff_max_s=0.1)
+CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
+
+
+def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    """Polls until `condition` holds; fails with `what` after a deadline."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.005)
+
+
+def hello(name: str, role: Role | None = None, protocol: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(protocol=protocol, role=role or PEERS[name], name=name)
+
+
+def chunk(
+    index: int, *, robot: str = "panda-0", episode: str = "episode-0", steps: int = 10, floats: int = 20
+) -> bytes:
+    state = np.full((steps, floats), index, np.float32)
+    header = ChunkHeader(
+        episode=episode,
+        index=index,
+        first_step=index * steps,
+        steps=steps,
+        robot=robot,
+        embodiment="fake",
+        task="lift",
+        sentence="lift the cube",
+        source=Source.ONLINE,
+        seed=0,
+        started_unix_ns=0,
+    )
+    return Chunk(header, {"observation.state": state, "reward": np.zeros(steps, np.float32)}, {}).encode()
+
+
+def weights(version: int, size: int = 1000) -> tuple[WeightsManifest, bytes]:
+    payload = bytes([version % 256]) * size
+    digest = hashlib.blake2b(payload, digest_size=32).hexdigest()
+    return WeightsManifest(version=version, codec="full", digest=digest, size_bytes=size), payload
+
+
+def prepare(run: Path) -> dict[str, KeyPair]:
+    """A run folder whose ring lets `PEERS` in; returns their keys."""
+    ring, keys = Keyring(run / "keys"), {}
+    for name, role in PEERS.items():
+        keys[name] = new_keypair()
+        save_keypair(keys[name], run / "keys", name)
+        ring.allow(keys[name].public, name, role)
+    return keys
+
+
+def stored(run: Path) -> list[tuple[str, int]]:
+    """(episode, index) of every chunk in the store's log, as often as it is there."""
+    with LogReader.open(run / "store") as reader:
+        headers = [decode_chunk(reader.read(ref)).header for ref in reader.refresh() if ref.kind == CHUNK]
+        assert not reader.damaged
+    return [(header.episode, header.index) for header in headers]
+
+
+@dataclass
+class Site:
+    """A gateway at work and the clients of a test, closed with it."""
+
+    run: Path
+    address: GatewayAddress
+    gateway: Gateway | None = None
+    clients: list[TunnelClient] = field(default_factory=list)
+
+    def client(self, name: str, outbox: Outbox | None = None, *, wait: bool = True) -> TunnelClient:
+        keys = load_keypair(self.run / "keys" / f"{name}.key")
+        client = TunnelClient(
+            self.address.endpoint, keys, self.address.public_key, hello(name), outbox=outbox, limits=QUICK
+        )
+        self.clients.append(client)
+        client.start()
+        if wait:
+            client.wait_open(10)
+        return client
+
+
+@contextmanager
+def serving(run: Path, config: GatewayConfig = CONFIG) -> Iterator[Site]:
+    """A gateway in a thread of this process."""
+    gateway, stop, failures = Gateway(config, run), threading.Event(), []
+
+    def serve() -> None:
+        try:
+            gateway.run(stop)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    until(lambda: failures or read_address(run), "the gateway listens")
+    address = read_address(run)
+    assert address is not None, failures
+    site = Site(run, address, gateway)
+    try:
+        yield site
+    finally:
+        for client in site.clients:
+            client.close()
+        stop.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert not failures, failures
+
+
+def start_gateway_process(run: Path) -> subprocess.Popen[bytes]:
+    """A gateway in a process of its own, to be killed; listens on the port that the run had before."""
+    with (run / "gateway.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "user_sys.gateway", "--run", str(run)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+class Recorder:
+    """A TunnelHandler that remembers, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.opened: list[Peer] = []
+        self.closed: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, AnyMessage]] = []
+        self.payload_bytes = 0
+
+    def peer_opened(self, peer: Peer) -> None:
+        self.opened.append(peer)
+
+    def peer_closed(self, peer: Peer, reason: str) -> None:
+        self.closed.append((peer.name, reason))
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        self.messages.append((peer.name, message))
+        self.payload_bytes += len(payload or b"")
