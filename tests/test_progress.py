@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import sys
 from dataclasses import replace
 
 import pytest
@@ -77,6 +79,24 @@ def test_on_a_terminal_it_is_drawn_in_place_and_events_stay() -> None:
     text = console.file.getvalue()
     assert "learner was restarted" in text and "Ctrl-C" in text
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_log_lines_do_not_tear_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    try:
+        with ProgressDisplay(console) as display:
+            display.show(PROGRESS)
+            logging.getLogger("robots").warning("robot-lost")
+        logging.getLogger("robots").warning("robot-back")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert isinstance(console.file, io.StringIO)
+    assert "robot-lost" in console.file.getvalue()
+    assert errors.getvalue() == "robot-back\n"
 
 
 def test_what_is_unknown_is_not_made_up() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -84,12 +86,16 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESH_HZ, auto_refresh=False)
-            self._live.start()
+            errors = sys.stderr
+            self._live.start()  # puts a proxy in the place of sys.stderr, which prints above the display
+            _redirect_logs(errors, sys.stderr)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live:
+            proxy = sys.stderr
             self._live.stop()
+            _redirect_logs(proxy, sys.stderr)
             self._live = None
 
     def show(self, progress: Progress) -> None:
@@ -105,6 +111,13 @@ class ProgressDisplay:
     def say(self, line: str) -> None:
         """Prints a line that stays, above the live display: an event such as a restarted node."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _redirect_logs(before: TextIO, after: TextIO) -> None:
+    """Log handlers keep the stream that they began with; written to past the display, they would tear it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            handler.setStream(after)
 
 
 def plain_line(progress: Progress) -> str:
