@@ -66,9 +66,9 @@ class RlpdConfig:
     target_critics: int = 2
     discount: float = 0.97
     target_rate: float = 0.005
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     actor_period: int = 2
-    initial_temperature: float = 0.1
+    initial_temperature: float = 0.01
     entropy_per_action: float = -0.5
     backup_entropy: bool = False
     gradient_norm_max: float = 10.0

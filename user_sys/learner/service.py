@@ -1,0 +1,309 @@
+"""The learner: follows the store, samples, updates, publishes and checkpoints, each at its own pace.
+
+Training never waits for acting, nor acting for training, but for one bound: `LearnerConfig.utd_max` updates for each
+online step. Whatever a resumed learner needs is in its checkpoints and the store; on CPU, with one seed and the same
+store, a run that was stopped and resumed makes bit-identical updates.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hal.spec import RobotSpec
+from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.errors import ConfigError, WireError
+from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
+from user_sys.messages import WeightsManifest
+from user_sys.replay.mix import ReplayMix
+from user_sys.replay.rows import Features
+from user_sys.store.store import StoreReader
+from user_sys.weights.transfer import NotFinite, encode_full
+
+FOLLOW_INTERVAL_S = 0.05
+CHUNKS_PER_FOLLOW = 64  # bounds how long training pauses for ingestion
+IDLE_WAIT_S = 0.01
+VERSIONS_PER_CHECKPOINT = 1000
+"""At most so many versions are published from one checkpoint to the next; a resumed learner skips as many, so that it
+never gives a number that was used after its checkpoint: robots take only numbers that grow."""
+
+Publish = Callable[[WeightsManifest, bytes], None]
+Report = Callable[[int, dict[str, float]], None]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """The learner's settings.
+
+    Attributes:
+        algorithm: RLPD's own settings.
+        batch_size: transitions in an update.
+        demo_fraction: share of demonstrations and interventions in a batch.
+        demo_rows, online_rows: the replay buffer's size on each side, in steps.
+        warmup_updates: updates allowed on demonstrations alone, before the first online step.
+        utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
+        publish_interval_s: from one publication of weights to the next.
+        checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
+        report_interval_s: from one report of scalars to the next.
+        threads: CPU threads of torch; one leaves the rest of a small machine to the robots.
+        max_training_s: training ends then; time in which the staleness bound held it up does not count.
+        max_updates: ... or after so many updates; 0 sets no such end.
+    """
+
+    algorithm: RlpdConfig = field(default_factory=RlpdConfig)
+    batch_size: int = 256
+    demo_fraction: float = 0.5
+    demo_rows: int = 50_000
+    online_rows: int = 200_000
+    warmup_updates: int = 500
+    utd_max: float = 8.0
+    publish_interval_s: float = 1.0
+    checkpoint_interval_s: float = 20.0
+    checkpoints_kept: int = 3
+    report_interval_s: float = 1.0
+    threads: int = 1
+    max_training_s: float = 300.0
+    max_updates: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.batch_size, self.threads, self.checkpoints_kept) < 1:
+            raise ConfigError("learner: batch_size, threads and checkpoints_kept must be at least 1")
+        if self.utd_max <= 0 or self.warmup_updates < 1:
+            raise ConfigError("learner: utd_max must be above 0 and warmup_updates at least 1, or nothing is learned")
+
+
+class Learner:
+    """Trains one policy for one embodiment. One thread constructs and runs it."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        spec: RobotSpec,
+        reader: StoreReader,
+        *,
+        publish: Publish,
+        report: Report,
+        checkpoint_dir: Path,
+        features: Sequence[str] = (),
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes up the newest checkpoint of `checkpoint_dir`, where there is one.
+
+        Args:
+            reader: of the store, used from the learner's thread only.
+            publish: takes a version of the policy's weights; must return at once.
+            report: takes the count of updates and scalars to show; must return at once.
+            features: the observations that the policy reads; empty for all vectors.
+            clock: monotonic seconds.
+
+        Raises:
+            ConfigError: settings that do not fit the robot.
+            WireError: the checkpoint is of other settings or another robot.
+        """
+        torch.set_num_threads(config.threads)
+        torch.set_flush_denormal(True)
+        self._config, self._reader, self._clock = config, reader, clock
+        self._publish_weights, self._report_scalars = publish, report
+        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
+        self._replay = ReplayMix(
+            Features.of(spec),
+            spec.embodiment,
+            demo_rows=config.demo_rows,
+            online_rows=config.online_rows,
+            demo_fraction=config.demo_fraction,
+            seed=seed,
+        )
+        self._batch = self._replay.empty_batch(config.batch_size)
+        self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
+        self._updates, self._online_steps, self._chunks = 0, 0, 0
+        self._version, self._version_limit = 0, 0
+        self._training_s, self._waited_s = 0.0, 0.0
+        self._reported = (0, 0.0)
+        self._resume(checkpoint_dir)
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far, those before a resumption included."""
+        return self._updates
+
+    @property
+    def training_s(self) -> float:
+        """Seconds trained so far, those before a resumption included."""
+        return self._training_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Trains until the time or the updates are used up or `stop` is set; then publishes and checkpoints once more.
+
+        Blocks. After a crash a new `Learner` goes on from the newest checkpoint.
+
+        Raises:
+            NotFinite: training has diverged; nothing of it was published or written.
+            RunError: a checkpoint could not be written.
+            StoreError: the store cannot be read.
+        """
+        log.info("learner.started updates=%d training_s=%.1f", self._updates, self._training_s)
+        self._checkpoint(wait=True)  # an unwritable disk shows now, and the versions to come are reserved
+        follow, publish, checkpoint, report = (
+            _Pace(seconds, self._clock)
+            for seconds in (
+                FOLLOW_INTERVAL_S,
+                self._config.publish_interval_s,
+                self._config.checkpoint_interval_s,
+                self._config.report_interval_s,
+            )
+        )
+        self._follow_all()
+        while not (stop.is_set() or self._finished()):
+            started = self._clock()
+            if follow.due():
+                self._follow()
+            if trained := self._may_update():
+                self._update()
+            else:
+                stop.wait(IDLE_WAIT_S)
+            if publish.due():
+                self._publish()
+            if checkpoint.due():
+                self._checkpoint()
+            if report.due():
+                self._report()
+            self._count_time(trained, self._clock() - started)
+        self._publish()
+        self._report()
+        self._checkpoint(wait=True)
+        log.info("learner.stopped updates=%d training_s=%.1f", self._updates, self._training_s)
+
+    def _finished(self) -> bool:
+        config = self._config
+        return self._training_s >= config.max_training_s or 0 < config.max_updates <= self._updates
+
+    def _update(self) -> None:
+        self._replay.sample(self._config.batch_size, out=self._batch)
+        self._algorithm.update(self._batch)
+        self._updates += 1
+
+    def _count_time(self, trained: bool, seconds: float) -> None:
+        if trained:
+            self._training_s += seconds
+        else:
+            self._waited_s += seconds
+
+    def _may_update(self) -> bool:
+        allowed = self._config.warmup_updates + self._config.utd_max * self._online_steps
+        return len(self._replay) > 0 and self._updates < allowed
+
+    def _follow(self) -> int:
+        """Takes in new chunks, a bounded number; returns how many."""
+        self._reader.refresh()
+        chunks = min(len(self._reader.chunks) - self._chunks, CHUNKS_PER_FOLLOW)
+        if chunks:
+            self._online_steps += self._replay.follow(self._reader, max_chunks=chunks)
+            self._chunks += chunks
+        return chunks
+
+    def _follow_all(self) -> None:
+        while self._follow():
+            pass
+
+    def _publish(self) -> None:
+        if not self._updates or self._version >= self._version_limit:
+            return
+        self._version += 1
+        self._publish_weights(*encode_full(self._algorithm.policy_weights(), self._version, self._updates))
+
+    def _checkpoint(self, wait: bool = False) -> None:
+        """Copies the state and has it written; training goes on meanwhile, unless it is to `wait`."""
+        if wait:
+            self._writer.finish()
+        if self._writer.busy:
+            return
+        checkpoint = self._snapshot()
+        spoiled = [name for name, value in checkpoint.arrays.items() if not np.isfinite(value).all()]
+        if spoiled:
+            raise NotFinite(f"training diverged by update {self._updates}: {spoiled[:3]} are not finite")
+        self._writer.write(checkpoint)
+        self._version_limit = self._version + VERSIONS_PER_CHECKPOINT
+        if wait:
+            self._writer.finish()
+
+    def _snapshot(self) -> Checkpoint:
+        scalars: Scalars = {
+            "chunks": self._chunks,
+            "online_steps": self._online_steps,
+            "version": self._version,
+            "training_s": self._training_s,
+            "waited_s": self._waited_s,
+            "sampler": self._replay.state_dict()["rng"],
+        }
+        return Checkpoint(self._updates, scalars, self._algorithm.state_dict())
+
+    def _resume(self, folder: Path) -> None:
+        checkpoint = latest(folder)
+        if checkpoint is None:
+            return
+        scalars = checkpoint.scalars
+        try:
+            self._chunks = int(scalars["chunks"])
+            self._online_steps = int(scalars["online_steps"])
+            self._version = int(scalars["version"]) + VERSIONS_PER_CHECKPOINT
+            self._training_s, self._waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
+            self._replay.load_state_dict({"rng": str(scalars["sampler"])})
+        except (KeyError, ValueError) as error:
+            raise WireError(f"the checkpoint in {folder} lacks {error}: another program wrote it") from None
+        self._algorithm.load_state_dict(checkpoint.arrays)
+        self._updates = checkpoint.updates
+        self._refill()
+        log.info("learner.resumed updates=%d training_s=%.1f", self._updates, self._training_s)
+
+    def _refill(self) -> None:
+        """Rebuilds the replay buffer as it was: from the same chunks of the store."""
+        self._reader.refresh()
+        if self._chunks > len(self._reader.chunks):
+            raise ConfigError(
+                f"the checkpoint has seen {self._chunks} chunks and the store holds {len(self._reader.chunks)}: "
+                "it belongs to another store"
+            )
+        self._replay.follow(self._reader, max_chunks=self._chunks)
+
+    def _report(self) -> None:
+        updates, seconds = self._reported
+        elapsed = self._training_s - seconds
+        self._reported = (self._updates, self._training_s)
+        self._report_scalars(
+            self._updates,
+            {
+                **self._algorithm.scalars(),
+                "training_s": self._training_s,
+                "waited_s": self._waited_s,
+                "updates_per_s": (self._updates - updates) / elapsed if elapsed > 0 else 0.0,
+                "online_steps": float(self._online_steps),
+                "updates_per_step": self._updates / max(1, self._online_steps),
+                "demo_transitions": float(len(self._replay.demo)),
+                "online_transitions": float(len(self._replay.online)),
+                "policy_version": float(self._version),
+            },
+        )
+
+
+class _Pace:
+    """Says when something is due again; due at once at first."""
+
+    def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
+        self._interval_s, self._clock = interval_s, clock
+        self._next_s = clock()
+
+    def due(self) -> bool:
+        now = self._clock()
+        if now < self._next_s:
+            return False
+        self._next_s = now + self._interval_s
+        return True
