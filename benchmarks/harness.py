@@ -1,0 +1,117 @@
+"""Compares a candidate with its bound on a machine that is noisy and shared.
+
+The two run interleaved in one process; the median of the pairs' ratios counts, and not the ratio of two medians,
+because what disturbs a machine disturbs both halves of a pair alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+OUT = Path(__file__).parent / "out"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        goal: number of the goal that the figure belongs to.
+        ours, bound: medians, in `unit`.
+        peers: name to figure, in `unit`, for those that could be measured.
+        ratio: ours / bound where more is better; bound / ours where less is: 1 is as good as the bound, either way.
+        target: what `ratio` should reach; None for a figure that is only reported.
+    """
+
+    goal: int
+    name: str
+    unit: str
+    ours: float
+    bound: float
+    ratio: float
+    target: float | None
+    met: bool | None
+    peers: Mapping[str, float] = field(default_factory=dict)
+
+
+def compare(
+    name: str,
+    ours: Callable[[], float],
+    bound: Callable[[], float],
+    pairs: int = 7,
+    *,
+    goal: int = 0,
+    unit: str = "",
+    target: float | None = None,
+    more_is_better: bool = True,
+    peers: Mapping[str, Callable[[], float]] | None = None,
+) -> Row:
+    """Runs both `pairs` times in turn, after one run of each that does not count; each call returns a figure in `unit`.
+
+    Which of a pair goes first alternates. Peers run once after each pair.
+    """
+    first: list[float] = []
+    second: list[float] = []
+    others: dict[str, list[float]] = {peer: [] for peer in peers or {}}
+    for run in (ours, bound, *(peers or {}).values()):
+        run()
+    for pair in range(max(pairs, 7)):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            (second if which else first).append((bound if which else ours)())
+        for peer, run in (peers or {}).items():
+            others[peer].append(run())
+    ratios = [a / b if more_is_better else b / a for a, b in zip(first, second, strict=True)]
+    ratio = statistics.median(ratios)
+    return Row(
+        goal=goal,
+        name=name,
+        unit=unit,
+        ours=statistics.median(first),
+        bound=statistics.median(second),
+        ratio=ratio,
+        target=target,
+        met=None if target is None else ratio >= target,
+        peers={peer: statistics.median(figures) for peer, figures in others.items()},
+    )
+
+
+def machine() -> str:
+    """The machine in words: processor, cores, memory, kernel."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+def report(name: str, rows: list[Row]) -> None:
+    """Prints `rows` as a table and writes ``benchmarks/out/<name>.json``."""
+    table = Table("goal", "figure", "unit", "ours", "bound", "ratio", "target", "met", "peers", title=name)
+    for row in rows:
+        table.add_row(
+            str(row.goal),
+            row.name,
+            row.unit,
+            f"{row.ours:,.4g}",
+            f"{row.bound:,.4g}",
+            f"{row.ratio:.3f}",
+            "" if row.target is None else f"{row.target:g}",
+            {None: "", True: "yes", False: "[red]no"}[row.met],
+            ", ".join(f"{peer} {figure:,.4g}" for peer, figure in row.peers.items()),
+        )
+    Console().print(table)
+    OUT.mkdir(exist_ok=True)
+    stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "machine": machine()}
+    (OUT / f"{name}.json").write_text(json.dumps([asdict(row) | stamp for row in rows], indent=1) + "\n")

@@ -1,0 +1,205 @@
+"""The experience store against its bounds: hot sampling and durable ingest. ``python benchmarks/store.py``"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from harness import OUT, Row, compare, report
+
+from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.rows import Features
+from user_sys.store.store import StoreWriter
+
+BATCH = 256
+SIDE = 128
+FLOATS = 32
+IMAGE_BYTES = SIDE * SIDE * 3
+ROWS = 8_000  # 400 MB of frames a camera: far beyond any cache
+RUN_S = 0.4
+GROUP = 32
+
+
+def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int = 0, state: int = FLOATS) -> Chunk:
+    """An episode in one chunk; frames are drawn in turn from `jpegs`."""
+    columns: dict[str, np.ndarray] = {
+        "observation.state": np.random.default_rng(episode).random((steps, state), np.float32),
+        "action": np.zeros((steps, 4), np.float32),
+        APPLIED: np.zeros((steps, 4), np.float32),
+        "reward": np.zeros(steps, np.float32),
+        "terminated": np.zeros(steps, bool),
+        "phase": np.zeros(steps, np.uint8),
+        "policy_version": np.zeros(steps, np.int64),
+    }
+    for camera in range(cameras):
+        frames = [jpegs[(episode * 31 + camera + step) % len(jpegs)] for step in range(steps)]
+        columns[f"{IMAGES}{camera}"] = np.frombuffer(b"".join(frames), np.uint8)
+        columns[f"{IMAGES}{camera}.length"] = np.array([len(frame) for frame in frames], np.int32)
+    header = ChunkHeader(
+        episode=f"ep-{episode}",
+        index=index,
+        first_step=0,
+        steps=steps,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift",
+        source=Source.ONLINE,
+        seed=0,
+        started_unix_ns=1,
+        end=EpisodeEnd(steps=steps, success=True),
+    )
+    return Chunk(header, columns, {"observation.state": np.zeros(state, np.float32)})
+
+
+def pictures() -> list[bytes]:
+    """JPEG files of smooth scenes with a little noise, about 5 kB each, as a camera's are."""
+    rng, found = np.random.default_rng(0), []
+    ramp = np.linspace(0, 200, SIDE)
+    for _ in range(32):
+        scene = ramp[:, None, None] * rng.random(3) + ramp[None, :, None] * rng.random(3) / 4
+        noise = rng.normal(0, 6, (SIDE, SIDE, 3))
+        found.append(simplejpeg.encode_jpeg(np.clip(scene + noise, 0, 255).astype(np.uint8), quality=90))
+    return found
+
+
+def per_second(step: Callable[[], object], count: int) -> float:
+    """How many things a second `step` does, when one call does `count` of them."""
+    start, calls = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < RUN_S:
+        step()
+        calls += 1
+    return calls * count / elapsed
+
+
+def sampling(cameras: int, jpegs: list[bytes]) -> Row:
+    """Uniform sampling of observation and next observation, against one take of as many bytes in packed rows."""
+    shapes = {f"{IMAGES}{camera}": (SIDE, SIDE, 3) for camera in range(cameras)}
+    # Observation and next observation hold half the floats each.
+    features = Features(vectors={"observation.state": FLOATS // 2}, action_size=4, cameras=shapes)
+    buffer = ReplayBuffer(features, capacity_rows=ROWS)
+    episode = 0
+    while len(buffer) < ROWS * 0.95:
+        buffer.add(chunk(episode, 100, cameras, jpegs, state=FLOATS // 2))
+        episode += 1
+    batch, rng = buffer.empty_batch(BATCH), np.random.default_rng(0)
+
+    rows = ROWS // 2
+    images = np.random.default_rng(0).integers(0, 255, (rows, 2 * cameras * IMAGE_BYTES), np.uint8)
+    floats = np.zeros((rows, FLOATS), np.float32)
+    images_out = np.empty((BATCH, images.shape[1]), np.uint8)
+    floats_out = np.empty((BATCH, FLOATS), np.float32)
+
+    def bound() -> None:
+        picks = rng.integers(0, rows, BATCH)
+        np.take(images, picks, axis=0, out=images_out, mode="clip")
+        np.take(floats, picks, axis=0, out=floats_out, mode="clip")
+
+    return compare(
+        f"hot sampling, {2 * cameras} images a transition ({cameras} now, {cameras} next)",
+        lambda: per_second(lambda: buffer.sample(BATCH, rng, batch), BATCH),
+        lambda: per_second(bound, BATCH),
+        pairs=11,
+        goal=1,
+        unit="transitions/s",
+        target=0.9,
+    )
+
+
+class Disk:
+    """Ways to make the same packets durable, each in files of its own below `folder`."""
+
+    def __init__(self, folder: Path, packets: list[bytes]) -> None:
+        self.packets, self._folder, self._next = packets, folder, 0
+
+    def fresh(self) -> Path:
+        self._next += 1
+        return self._folder / str(self._next)
+
+    def ours(self, group: int) -> Iterator[float]:
+        """Seconds from the first append of each group to its acknowledgement."""
+        with StoreWriter.open(self.fresh()) as writer:
+            for at in range(0, len(self.packets), group):
+                start = time.perf_counter()
+                for packet in self.packets[at : at + group]:
+                    writer.append(packet)
+                writer.sync()
+                yield time.perf_counter() - start
+
+    def raw(self, group: int) -> Iterator[float]:
+        fd = os.open(self.fresh(), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for at in range(0, len(self.packets), group):
+            start = time.perf_counter()
+            for packet in self.packets[at : at + group]:
+                os.write(fd, packet)
+            os.fdatasync(fd)
+            yield time.perf_counter() - start
+        os.close(fd)
+
+    def sqlite(self, group: int) -> Iterator[float]:
+        with contextlib.closing(sqlite3.connect(self.fresh(), isolation_level=None)) as connection:
+            connection.execute("pragma journal_mode=wal")
+            connection.execute("pragma synchronous=full")
+            connection.execute("create table chunks (id integer primary key, packet blob)")
+            for at in range(0, len(self.packets), group):
+                start = time.perf_counter()
+                connection.execute("begin")
+                connection.executemany(
+                    "insert into chunks (packet) values (?)", [(p,) for p in self.packets[at : at + group]]
+                )
+                connection.execute("commit")
+                yield time.perf_counter() - start
+
+    def rate(self, times: Iterator[float]) -> float:
+        return sum(map(len, self.packets)) / 1e6 / sum(times)
+
+
+def ingest(disk: Disk, group: int, what: str) -> Row:
+    how = "each acknowledged" if group == 1 else f"{group} a commit"
+    return compare(
+        f"durable ingest, {what}, {how}",
+        lambda: disk.rate(disk.ours(group)),
+        lambda: disk.rate(disk.raw(group)),
+        pairs=11,
+        goal=3,
+        unit="MB/s",
+        target=0.9,
+        peers={"SQLite FULL": lambda: disk.rate(disk.sqlite(group))},
+    )
+
+
+def tail(disk: Disk, what: str) -> Row:
+    return compare(
+        f"p99 of the acknowledgement, {what}",
+        lambda: float(np.percentile(list(disk.ours(1)), 99)) * 1e3,
+        lambda: float(np.percentile(list(disk.raw(1)), 99)) * 1e3,
+        goal=3,
+        unit="ms",
+        target=1 / 3,
+        more_is_better=False,
+    )
+
+
+def main() -> None:
+    jpegs = pictures()
+    rows = [sampling(1, jpegs), sampling(2, jpegs)]
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT) as folder:
+        for name, cameras, count in (("states", 0, 192), ("two cameras", 2, 192)):
+            packets = [chunk(number, 10, cameras, jpegs).encode() for number in range(count)]
+            what = f"{name} ({len(packets[0]) / 1e3:.0f} kB a chunk of 10 steps)"
+            disk = Disk(Path(folder), packets)
+            rows += [ingest(disk, 1, what), ingest(disk, GROUP, what), tail(disk, what)]
+    report("store", rows)
+
+
+if __name__ == "__main__":
+    main()

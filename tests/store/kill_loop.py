@@ -1,0 +1,112 @@
+"""Kills a store's writer again and again while a reader follows: ``python kill_loop.py FOLDER KILLS SEED``.
+
+Not a test by itself; `test_kills.py` runs it in a process of its own, which may fork. Each writer stores chunks, says
+which are acknowledged through a pipe, and is killed at a random moment. The next one sends again what was not
+acknowledged, and some of what was. At the end: everything acknowledged is there, nothing is there twice, nothing is
+damaged, and a reader that was alive throughout saw the same as one that opens the store afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.store.store import StoreReader, StoreWriter
+
+CHUNKS_PER_EPISODE = 5
+SEGMENT_BYTES = 200_000
+_ACK = struct.Struct("<I")
+
+
+def packet(number: int) -> bytes:
+    """Chunk `number` of an endless row of episodes, of a size that depends on its number."""
+    episode, index = divmod(number, CHUNKS_PER_EPISODE)
+    steps = 1 + number * 7 % 40
+    header = ChunkHeader(
+        episode=f"ep-{episode}",
+        index=index,
+        first_step=0,
+        steps=steps,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift the cube",
+        source=Source.ONLINE,
+        seed=number,
+        started_unix_ns=1,
+        end=EpisodeEnd(steps=steps, success=True) if index == CHUNKS_PER_EPISODE - 1 else None,
+    )
+    columns = {"observation.state": np.full((steps, 64), number, np.float32), "reward": np.ones(steps, np.float32)}
+    return Chunk(header, columns, {}).encode()
+
+
+def write(path: Path, first: int, rng: random.Random, acks: int) -> None:
+    """The writer's life: in groups of random size, from a little before `first` on, until it is killed."""
+    with StoreWriter.open(path, segment_bytes=SEGMENT_BYTES) as writer:
+        number = max(0, first - rng.randrange(8))
+        while True:
+            for _ in range(rng.randrange(1, 6)):
+                writer.append(packet(number))
+                number += 1
+            writer.sync()
+            os.write(acks, _ACK.pack(number))
+
+
+def one_life(path: Path, first: int, rng: random.Random) -> int:
+    """Starts a writer, kills it, and returns how many chunks are acknowledged by now."""
+    acks_in, acks_out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(acks_in)
+            write(path, first, rng, acks_out)
+        finally:
+            os._exit(1)
+    os.close(acks_out)
+    time.sleep(rng.uniform(0.0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the writer failed before it was killed"
+    acknowledged = first
+    while raw := os.read(acks_in, _ACK.size):
+        acknowledged = max(acknowledged, _ACK.unpack(raw)[0])
+    os.close(acks_in)
+    return acknowledged
+
+
+def check(reader: StoreReader, acknowledged: int) -> None:
+    numbers = [ref.header.seed for ref in reader.chunks]
+    assert len(numbers) == len(set(numbers)), "a chunk appears twice"
+    missing = set(range(acknowledged)) - set(numbers)
+    assert not missing, f"acknowledged and lost: {sorted(missing)}"
+    assert not reader.damaged, reader.damaged
+    for ref in reader.chunks[-20:]:
+        assert (reader.read(ref).columns["observation.state"] == ref.header.seed).all()
+
+
+def main(path: Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    StoreWriter.open(path, segment_bytes=SEGMENT_BYTES).close()
+    acknowledged = 0
+    with StoreReader.open(path) as alive:
+        for _ in range(kills):
+            acknowledged = one_life(path, acknowledged, random.Random(rng.random()))
+            alive.refresh()
+            check(alive, acknowledged)
+        with StoreReader.open(path) as late:
+            late.refresh()
+            check(late, acknowledged)
+            assert late.chunks == alive.chunks and late.episodes() == alive.episodes()
+    print(f"{kills} kills, {acknowledged} chunks acknowledged")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,235 @@
+"""The store: every chunk once, episodes as they are known, and what people said about them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.errors import StoreCorrupt, StoreError, WireError
+from user_sys.store.inspect import inspect, inspect_main, summarise
+from user_sys.store.log import LogWriter, segment_path
+from user_sys.store.store import Label, StoreReader, StoreWriter
+
+
+def chunk(episode: str, index: int = 0, steps: int = 4, *, end: bool = False, success: bool | None = True) -> Chunk:
+    phase = np.array([Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY, *[Phase.POLICY] * 99], np.uint8)[:steps]
+    columns = {
+        "observation.state": np.full((steps, 3), index, np.float32),
+        "reward": np.full(steps, 0.5, np.float32),
+        "phase": phase,
+        "policy_version": np.where(phase == Phase.POLICY, index + 3, -1).astype(np.int64),
+    }
+    header = ChunkHeader(
+        episode=episode,
+        index=index,
+        first_step=index * 4,
+        steps=steps,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift the cube",
+        source=Source.ONLINE,
+        seed=0,
+        started_unix_ns=1,
+        end=EpisodeEnd(steps=index * 4 + steps, success=success) if end else None,
+    )
+    return Chunk(header, columns, {"observation.state": np.zeros(3, np.float32)} if end else {})
+
+
+def label(episode: str, success: bool, labeller: str = "ada") -> Label:
+    return Label(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
+
+
+def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -> None:
+    packet = chunk("a").encode()
+    with StoreWriter.open(tmp_path) as writer:
+        assert writer.append(packet) and not writer.append(packet)
+        assert writer.pending_bytes > 0
+        writer.sync()
+        assert writer.pending_bytes == 0
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        assert writer.chunks == 1 and writer.has("a", 0) and not writer.has("a", 1)
+        assert not writer.append(packet)
+        assert writer.append(chunk("a", 1).encode())
+        writer.sync()
+        assert [(ref.header.episode, ref.header.index) for ref in reader.refresh()] == [("a", 0), ("a", 1)]
+
+
+def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
+    sent = chunk("a", end=True)
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        writer.append(sent.encode())
+        writer.sync()
+        (ref,) = reader.refresh()
+        got = reader.read(ref)
+        assert got.header == sent.header == ref.header
+        for name, column in sent.columns.items():
+            np.testing.assert_array_equal(got.columns[name], column)
+            assert not got.columns[name].flags.writeable
+        assert reader.refresh() == []
+
+
+@pytest.mark.parametrize("packet", [b"", b"USP1garbage", chunk("a").encode()[:-64]])
+def test_what_is_no_chunk_is_not_stored(tmp_path: Path, packet: bytes) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        with pytest.raises(WireError):
+            writer.append(packet)
+        assert writer.chunks == 0 and writer.pending_bytes == 0
+
+
+def test_episodes_are_summed_up_over_their_chunks(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        for each in (chunk("a", 0), chunk("b", 0), chunk("a", 1, end=True)):
+            writer.append(each.encode())
+        writer.sync()
+        reader.refresh()
+        a, b = reader.episodes()
+        assert (a.episode, a.steps, a.chunks, a.episode_return, a.intervention_steps) == ("a", 8, 2, 4.0, 4)
+        assert a.complete and a.success is True and a.policy_versions == (3, 4)
+        assert not b.complete and b.success is None and b.policy_versions == (3, 3)
+
+
+def test_an_episode_with_a_gap_is_not_complete(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        writer.append(chunk("a", 0).encode())
+        writer.append(chunk("a", 2, end=True).encode())
+        writer.sync()
+        reader.refresh()
+        assert not reader.episodes()[0].complete
+        writer.append(chunk("a", 1).encode())
+        writer.sync()
+        reader.refresh()
+        assert reader.episodes()[0].complete
+
+
+def test_the_newest_label_decides_and_is_durable(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        writer.append_label(label("a", True))
+        writer.append(chunk("a", end=True, success=None).encode())
+        writer.append_label(label("a", False, "grace"))
+    with StoreReader.open(tmp_path) as reader:
+        (ref,) = reader.refresh()
+        (episode,) = reader.episodes()
+        assert episode.success is False and episode.labelled_by == "grace"
+        end = reader.read(ref).header.end
+        assert end is not None and end.success is False and end.reward_source == "person"
+
+
+def test_a_damaged_chunk_is_reported_and_can_be_sent_again(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        for index in range(3):
+            writer.append(chunk("a", index).encode())
+    with StoreReader.open(tmp_path) as reader:
+        refs = reader.refresh()
+        with segment_path(tmp_path, 0).open("r+b") as file:
+            file.seek(refs[1].record.offset + 200)
+            file.write(b"\xff\x00\xff")
+        with pytest.raises(StoreCorrupt):
+            reader.read(refs[1])
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        assert [ref.header.index for ref in reader.refresh()] == [0, 2]
+        assert len(reader.damaged) == 1
+        assert not writer.append(chunk("a", 0).encode())
+        assert writer.append(chunk("a", 1).encode())
+
+
+def test_a_record_that_does_not_decode_is_damage_and_other_kinds_are_left_alone(tmp_path: Path) -> None:
+    with LogWriter.open(tmp_path) as log:
+        log.append(1, b"no chunk")
+        log.append(77, b"of a later program")
+        log.append(1, chunk("a").encode())
+    with StoreReader.open(tmp_path) as reader:
+        assert len(reader.refresh()) == 1 and len(reader.damaged) == 1
+
+
+def test_a_reader_can_wait_for_the_store_to_be_created(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is no store"):
+        StoreReader.open(tmp_path / "store", wait_s=0.1)
+    creator = threading.Timer(0.1, lambda: StoreWriter.open(tmp_path / "store").close())
+    creator.start()
+    StoreReader.open(tmp_path / "store", wait_s=20).close()
+    creator.join(20)
+
+
+def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "store"
+    with StoreWriter.open(path) as writer:
+        for number in range(5):
+            writer.append(chunk(f"episode-{number}", end=True, success=number > 0).encode())
+    text = inspect(path, last=2)
+    assert "5 (4 succeeded, 1 failed, 5 complete)" in text and "20 (10 by a person)" in text
+    assert "episode-4" in text and "episode-2" not in text
+    assert inspect_main(argparse.Namespace(path=path, json=True)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["episodes"] == 5 and printed["damaged"] == [] and printed["embodiments"] == {"e1": 5}
+    assert inspect_main(argparse.Namespace(path=path, json=False)) == 0
+    assert "episode-4" in capsys.readouterr().out
+
+
+def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        for index in range(3):
+            writer.append(chunk("a", index).encode())
+    with segment_path(tmp_path, 0).open("r+b") as file:
+        file.seek(700)
+        file.write(b"\xff" * 8)
+    summary = summarise(tmp_path)
+    assert len(summary.damaged) == 1 and summary.chunks == 2
+    assert "1 records" in inspect(tmp_path)
+
+
+def test_inspect_of_something_else_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as caught:
+        inspect(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+MOUNTED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_store import chunk
+from user_sys.errors import StoreFull
+from user_sys.store.store import StoreReader, StoreWriter
+room = Path(sys.argv[1])
+ballast = room / "ballast"
+ballast.write_bytes(bytes(1_500_000))
+acknowledged, index, full = 0, 0, 0
+with StoreWriter.open(room / "store") as writer, StoreReader.open(room / "store") as reader:
+    while index < 400:
+        try:
+            writer.append(chunk("a", index, steps=100).encode())
+            index += 1
+            writer.sync()
+        except StoreFull:
+            full += 1
+            assert full < 3
+            reader.refresh()
+            assert len(reader.chunks) >= acknowledged and not reader.damaged
+            ballast.unlink()
+            continue
+        acknowledged = index
+assert full, "the disk never was full"
+with StoreReader.open(room / "store") as reader:
+    assert [ref.header.index for ref in reader.refresh()] == list(range(400)) and not reader.damaged
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
+    code = ["-c", MOUNTED, str(tmp_path), str(Path(__file__).parent)]
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False, timeout=10).returncode:
+        pytest.skip("may not mount here")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, *code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
