@@ -1,0 +1,200 @@
+"""The learner as a whole: from a store to published weights, within its bounds, and across stops and crashes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from user_sys.algorithms.conformance import example_batch
+from user_sys.algorithms.rlpd import RlpdConfig
+from user_sys.codec import Array
+from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.errors import ConfigError, WireError
+from user_sys.learner.checkpoint import latest
+from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner, LearnerConfig
+from user_sys.messages import WeightsManifest
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.weights.transfer import NotFinite, decode
+
+SPEC = example_spec()
+STEPS = 12
+SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(16,), critics=3)
+CONFIG = LearnerConfig(
+    algorithm=SMALL, batch_size=16, demo_rows=500, online_rows=500, publish_interval_s=0.0, warmup_updates=40
+)
+
+
+def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
+    rng = np.random.default_rng(seed)
+    batch = example_batch(rng, STEPS)
+    terminated = np.arange(STEPS) == STEPS - 1
+    columns: dict[str, Array] = {
+        **batch.observation,
+        "action": batch.action,
+        APPLIED: batch.action + np.float32(spoil),
+        "reward": terminated.astype(np.float32),
+        "terminated": terminated,
+        "truncated": np.zeros(STEPS, bool),
+        "phase": np.full(STEPS, int(Phase.POLICY), np.uint8),
+        "safety": np.zeros(STEPS, np.uint16),
+        "policy_version": np.zeros(STEPS, np.int64),
+        "log_prob": np.zeros(STEPS, np.float32),
+        **{f"t_{what}_ns": np.arange(STEPS) for what in ("capture", "inference", "command")},
+    }
+    header = ChunkHeader(
+        episode=name, index=0, first_step=0, steps=STEPS, robot="r", embodiment=SPEC.embodiment, task="t", sentence="",
+        source=source, seed=seed, started_unix_ns=0, end=EpisodeEnd(steps=STEPS, success=True),
+    )  # fmt: skip
+    return Chunk(header, columns, {name: value[-1:] for name, value in batch.next_observation.items()}).encode()
+
+
+@dataclass
+class Bench:
+    """A store with its writer, and what a learner published and reported."""
+
+    folder: Path
+    writer: StoreWriter
+    published: list[tuple[WeightsManifest, bytes]] = field(default_factory=list)
+    reported: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def fill(self, source: Source, episodes: int, spoil: float = 0.0) -> None:
+        for i in range(episodes):
+            self.writer.append(episode(f"{source.value}-{i}", source, i, spoil))
+        self.writer.sync()
+
+    def learner(self, config: LearnerConfig, checkpoints: str = "a", seed: int = 0) -> Learner:
+        return Learner(
+            config,
+            SPEC,
+            StoreReader.open(self.folder / "store"),
+            publish=lambda manifest, payload: self.published.append((manifest, payload)),
+            report=lambda count, scalars: self.reported.append((count, scalars)),
+            checkpoint_dir=self.folder / checkpoints,
+            seed=seed,
+        )
+
+    def train(self, config: LearnerConfig, checkpoints: str = "a", seed: int = 0) -> Learner:
+        learner = self.learner(config, checkpoints, seed)
+        learner.run(threading.Event())
+        return learner
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    torch.set_num_threads(1)
+    with StoreWriter.open(tmp_path / "store") as writer:
+        yield Bench(tmp_path, writer)
+
+
+def test_demonstrations_become_weights_that_a_robot_can_load(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    learner = bench.train(replace(CONFIG, max_updates=10))
+    assert learner.updates == 10 and learner.training_s > 0
+    versions = [manifest.version for manifest, _ in bench.published]
+    assert versions == list(range(1, len(versions) + 1))
+    manifest, payload = bench.published[-1]
+    assert manifest.updates == 10
+    MlpPolicy(SPEC).load(decode(manifest, payload))
+    count, scalars = bench.reported[-1]
+    assert count == 10 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
+
+
+def test_a_resumed_run_is_bit_identical(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.fill(Source.ONLINE, 4)
+    bench.train(replace(CONFIG, max_updates=30), "straight")
+    bench.train(replace(CONFIG, max_updates=13), "halves")
+    learner = bench.train(replace(CONFIG, max_updates=30), "halves", seed=99)
+    assert learner.updates == 30
+    straight, halves = (latest(bench.folder / name) for name in ("straight", "halves"))
+    assert straight is not None and halves is not None
+    assert straight.scalars["sampler"] == halves.scalars["sampler"]
+    for name, value in straight.arrays.items():
+        np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
+
+
+def test_time_and_versions_go_on_after_a_resumption(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 2)
+    first = bench.train(replace(CONFIG, max_updates=5))
+    last_version = bench.published[-1][0].version
+    second = bench.learner(replace(CONFIG, max_updates=9))
+    assert second.updates == 5 and second.training_s == first.training_s
+    second.run(threading.Event())
+    later = [manifest.version for manifest, _ in bench.published if manifest.updates > 5]
+    assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
+
+
+def test_experience_that_comes_later_is_followed_and_bounds_the_updates(bench: Bench) -> None:
+    config = replace(CONFIG, warmup_updates=20, utd_max=0.5, report_interval_s=0.0)
+    bench.fill(Source.DEMO, 2)
+    stop, learner = threading.Event(), bench.learner(config)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            learner.run(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: learner.updates == 20 and bool(bench.reported) and bench.reported[-1][1]["waited_s"] > 0.05)
+        bench.fill(Source.ONLINE, 5)
+        wait_until(lambda: learner.updates == 20 + 5 * STEPS // 2)
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not failures and not thread.is_alive()
+    assert bench.reported[-1][1]["online_steps"] == 5 * STEPS
+
+
+def test_it_ends_when_the_training_time_is_used_up(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 2)
+    learner = bench.train(replace(CONFIG, warmup_updates=10**9, max_training_s=0.2))
+    assert 0.2 <= learner.training_s < 2.0
+    assert bench.learner(CONFIG).training_s == learner.training_s
+
+
+def test_what_is_not_finite_is_neither_published_nor_kept(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 2, spoil=np.nan)
+    with pytest.raises(NotFinite):
+        bench.train(replace(CONFIG, max_updates=5))
+    assert bench.published == []
+    kept = latest(bench.folder / "a")
+    assert kept is not None and kept.updates == 0
+
+
+def test_a_checkpoint_of_another_run_is_refused(bench: Bench, tmp_path: Path) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5))
+    with pytest.raises(WireError, match="another RLPD"):
+        bench.learner(replace(CONFIG, algorithm=replace(SMALL, critics=4)))
+    (tmp_path / "other").mkdir()
+    with StoreWriter.open(tmp_path / "other" / "store") as writer:
+        other = Bench(tmp_path / "other", writer)
+        (tmp_path / "other" / "a").symlink_to(tmp_path / "a")
+        with pytest.raises(ConfigError, match="another store"):
+            other.learner(CONFIG)
+
+
+def test_settings_that_would_learn_nothing_are_refused() -> None:
+    for wrong in ({"batch_size": 0}, {"utd_max": 0.0}, {"warmup_updates": 0}):
+        with pytest.raises(ConfigError):
+            replace(CONFIG, **wrong)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
