@@ -1,4 +1,4 @@
-"""How every process of a run logs: one line an event, with its time, to standard error (its supervisor keeps a file)."""
+"""How every process of a run logs: one line an event, to standard error, of which its supervisor keeps a file."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class ConsoleHub:
     def __init__(
         self,
         run: str,
-        send: Callable[[OperatorCommand | WatchRequest], None],
+        send: Callable[[OperatorCommand | WatchRequest], object],
         robots: Mapping[str, RobotSpec] | None = None,
         budget_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,

@@ -1,0 +1,1 @@
+"""The robot's side: driver process, session process, outbox."""

@@ -224,6 +224,15 @@ class TunnelClient:
         self._publication.offer(Envelope(manifest, payload))
         self._wakeup.set()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all messages are on their way and the gateway has the newest weights; False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._publication.settled and not any(map(len, self._outgoing.values())):
+                return True
+            self._stopping.wait(BLOCKED_RETRY_S)
+        return False
+
     def take_weights(self) -> tuple[WeightsManifest, bytes | memoryview] | None:
         """The newest version that has arrived since the last call, or None. Taking it lets the next one come.
 
@@ -437,6 +446,12 @@ class _Publication:
                 if self._newest is self._under_way:
                     self._newest = None
                 self._under_way = None
+
+    @property
+    def settled(self) -> bool:
+        """The gateway has all that was offered."""
+        with self._lock:
+            return self._newest is None and self._under_way is None
 
     def rewind(self) -> None:
         """The connection is gone, and with it what was under way."""

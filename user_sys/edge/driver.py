@@ -1,0 +1,154 @@
+"""The driver: robot, cameras, task and safety kernel in one place, apart from policy, network and learner.
+
+`Driver` is what a loop talks to, and the only caller of a robot. It runs in the driver process (`driver_process`),
+where a session reaches it through `driver_client.RemoteDriver`; recording and evaluation on one machine call it
+directly. Both speak `DriverPort`, so one loop serves all three.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hal.camera import Camera
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import Reason, SafetyKernel
+from hal.spec import Array
+from hal.task import Outcome, Task
+
+log = logging.getLogger(__name__)
+
+NOTHING = Outcome(reward=0.0, terminated=False)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What one control period brought.
+
+    Attributes:
+        observation: the robot's features after the period (no pictures).
+        frames: camera name to uint8 (h, w, 3) RGB; only cameras with a new frame.
+        t_capture_ns: monotonic clock of the edge.
+        applied: float32 (a,), the action that was applied in the period; None where none was (reset, hold).
+        reasons: bit set of `hal.safety.Reason`: why applied differs from what was asked.
+        t_command_ns: when it was applied; 0 where nothing was.
+        outcome: the task's verdict on the period.
+        held: control periods since the tick before in which the watchdog held the robot.
+        stopped: the e-stop is latched.
+    """
+
+    observation: Mapping[str, Array]
+    frames: Mapping[str, Array]
+    t_capture_ns: int
+    applied: Array | None
+    reasons: int
+    t_command_ns: int
+    outcome: Outcome
+    held: int
+    stopped: bool
+
+
+class DriverPort(Protocol):
+    """What the episode loop needs of a robot, near or far."""
+
+    def reset(self, seed: int) -> Tick:
+        """Brings robot and scene to a start drawn from `seed`. Blocks while the robot moves there."""
+
+    def command(self, action: Array) -> Tick:
+        """One control period with `action`, as far as the safety kernel lets it through."""
+
+    def hold(self) -> Tick:
+        """One control period in which the robot keeps its pose."""
+
+
+class Driver:
+    """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
+
+    Cameras are read in every `frame_stride`-th control period, and in each while `real_time` is set.
+    """
+
+    def __init__(
+        self,
+        robot: Robot,
+        task: Task,
+        kernel: SafetyKernel,
+        cameras: Sequence[Camera] = (),
+        *,
+        frame_stride: int = 1,
+    ) -> None:
+        self.robot, self.task, self.kernel, self.cameras = robot, task, kernel, tuple(cameras)
+        self.spec = robot.spec
+        self.real_time = False
+        self._frame_stride = frame_stride
+        self._periods = 0
+        self._newest: Observation | None = None
+
+    def connect(self) -> None:
+        """Connects the robot, then its cameras. Raises HardwareLost."""
+        self.robot.connect()
+        for camera in self.cameras:
+            camera.connect()
+        self.kernel.settle()
+        self._newest = self.robot.observe()
+
+    def close(self) -> None:
+        for camera in self.cameras:
+            camera.close()
+        self.robot.close()
+
+    def reset(self, seed: int) -> Tick:
+        if self.kernel.emergency is None:
+            self.task.reset(self.robot, np.random.default_rng(seed))
+        self.kernel.settle()
+        self._periods = 0
+        return self._tick(applied=None, reasons=Reason(0), t_command_ns=0, judged=False)
+
+    def command(self, action: Array) -> Tick:
+        if self._newest is None:
+            raise RuntimeError("the driver is not connected")
+        verdict = self.kernel.filter(action, self._newest)
+        if verdict.applied is None:
+            log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
+        if verdict.applied is None:
+            self.robot.stop(verdict.stop or StopLevel.HOLD)
+            applied = None
+        else:
+            applied = np.asarray(self.robot.command(verdict.applied), np.float32)
+            self.kernel.correct(applied)
+        return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
+
+    def hold(self) -> Tick:
+        self.robot.stop(StopLevel.HOLD)
+        return self._tick(applied=None, reasons=Reason(0), t_command_ns=0, judged=False)
+
+    def guard(self) -> None:
+        """One control period without a command: the robot holds or safe-stops, as the kernel says."""
+        verdict = self.kernel.tick()
+        self.robot.stop(verdict.stop if verdict and verdict.stop else StopLevel.HOLD)
+        self._newest = self.robot.observe()
+
+    def _tick(self, applied: Array | None, reasons: Reason, t_command_ns: int, *, judged: bool) -> Tick:
+        observation = self.robot.observe()
+        self.spec.validate(observation.arrays)
+        self._newest = observation
+        return Tick(
+            observation=observation.arrays,
+            frames=self._frames(),
+            t_capture_ns=observation.t_capture_ns,
+            applied=applied,
+            reasons=int(reasons),
+            t_command_ns=t_command_ns,
+            outcome=self.task.evaluate(observation) if judged else NOTHING,
+            held=0,
+            stopped=self.kernel.emergency is not None,
+        )
+
+    def _frames(self) -> dict[str, Array]:
+        due = self.real_time or self._periods % self._frame_stride == 0
+        self._periods += 1
+        return {camera.spec.name: camera.read().image for camera in self.cameras} if due else {}

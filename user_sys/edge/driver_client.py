@@ -1,0 +1,128 @@
+"""A session's end of the local socket to its robot's driver process."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from hal.errors import HalError, HardwareLost
+from hal.spec import Array, RobotSpec
+from user_sys.codec import decode_packet, encode_packet
+from user_sys.edge.driver import Tick
+from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
+
+REPLY_DEADLINE_S = 30.0  # a reset moves the robot to its start
+FRAME = "frame:"
+OBSERVATION = "observation"
+
+
+class RemoteDriver:
+    """A `DriverPort` over the local socket. One thread uses an instance; a second thread opens its own.
+
+    Attributes:
+        spec, task: known after `describe` or `attach`.
+        real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
+    """
+
+    spec: RobotSpec
+    task: TaskCard
+
+    def __init__(self, robot: str, *, token: int = 0) -> None:
+        self.robot, self.token = robot, token
+        self.session = f"pid {os.getpid()}"
+        self.real_time = False
+        self._socket: zmq.Socket[bytes] | None = None
+        self._address = endpoint(robot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def attach(self, deadline_s: float = REPLY_DEADLINE_S) -> None:
+        """Announces the session and its token; from then on the driver refuses every older one.
+
+        Raises:
+            StaleToken: a newer session has the robot.
+            HardwareLost: no driver process answers within the deadline.
+        """
+        self._introduce("attach", deadline_s)
+
+    def describe(self, deadline_s: float = REPLY_DEADLINE_S) -> None:
+        """Learns spec and task without a token. Raises HardwareLost as `attach` does."""
+        self._introduce("describe", deadline_s)
+
+    def _introduce(self, order: Order, deadline_s: float) -> None:
+        reply, _ = self._ask(order, deadline_s=deadline_s)
+        if reply.spec is None or reply.task is None:
+            raise HardwareLost(f"the driver of {self.robot} did not say what it drives")
+        self.spec, self.task = reply.spec, reply.task
+
+    def reset(self, seed: int) -> Tick:
+        return self._tick(*self._ask("reset", seed=seed))
+
+    def command(self, action: Array) -> Tick:
+        return self._tick(*self._ask("command", {"action": action}))
+
+    def hold(self) -> Tick:
+        return self._tick(*self._ask("hold"))
+
+    def emergency_stop(self, person: str) -> None:
+        """Latches the e-stop. Needs no token."""
+        self._ask("e-stop", person=person, deadline_s=1.0)
+
+    def rearm(self, person: str) -> None:
+        """Releases the e-stop in the name of a person."""
+        self._ask("re-arm", person=person, deadline_s=1.0)
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        if self._socket is None:
+            self._socket = zmq.Context.instance().socket(zmq.REQ)
+            self._socket.connect(self._address)
+        return self._socket
+
+    def _ask(
+        self,
+        order: Order,
+        arrays: dict[str, Array] | None = None,
+        *,
+        seed: int = 0,
+        person: str = "",
+        deadline_s: float = REPLY_DEADLINE_S,
+    ) -> tuple[Reply, dict[str, Array]]:
+        socket = self._connect()
+        request = Request(
+            order=order, session=self.session, token=self.token, seed=seed, real_time=self.real_time, person=person
+        )
+        socket.send(encode_packet(request, arrays or {}))
+        end = time.monotonic() + deadline_s
+        if not socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+            self.close()  # a REQ socket without its reply cannot be used again
+            raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
+        reply, received = decode_packet(socket.recv(), Reply)
+        if reply.error:
+            raise ERRORS.get(reply.error, HalError)(reply.message)
+        return reply, received
+
+    def _tick(self, reply: Reply, arrays: dict[str, Array]) -> Tick:
+        return Tick(
+            observation={name: array for name, array in arrays.items() if name.startswith(OBSERVATION)},
+            frames={name[len(FRAME) :]: array for name, array in arrays.items() if name.startswith(FRAME)},
+            t_capture_ns=reply.t_capture_ns,
+            applied=arrays.get("applied"),
+            reasons=reply.reasons,
+            t_command_ns=reply.t_command_ns,
+            outcome=reply.outcome,
+            held=reply.held,
+            stopped=reply.stopped,
+        )

@@ -1,0 +1,75 @@
+"""What a session and its driver process say to each other, over one local socket. Nothing here crosses a network."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StaleObservation, StaleToken
+from hal.lease import runtime_folder
+from hal.spec import RobotSpec
+from hal.task import Outcome
+from user_sys.errors import RunError
+
+MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108, ZeroMQ appends a few
+
+Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm"]
+
+ERRORS: dict[str, type[HalError]] = {
+    kind.__name__: kind for kind in (StaleToken, SpecError, HardwareLost, StaleObservation, EmergencyStopped, HalError)
+}
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One order. `token` fences it; ``e-stop`` is obeyed from anyone. ``command`` carries the array ``action``."""
+
+    order: Order
+    session: str
+    token: int = 0
+    seed: int = 0
+    real_time: bool = False
+    person: str = ""
+
+
+class TaskCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session must know of the task."""
+
+    name: str
+    sentence: str
+    max_steps: int
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it)."""
+
+    error: str = ""
+    message: str = ""
+    spec: RobotSpec | None = None
+    task: TaskCard | None = None
+    t_capture_ns: int = 0
+    t_command_ns: int = 0
+    reasons: int = 0
+    reward: float = 0.0
+    terminated: bool = False
+    success: bool | None = None
+    source: str = "rule"
+    held: int = 0
+    stopped: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(reward=self.reward, terminated=self.terminated, success=self.success, source=self.source)
+
+
+def endpoint(robot: str) -> str:
+    """The local socket of `robot`'s driver process on this machine.
+
+    Raises:
+        RunError: the path is too long for a Unix socket.
+    """
+    path = str(runtime_folder() / f"{robot}.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise RunError(f"socket path is too long: {path}; set USER_SYS_RUNTIME_DIR to a shorter folder")
+    return f"ipc://{path}"

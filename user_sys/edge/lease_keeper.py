@@ -1,0 +1,83 @@
+"""Keeps a session's lease alive over the tunnel."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from hal.errors import LeaseError
+from user_sys.messages import LeaseGrant, LeaseRefusal, LeaseRelease, LeaseRequest, StopRun
+from user_sys.tunnel.client import TunnelClient
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0
+RENEWALS_PER_TTL = 3
+
+
+class LeaseKeeper:
+    """The lease of one robot. `acquire` comes first; afterwards one thread feeds it messages and asks it to renew.
+
+    A link that is down ends nothing here: the robot goes on under its token, which the driver honours until a session
+    with a newer one appears. What ends the session is a refusal.
+    """
+
+    def __init__(self, robot: str, holder: str, client: TunnelClient) -> None:
+        self._robot, self._holder, self._client = robot, holder, client
+        self._token = 0
+        self._renew_at = 0.0
+        self._ttl_s = 0.0
+
+    def acquire(self, cancel: threading.Event) -> int:
+        """Asks until the lease is granted, and returns its token. Blocks; says once who holds the robot meanwhile.
+
+        Raises:
+            LeaseError: `cancel` was set, or the run ended, before the lease was granted.
+        """
+        said = ""
+        while not cancel.is_set():
+            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder))
+            answer = self._answer(ASK_EVERY_S)
+            if isinstance(answer, LeaseGrant):
+                self._take(answer)
+                log.info("lease.granted robot=%s token=%d", self._robot, answer.token)
+                return answer.token
+            if isinstance(answer, LeaseRefusal) and answer.reason != said:
+                said = answer.reason
+                log.warning("lease.waiting %s", said)
+            if isinstance(answer, LeaseRefusal):
+                cancel.wait(ASK_EVERY_S)
+        raise LeaseError(f"gave up waiting for {self._robot}: {said or 'the gateway did not answer'}")
+
+    def _answer(self, within_s: float) -> LeaseGrant | LeaseRefusal | None:
+        end = time.monotonic() + within_s
+        while (left_s := end - time.monotonic()) > 0:
+            message = self._client.receive(left_s)
+            if isinstance(message, LeaseGrant | LeaseRefusal):
+                return message
+            if isinstance(message, StopRun):
+                raise LeaseError(f"the run is over: {message.reason}")
+        return None
+
+    def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
+        """Takes the answer to a renewal. Raises LeaseError when another session has the robot now."""
+        if isinstance(message, LeaseRefusal):
+            raise LeaseError(f"the lease of {self._robot} has ended: {message.reason}")
+        if message.token == self._token:
+            self._take(message)
+
+    def renew_when_due(self) -> None:
+        """Sends a renewal when a third of the time to live has passed; never blocks."""
+        if time.monotonic() >= self._renew_at:
+            self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
+            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder, token=self._token))
+
+    def release(self) -> None:
+        """Gives the robot back; never blocks."""
+        if self._token:
+            self._client.send(LeaseRelease(robot=self._robot, token=self._token))
+
+    def _take(self, grant: LeaseGrant) -> None:
+        self._token, self._ttl_s = grant.token, grant.ttl_s
+        self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL

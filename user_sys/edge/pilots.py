@@ -1,0 +1,191 @@
+"""Who chooses the actions: a policy alone, a scripted expert, or a policy with people who may step in."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hal.spec import Array, RobotSpec
+from user_sys.edge.authority import Authority, Mark, State
+from user_sys.edge.driver import Tick
+from user_sys.edge.recorder import Decision, Verdict
+from user_sys.episode import Phase
+from user_sys.messages import OperatorCommand, OperatorReply
+from user_sys.policies.policy import Policy
+from user_sys.weights.swap import PolicySwapper
+
+MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: an episode that a person forgot
+GRIPPER_SETTLES_STEPS = 5  # steps that are recorded after a person toggled the gripper
+MAX_PENDING_ORDERS = 256
+
+
+def rule_verdict(after: Tick, *, late: bool) -> Verdict:
+    """The task's own verdict; the episode is cut off when it is `late`, or where the driver could not carry it on."""
+    outcome = after.outcome
+    broken = after.held > 0 or after.applied is None
+    return Verdict(
+        reward=outcome.reward,
+        terminated=outcome.terminated,
+        truncated=not outcome.terminated and (broken or late),
+        success=False if outcome.success is None and late else outcome.success,
+        source=outcome.source,
+    )
+
+
+class ExpertPilot:
+    """A scripted demonstrator; its steps are recorded as teleoperation."""
+
+    def __init__(self, expert: Callable[[Mapping[str, Array]], Array], max_steps: int) -> None:
+        self._expert, self._max_steps = expert, max_steps
+
+    def begin(self, tick: Tick) -> None:
+        pass
+
+    def decide(self, tick: Tick) -> Decision | None:
+        return Decision(action=np.asarray(self._expert(tick.observation), np.float32), phase=Phase.TELEOP)
+
+    def judge(self, after: Tick, steps: int) -> Verdict:
+        return rule_verdict(after, late=steps >= self._max_steps)
+
+
+class PolicyPilot:
+    """Executes a policy's action chunks; new weights come in between two chunks only.
+
+    `policy` is asked for anew at each chunk, so that it may be swapped.
+    """
+
+    def __init__(
+        self, policy: Callable[[], tuple[Policy, int]], sentence: str, max_steps: int, *, deterministic: bool
+    ) -> None:
+        self._policy, self._sentence, self._max_steps = policy, sentence, max_steps
+        self._deterministic = deterministic
+        self._chunk: deque[tuple[Array, float]] = deque()
+        self._version = -1
+
+    def begin(self, tick: Tick) -> None:
+        self._chunk.clear()
+
+    def interrupt(self) -> None:
+        """Drops what is left of the chunk: somebody else moved the robot."""
+        self._chunk.clear()
+
+    def decide(self, tick: Tick) -> Decision | None:
+        if not self._chunk:
+            policy, self._version = self._policy()
+            chunk = policy.act(tick.observation, self._sentence, deterministic=self._deterministic)
+            self._chunk.extend(zip(chunk.actions, chunk.log_prob.tolist(), strict=True))
+        action, log_prob = self._chunk.popleft()
+        return Decision(action=action, phase=Phase.POLICY, policy_version=self._version, log_prob=log_prob)
+
+    def judge(self, after: Tick, steps: int) -> Verdict:
+        return rule_verdict(after, late=steps >= self._max_steps)
+
+
+class SessionPilot:
+    """A policy, and people who may take over. Orders come in through `order` from any thread.
+
+    While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
+    nothing is recorded. A person's verdict ends the episode with one neutral step.
+    """
+
+    def __init__(
+        self,
+        spec: RobotSpec,
+        authority: Authority,
+        swapper: PolicySwapper,
+        sentence: str,
+        max_steps: int,
+        reply: Callable[[OperatorReply], object],
+        rearm: Callable[[str], None],
+        leaving: Callable[[], bool],
+    ) -> None:
+        self._spec, self.authority, self._max_steps = spec, authority, max_steps
+        self._reply, self._rearm, self._leaving = reply, rearm, leaving
+        self._policy = PolicyPilot(lambda: _swapped(swapper), sentence, max_steps, deterministic=False)
+        self._orders: queue.Queue[OperatorCommand] = queue.Queue(MAX_PENDING_ORDERS)
+        self._neutral = np.array(spec.neutral, np.float32)
+
+    @property
+    def people_matter(self) -> bool:
+        """A person drives, or the robot holds or is stopped: the clock is obeyed."""
+        return self.authority.state is not State.POLICY
+
+    def order(self, command: OperatorCommand) -> None:
+        """Takes an order from the console. A flood beyond the bound is refused, save for the e-stop, which the caller
+        has sent to the driver before."""
+        try:
+            self._orders.put_nowait(command)
+        except queue.Full:
+            self._reply(
+                OperatorReply(
+                    robot=command.robot, operator=command.operator, order=command.order, accepted=False, reason="busy"
+                )
+            )
+
+    def begin(self, tick: Tick) -> None:
+        self.authority.begin_episode()
+        self._policy.begin(tick)
+        self._applied = self._neutral.copy()
+        self._mark: Mark | None = None
+        self._reset = False
+        self._policy_steps = self._human_steps = self._moving = 0
+
+    def decide(self, tick: Tick) -> Decision | None:
+        self._obey()
+        if tick.applied is not None:
+            self._applied = tick.applied
+        if tick.stopped and self.authority.state is not State.STOPPED:
+            self.authority.emergency_stop("the driver", "latched")
+        state = self.authority.tick()
+        self._mark = self.authority.take_mark() or self._mark
+        self._reset = self.authority.take_reset() or self._reset
+        if self._mark or self._reset or self._leaving():
+            return Decision(action=self._rest(), phase=self.authority.phase)
+        if state is State.POLICY:
+            self._policy_steps += 1
+            return self._policy.decide(tick)
+        self._policy.interrupt()
+        self._policy_steps = 0
+        return self._hand() if state is State.HUMAN else None
+
+    def judge(self, after: Tick, steps: int) -> Verdict:
+        if self._mark:
+            reward = float(self._mark.success)
+            return Verdict(reward, terminated=True, truncated=False, success=self._mark.success, source="person")
+        if self._reset or self._leaving():
+            return Verdict(after.outcome.reward, False, True, after.outcome.success, after.outcome.source)
+        return rule_verdict(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
+
+    def _obey(self) -> None:
+        while not self._orders.empty():
+            command = self._orders.get_nowait()
+            reply = self.authority.apply(command)
+            if reply.accepted and command.order == "re-arm":
+                self._rearm(command.operator)
+            if command.order != "drive":
+                self._reply(reply)
+
+    def _hand(self) -> Decision | None:
+        """The person's action, or None where the hand is still."""
+        action = self.authority.action(self._applied)
+        rest = self._rest()
+        toggled = self._spec.gripper >= 0 and action[self._spec.gripper] != rest[self._spec.gripper]
+        if np.array_equal(action, rest) and not self._moving:
+            return None
+        self._moving = GRIPPER_SETTLES_STEPS if toggled else max(0, self._moving - 1)
+        self._human_steps += 1
+        return Decision(action=action, phase=self.authority.phase)
+
+    def _rest(self) -> Array:
+        rest = self._neutral.copy()
+        if self._spec.gripper >= 0:
+            rest[self._spec.gripper] = self._applied[self._spec.gripper]
+        return rest
+
+
+def _swapped(swapper: PolicySwapper) -> tuple[Policy, int]:
+    swapper.swap_if_ready()
+    return swapper.policy, swapper.version

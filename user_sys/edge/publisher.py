@@ -1,0 +1,106 @@
+"""Tells the console what a robot is doing: its status a few times a second, and pictures while somebody watches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from hal.spec import Array
+from user_sys.edge.authority import Authority, State
+from user_sys.edge.driver import Tick
+from user_sys.edge.outbox import Outbox
+from user_sys.edge.recorder import Decision, encode_jpeg
+from user_sys.episode import Phase
+from user_sys.messages import Preview, RobotStatus, WatchRequest
+from user_sys.tunnel.client import TunnelClient
+
+STATUS_PERIOD_S = 0.2
+RATE_SMOOTHING = 0.9
+
+
+class StatusPublisher:
+    """A subscriber of the episode loop; costs nothing between two due messages.
+
+    `watch` may be called from another thread than `on_step`.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        client: TunnelClient,
+        outbox: Outbox,
+        authority: Authority,
+        episode: Callable[[], str],
+        note: Callable[[], str],
+    ) -> None:
+        self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
+        self._running_episode, self._note = episode, note
+        self._lock = threading.Lock()
+        self._watched_until = self._picture_period_s = 0.0
+        self._next_picture: dict[str, float] = {}
+        self._next_status = 0.0
+        self._state: State | None = None
+        self._episode, self._step, self._version, self._interventions = "", 0, -1, 0
+        self._phase = Phase.POLICY
+        self._hz, self._counted, self._counted_at = 0.0, 0, time.monotonic()
+
+    def watch(self, request: WatchRequest) -> None:
+        """Somebody wants pictures for a while."""
+        with self._lock:
+            self._watched_until = time.monotonic() + min(request.ttl_s, 60.0)
+            self._picture_period_s = 1.0 / min(max(request.rate_hz, 0.1), 60.0)
+
+    def on_step(self, tick: Tick, decision: Decision | None) -> None:
+        """One control period has passed; `decision` is None where the robot held."""
+        if (episode := self._running_episode()) != self._episode:
+            self._episode, self._step = episode, 0
+        if decision is not None:
+            self._step += 1
+            self._counted += 1
+            self._phase = decision.phase
+            self._version = max(self._version, decision.policy_version)
+            self._interventions += tick.reasons != 0
+        now = time.monotonic()
+        if now >= self._next_status or self._authority.state is not self._state:
+            self._next_status = now + STATUS_PERIOD_S
+            self.publish(real_time=decision is None or decision.phase is not Phase.POLICY)
+        if tick.frames and now < self._watched_until:
+            self._show(tick, now)
+
+    def publish(self, real_time: bool = False) -> None:
+        """Sends the status now."""
+        self._state = self._authority.state
+        self._client.send(
+            RobotStatus(
+                robot=self._robot,
+                authority=self._authority.state.value,
+                operator=self._authority.operator,
+                phase=self._phase.name.lower(),
+                episode=self._episode,
+                step=self._step,
+                policy_version=self._version,
+                real_time=real_time,
+                outbox_chunks=len(self._outbox),
+                control_hz=round(self._rate(), 1),
+                safety_interventions=self._interventions,
+                note=self._note(),
+            )
+        )
+
+    def _rate(self) -> float:
+        now = time.monotonic()
+        if (passed_s := now - self._counted_at) >= 2 * STATUS_PERIOD_S:
+            rate = self._counted / passed_s
+            self._hz = rate if self._hz == 0 else RATE_SMOOTHING * self._hz + (1 - RATE_SMOOTHING) * rate
+            self._counted, self._counted_at = 0, now
+        return self._hz
+
+    def _show(self, tick: Tick, now: float) -> None:
+        for camera, image in tick.frames.items():
+            if now >= self._next_picture.get(camera, 0.0):
+                self._next_picture[camera] = now + self._picture_period_s
+                self._offer(camera, image)
+
+    def _offer(self, camera: str, image: Array) -> None:
+        self._client.offer_preview(Preview(robot=self._robot, camera=camera, step=self._step), encode_jpeg(image))

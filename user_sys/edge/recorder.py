@@ -1,0 +1,158 @@
+"""Turns steps into chunks: what happened, who was in control, which weights acted, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hal.spec import ACTION, Array, RobotSpec
+from user_sys.edge.driver import Tick
+from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, new_episode_id
+
+JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action and where it came from.
+
+    Attributes:
+        action: float32 (a,) in the action spec's units.
+        phase: who chose it.
+        policy_version: the weights that chose it; -1 where no policy did.
+        log_prob: of the behaviour policy; NaN where it has none.
+        t_inference_ns: monotonic clock of the edge when the action was known.
+    """
+
+    action: Array
+    phase: Phase
+    policy_version: int = -1
+    log_prob: float = float("nan")
+    t_inference_ns: int = field(default_factory=time.monotonic_ns)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a step ended: the task's or a person's word."""
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool | None
+    source: str
+
+    @property
+    def over(self) -> bool:
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True)
+class RecorderConfig:
+    """`chunk_steps` bounds what a crash of the edge can take: the steps since the last chunk."""
+
+    chunk_steps: int = 10
+    cameras: bool = True
+
+
+class Recorder:
+    """Collects one episode after another and hands each chunk, encoded, to `sink` as soon as it is full.
+
+    `sink` makes the chunk durable before it returns (the outbox, or the store itself).
+    """
+
+    def __init__(
+        self,
+        spec: RobotSpec,
+        robot: str,
+        task: str,
+        sentence: str,
+        sink: Callable[[bytes], object],
+        config: RecorderConfig = RecorderConfig(),
+    ) -> None:
+        self._spec, self._robot, self._task, self._sentence = spec, robot, task, sentence
+        self._sink, self._config = sink, config
+        self.episode = ""
+        self._columns: dict[str, list[ArrayLike]] = {}
+        self._pictures: dict[str, list[bytes]] = {}
+        self._rows = 0
+
+    def begin(self, source: Source, seed: int) -> str:
+        """Opens an episode and returns its identifier. What was left of one that never ended is cut off."""
+        self.episode = new_episode_id(self._robot)
+        self._source, self._seed, self._started_unix_ns = source, seed, time.time_ns()
+        self._index = self._first_step = 0
+        self._clear()
+        return self.episode
+
+    def record(self, before: Tick, decision: Decision, after: Tick, verdict: Verdict) -> None:
+        """One step: observed `before`, decided, and what came of it. Flushes a chunk that is full or last."""
+        applied = after.applied if after.applied is not None else np.array(self._spec.neutral, np.float32)
+        row: dict[str, ArrayLike] = {
+            **{name: value for name, value in before.observation.items()},
+            ACTION: decision.action,
+            APPLIED: applied,
+            "reward": np.float32(verdict.reward),
+            "terminated": np.bool_(verdict.terminated),
+            "truncated": np.bool_(verdict.truncated),
+            "phase": np.uint8(decision.phase),
+            "safety": np.uint16(after.reasons),
+            "policy_version": np.int64(decision.policy_version),
+            "log_prob": np.float32(decision.log_prob),
+            "t_capture_ns": np.int64(before.t_capture_ns),
+            "t_inference_ns": np.int64(decision.t_inference_ns),
+            "t_command_ns": np.int64(after.t_command_ns),
+        }
+        for name, value in row.items():
+            self._columns.setdefault(name, []).append(value)
+        self._record_frames(before.frames)
+        self._rows += 1
+        if verdict.over:
+            end = EpisodeEnd(steps=self._first_step + self._rows, success=verdict.success, reward_source=verdict.source)
+            self._flush(end, after.observation)
+        elif self._rows == self._config.chunk_steps:
+            self._flush(None, {})
+
+    def _record_frames(self, frames: Mapping[str, Array]) -> None:
+        if not self._config.cameras:
+            return
+        for camera in self._spec.cameras:
+            picture = encode_jpeg(frames[camera.name]) if camera.name in frames else b""
+            self._pictures.setdefault(camera.name, []).append(picture)
+
+    def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
+        header = ChunkHeader(
+            episode=self.episode,
+            index=self._index,
+            first_step=self._first_step,
+            steps=self._rows,
+            robot=self._robot,
+            embodiment=self._spec.embodiment,
+            task=self._task,
+            sentence=self._sentence,
+            source=self._source,
+            seed=self._seed,
+            started_unix_ns=self._started_unix_ns,
+            end=end,
+        )
+        columns = {name: np.stack(rows) for name, rows in self._columns.items()}
+        for camera, pictures in self._pictures.items():
+            columns[IMAGES + camera] = np.frombuffer(b"".join(pictures), np.uint8)
+            columns[f"{IMAGES}{camera}.length"] = np.array([len(p) for p in pictures], np.int32)
+        self._sink(Chunk(header, columns, dict(final)).encode())
+        self._index += 1
+        self._first_step += self._rows
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns, self._pictures, self._rows = {}, {}, 0
+
+
+def encode_jpeg(image: Array) -> bytes:
+    """`image`, uint8 (h, w, 3) RGB, as a JPEG file."""
+    import simplejpeg  # a robot without cameras does not install it
+
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=JPEG_QUALITY, colorspace="RGB"))

@@ -1,0 +1,269 @@
+"""The session process: ``python -m user_sys.edge.session SESSION.yaml``.
+
+One session drives one robot: it holds the robot's lease, runs the policy, records every step into the outbox, and
+listens to people. It may be killed at any time: the driver process keeps the robot safe, the outbox keeps the steps,
+and its successor takes over with a newer token.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hal.errors import HardwareLost, LeaseError
+from user_sys.compose import PolicyConfig, make_policy
+from user_sys.config import load
+from user_sys.edge.authority import Authority
+from user_sys.edge.driver import Tick
+from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.lease_keeper import LeaseKeeper
+from user_sys.edge.loop import EpisodeSummary, run_episode
+from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.edge.pilots import SessionPilot
+from user_sys.edge.publisher import StatusPublisher
+from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
+from user_sys.episode import Source
+from user_sys.errors import UserSysError
+from user_sys.logs import configure_logging
+from user_sys.messages import (
+    PROTOCOL_VERSION,
+    EpisodeReport,
+    Hello,
+    LeaseGrant,
+    LeaseRefusal,
+    OperatorCommand,
+    StopRun,
+    WatchRequest,
+    WeightsApplied,
+)
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.swap import PolicySwapper
+
+log = logging.getLogger(__name__)
+
+DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
+DRAIN_DEADLINE_S = 20.0
+INBOX_WAIT_S = 0.02
+OUTBOX_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What a session needs to know; written by whoever starts it.
+
+    Attributes:
+        robot: name of the robot; its driver process runs on this machine.
+        holder: names this session in leases; the same after a restart.
+        endpoint: the gateway's address.
+        keys: folder with ``<robot>.key`` and ``gateway.pub``.
+        state: folder of the outbox.
+        seed: of the episodes' starts, together with a count that survives restarts.
+        real_time: obey the clock also while the policy drives.
+    """
+
+    robot: str = "panda-0"
+    holder: str = "session"
+    endpoint: str = "tcp://127.0.0.1:5555"
+    keys: Path = Path("keys")
+    state: Path = Path("edge")
+    seed: int = 0
+    real_time: bool = False
+    outbox_max_bytes: int = 4 << 30
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+
+class Session:
+    """Everything of one session between a connected tunnel and a robot. `run` blocks until the run is over."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        client: TunnelClient,
+        outbox: Outbox,
+        driver: RemoteDriver,
+        leaving: threading.Event,
+    ) -> None:
+        self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
+        self.leaving = leaving
+        self._fatal: Exception | None = None
+        spec, task = driver.spec, driver.task
+        self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, config.seed))
+        self._emergency = RemoteDriver(config.robot)
+        self._authority = Authority(config.robot, spec)
+        self._pilot = SessionPilot(
+            spec,
+            self._authority,
+            self._swapper,
+            task.sentence,
+            task.max_steps,
+            reply=client.send,
+            rearm=driver.rearm,
+            leaving=self.leaving.is_set,
+        )
+        self._recorder = Recorder(spec, config.robot, task.name, task.sentence, self._keep, config.recorder)
+        self._publisher = StatusPublisher(
+            config.robot, client, outbox, self._authority, lambda: self._recorder.episode, lambda: self._note
+        )
+        self._note = ""
+
+    def run(self, lease: LeaseKeeper) -> None:
+        """Episode after episode until the run is stopped.
+
+        Raises:
+            LeaseError: another session has the robot now.
+            HardwareLost: the driver process went away and did not come back.
+        """
+        inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
+        inbox.start()
+        try:
+            while not self.leaving.is_set():
+                self._episode()
+        finally:
+            self.leaving.set()
+            inbox.join(timeout=5)
+            self._emergency.close()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _episode(self) -> None:
+        seed = self._config.seed * 1_000_003 + self._outbox.next_sequence
+        try:
+            summary = run_episode(
+                self._driver,
+                self._pilot,
+                self._recorder,
+                source=Source.ONLINE,
+                seed=seed,
+                listeners=[self._pace, self._publisher.on_step],
+            )
+        except HardwareLost as error:
+            log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
+            self._driver.attach(DRIVER_DEADLINE_S)
+            return
+        self._client.send(self._report(summary))
+
+    def _report(self, summary: EpisodeSummary) -> EpisodeReport:
+        return EpisodeReport(
+            robot=self._config.robot,
+            episode=summary.episode,
+            source=Source.ONLINE.value,
+            steps=summary.steps,
+            success=summary.success,
+            intervention_steps=summary.intervention_steps,
+            episode_return=summary.episode_return,
+            policy_version=summary.policy_version,
+        )
+
+    def _pace(self, tick: Tick, decision: Decision | None) -> None:
+        self._driver.real_time = self._config.real_time or self._pilot.people_matter
+
+    def _keep(self, packet: bytes) -> None:
+        """Makes a chunk durable. With a full outbox the robot holds, visibly, until there is room again."""
+        while not self.leaving.is_set():
+            try:
+                self._outbox.append(packet)
+            except OutboxFull as error:
+                self._note = f"recording paused: {error}"
+                self._publisher.publish()
+                self.leaving.wait(OUTBOX_RETRY_S)
+                continue
+            self._note = ""
+            return
+        self._outbox.append(packet)
+
+    # The inbox thread: orders, leases, weights
+
+    def _listen(self, lease: LeaseKeeper) -> None:
+        try:
+            while not self.leaving.is_set():
+                self._take_messages(lease)
+                self._take_weights()
+                lease.renew_when_due()
+        except (UserSysError, LeaseError) as error:
+            self._fatal = error
+        finally:
+            self.leaving.set()
+
+    def _take_messages(self, lease: LeaseKeeper) -> None:
+        message = self._client.receive(INBOX_WAIT_S)
+        match message:
+            case OperatorCommand():
+                if message.order == "e-stop":
+                    self._stop_at_once(message.operator)
+                self._pilot.order(message)
+            case LeaseGrant() | LeaseRefusal():
+                lease.on_message(message)
+            case WatchRequest():
+                self._publisher.watch(message)
+            case StopRun():
+                log.info("run.stopped %s", message.reason)
+                self.leaving.set()
+
+    def _stop_at_once(self, person: str) -> None:
+        """The e-stop does not wait for the loop: it has its own way to the driver."""
+        try:
+            self._emergency.emergency_stop(person)
+        except HardwareLost as error:
+            log.error("e-stop.undelivered %s", error)
+
+    def _take_weights(self) -> None:
+        delivered = self._client.take_weights()
+        if delivered is None:
+            return
+        manifest, payload = delivered
+        started = time.monotonic()
+        self._swapper.offer(manifest, bytes(payload))
+        seconds = time.monotonic() - started
+        self._client.send(WeightsApplied(robot=self._config.robot, version=manifest.version, seconds=seconds))
+
+
+def main(argv: list[str]) -> int:
+    """Runs one session; the exit status is 0 once the run was stopped and everything recorded was delivered."""
+    configure_logging()
+    config = load(SessionConfig, Path(argv[0]))
+    try:
+        return _run(config)
+    except LeaseError as error:
+        log.error("session.refused %s", error)
+        return 3
+    except (UserSysError, HardwareLost) as error:
+        log.error("session.failed %s: %s", type(error).__name__, error)
+        return 2
+
+
+def _run(config: SessionConfig) -> int:
+    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox_max_bytes)
+    keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
+    with RemoteDriver(config.robot) as driver:
+        driver.describe(DRIVER_DEADLINE_S)
+        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=config.robot, spec=driver.spec)
+        with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox) as client:
+            leaving = threading.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: leaving.set())
+            lease = LeaseKeeper(config.robot, config.holder, client)
+            driver.token = lease.acquire(leaving)
+            driver.attach(DRIVER_DEADLINE_S)
+            session = Session(config, client, outbox, driver, leaving)
+            try:
+                session.run(lease)
+            finally:
+                _drain(client)
+                lease.release()
+    return 0
+
+
+def _drain(client: TunnelClient) -> None:
+    if left := client.drain(DRAIN_DEADLINE_S):
+        log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""How well a trained policy does alone: no person, no exploration, starts that it has not been trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hal.spec import Array
+from user_sys.compose import PolicyConfig, RobotConfig, build_station, make_policy
+from user_sys.edge.driver import Driver, Tick
+from user_sys.edge.local import local_driver
+from user_sys.edge.loop import EpisodeSummary, StepListener, run_episode
+from user_sys.edge.pilots import PolicyPilot
+from user_sys.edge.recorder import Decision
+from user_sys.episode import Source
+
+EVALUATION_SEED = 9_000_000
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """`episodes` are run when training is over; the first `video_episodes` of them are filmed."""
+
+    episodes: int = 100
+    video_episodes: int = 4
+
+
+def evaluate(
+    robot: RobotConfig,
+    policy: PolicyConfig,
+    weights: dict[str, Array],
+    config: EvaluationConfig,
+    film: Callable[[Array], None],
+    *,
+    version: int = 0,
+    seed: int = 0,
+) -> Iterator[EpisodeSummary]:
+    """Runs `config.episodes` episodes on `robot`, yields each as it ends, and hands pictures of the first to `film`.
+
+    The robot is driven through the same driver, safety kernel and loop as in training, in this process. Pictures are
+    uint8 (h, n * w, 3), the cameras side by side.
+
+    Raises:
+        WireError: the weights are not this policy's.
+        HalError: the robot cannot be driven.
+    """
+    for filmed, count in ((True, min(config.video_episodes, config.episodes)), (False, config.episodes)):
+        first = 0 if filmed else min(config.video_episodes, config.episodes)
+        if first >= count:
+            continue
+        station = build_station(robot, cameras=filmed)
+        trained = make_policy(policy, station.robot.spec, seed)
+        trained.load(weights)
+        pilot = PolicyPilot(
+            lambda policy=trained: (policy, version),  # type: ignore[misc]
+            station.task.sentence,
+            station.task.max_steps,
+            deterministic=True,
+        )
+        with local_driver(station) as driver:
+            yield from _episodes(driver, pilot, range(first, count), seed, [_camera_man(film)] if filmed else [])
+
+
+def _episodes(
+    driver: Driver, pilot: PolicyPilot, numbers: range, seed: int, listeners: list[StepListener]
+) -> Iterator[EpisodeSummary]:
+    for number in numbers:
+        start = EVALUATION_SEED + 10_000 * seed + number
+        yield run_episode(driver, pilot, None, source=Source.EVALUATION, seed=start, listeners=listeners)
+
+
+def _camera_man(film: Callable[[Array], None]) -> StepListener:
+    def on_step(tick: Tick, decision: Decision | None) -> None:
+        if tick.frames:
+            film(np.concatenate([tick.frames[name] for name in sorted(tick.frames)], axis=1))
+
+    return on_step

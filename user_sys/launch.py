@@ -1,0 +1,307 @@
+"""``user-sys train``: starts a run's processes on Ray, shows them, and brings them to a clean end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hal.discovery import configured_robots, discover, installed_probes
+from hal.ray_bridge import Cluster, NodeState, RestartPolicy, connect, ray_resources, start_local
+from hal.spec import RobotSpec
+from user_sys.config import load
+from user_sys.console.hub import ConsoleHub
+from user_sys.console.server import ConsoleServer
+from user_sys.errors import RunError
+from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
+from user_sys.metrics import MetricsWriter, RunLogger
+from user_sys.monitor import RunMonitor
+from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
+from user_sys.progress import ProgressDisplay
+from user_sys.record import record_demonstrations
+from user_sys.report import Summary, point_latest
+from user_sys.results import conclude
+from user_sys.run_folder import RunCard, create, default_name, reopen
+from user_sys.store.store import StoreReader
+from user_sys.topology import HEAD, Node, RunConfig, RunFolder, topology
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair, load_public_key
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+SCALARS_EVERY_S = 2.0
+STATUS_EVERY_S = 2.0
+LEAVE_DEADLINE_S = 60.0  # sessions deliver their outbox and the learner writes its checkpoint before they leave
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+RESTART = RestartPolicy(max_restarts=20, window_s=60.0)
+
+
+def train_main(args: Namespace) -> int:
+    """``user-sys train``: a new run, or one that goes on. The exit status is 130 when a person stopped it."""
+    console = Console()
+    if args.resume:
+        folder, config, card = reopen(Path(args.resume))
+    else:
+        config = load(RunConfig, Path(args.config), args.overrides)
+        name = args.name or config.name or default_name(Path(args.config))
+        folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
+    args.run_dir = folder.path
+    specs = prepare(config, folder, card)
+    point_latest(folder.path)
+    _demonstrate(config, folder, console)
+    with Run(config, folder, card, specs, console) as run:
+        interrupted = run.train()
+    if interrupted:
+        console.print(f"stopped; go on with: user-sys train --resume {folder.path}")
+        return 130
+    summary = conclude(config, folder, run.monitor.points, run.summary(), console)
+    run.close_log(summary)
+    console.print(f"everything of this run is in {folder.path}")
+    return 0
+
+
+def hardware_main(args: Namespace) -> int:
+    """``user-sys hardware list``: what this machine has."""
+    records = discover(installed_probes()).records
+    if args.json:
+        Console().print_json(json.dumps([json.loads(record.to_json()) for record in records]))
+        return 0
+    table = Table("name", "kind", "model", "node", "health", "found by", box=None)
+    for record in records:
+        table.add_row(record.name, record.kind, record.model, record.node, record.health, record.found_by)
+    Console().print(table)
+    return 0
+
+
+def _demonstrate(config: RunConfig, folder: RunFolder, console: Console) -> None:
+    wanted = config.demonstrations
+    for robot in config.robots:
+        recorded = record_demonstrations(
+            robot, folder.store, wanted.episodes, config.recorder, seed=config.seed, noise=wanted.noise
+        )
+        steps = [episode.steps for episode in recorded]
+        if steps:
+            console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
+
+
+class Run:
+    """A run's processes, its console, and what is known of it. A context manager: leaving it ends every process."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, card: RunCard, specs: dict[str, RobotSpec], console: Console
+    ) -> None:
+        self._config, self._folder, self._specs, self._console = config, folder, specs, console
+        self._client = _console_client(folder, card)
+        self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
+        self._server = ConsoleServer(self._hub, port=config.console.port) if config.console.enabled else None
+        self._log = RunLogger(folder.path, config, config.logging)
+        self._metrics = MetricsWriter(folder.path, "run")
+        self._over = threading.Event()
+        self._cluster: Cluster | None = None
+        self._failed: set[str] = set()
+        address = self._server.start() if self._server else ""
+        self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
+        self.monitor.seed_history(*_history(folder))
+
+    def __enter__(self) -> Run:
+        try:
+            self._client.start()
+            self._cluster = self._start_cluster()
+            for node in topology(self._config, self._folder):
+                self._start(self._cluster, node)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what still runs. Calling it twice is harmless."""
+        self._over.set()
+        cluster, self._cluster = self._cluster, None
+        try:
+            if cluster is not None:
+                cluster.shutdown()
+        finally:
+            if self._server is not None:
+                self._server.stop()
+            self._client.close()
+            self._metrics.close()
+
+    def close_log(self, summary: Summary) -> None:
+        """Hands the outcome to the loggers."""
+        self._log.close(summary.as_json())
+
+    def train(self) -> bool:
+        """Blocks until the learner is done, a target is reached, or a person interrupts; True for the last.
+
+        Raises:
+            RunError: a process of the run cannot be kept alive; the message names its log.
+        """
+        threading.Thread(target=self._watch_pictures, name="pictures", daemon=True).start()
+        with ProgressDisplay(self._console) as display, _interrupts() as interrupted:
+            reason = self._follow(display, interrupted)
+            self._leave(reason, display)
+        return interrupted.is_set()
+
+    def summary(self) -> Summary:
+        """The run's counts, without its evaluation."""
+        monitor = self.monitor
+        return Summary(
+            run=self._folder.path.name,
+            successes=0,
+            episodes=0,
+            training_s=monitor.training_s,
+            env_steps=monitor.env_steps,
+            updates=monitor.updates,
+            interventions=monitor.interventions,
+            seed=self._config.seed,
+        )
+
+    def _start_cluster(self) -> Cluster:
+        records = discover({"config": configured_robots(self._specs), **installed_probes()}).records
+        settings = self._config.ray
+        if settings.address:
+            return connect(settings.address)
+        return start_local(
+            {**ray_resources(records), HEAD: 1.0},
+            object_store_bytes=settings.object_store_mb * 1_000_000,
+            dashboard=settings.dashboard,
+            log_dir=self._folder.path / "logs" / "ray",
+        )
+
+    def _start(self, cluster: Cluster, node: Node) -> None:
+        cluster.start(node.name, node.argv, node.resources, log_path=node.log, env=ENVIRONMENT, restart=RESTART)
+
+    def _follow(self, display: ProgressDisplay, interrupted: threading.Event) -> str:
+        """Takes in what comes until the run is over, and says why it is."""
+        show_at = scalars_at = status_at = 0.0
+        while not interrupted.is_set():
+            self._take_messages(TICK_S)
+            now = time.monotonic()
+            if now >= show_at:
+                show_at = now + 0.25
+                display.show(self.monitor.progress("training" if self.monitor.updates else "starting"))
+            if now >= scalars_at:
+                scalars_at = now + SCALARS_EVERY_S
+                self._log_scalars("run", self.monitor.env_steps, self.monitor.scalars())
+            if now >= status_at:
+                status_at = now + STATUS_EVERY_S
+                if self._learner_is_done(display):
+                    return "the learner is done"
+            if self._target_reached():
+                return "the target is reached"
+        return "interrupted by a person"
+
+    def _take_messages(self, wait_s: float) -> None:
+        """Blocks for the first message only."""
+        message = self._client.receive(wait_s)
+        while message is not None:
+            if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
+                self._hub.feed(message)
+            match message:
+                case RobotStatus():
+                    self.monitor.on_status(message)
+                case EpisodeReport():
+                    self.monitor.on_episode(message)
+                case MetricsReport():
+                    self.monitor.on_metrics(message)
+                    self._log.log(message.node, message.count, message.scalars)
+            message = self._client.receive(0.0)
+
+    def _log_scalars(self, node: str, count: int, scalars: dict[str, float]) -> None:
+        self._metrics.write(count, scalars)
+        self._log.log(node, count, scalars)
+        self._hub.feed(MetricsReport(node=node, count=count, scalars=scalars))
+
+    def _watch_pictures(self) -> None:
+        while not self._over.is_set():
+            if (shown := self._client.take_preview(0.5)) is not None:
+                preview, jpeg = shown
+                self._hub.feed_picture(preview, bytes(jpeg))
+
+    def _learner_is_done(self, display: ProgressDisplay) -> bool:
+        """Looks after the processes. A robot's process that fails for good leaves the run to the others."""
+        assert self._cluster is not None
+        statuses = self._cluster.statuses()
+        for name, status in statuses.items():
+            if status.state is NodeState.FAILED and name not in self._failed:
+                self._failed.add(name)
+                display.say(f"{name} failed: {status.error}; its log is {self._folder.log(name)}")
+        sessions = {f"{robot.name}-session" for robot in self._config.robots}
+        if vital := {GATEWAY, LEARNER} & self._failed or (sessions if sessions <= self._failed else set()):
+            name = min(vital)
+            raise RunError(
+                f"{name} cannot be kept alive: {statuses[name].error}; see {self._folder.log(name)}; "
+                f"nothing that was recorded is lost, go on with `user-sys train --resume {self._folder.path}`"
+            )
+        learner = statuses[LEARNER]
+        return learner.state is NodeState.STOPPED and learner.last_exit == 0
+
+    def _target_reached(self) -> bool:
+        target = self._config.target
+        share = self.monitor.success_over(target.episodes) if target.success else None
+        return share is not None and share >= target.success
+
+    def _leave(self, reason: str, display: ProgressDisplay) -> None:
+        """Sessions deliver what they have and leave; then the rest is ended, the store last."""
+        assert self._cluster is not None
+        self._client.send(StopRun(reason=reason))
+        nodes = [node.name for node in topology(self._config, self._folder)]
+        leaving = {name for name in nodes if name.endswith("-session") or name == LEARNER} - self._failed
+        deadline = time.monotonic() + LEAVE_DEADLINE_S
+        while leaving and time.monotonic() < deadline:
+            self._take_messages(TICK_S)
+            display.show(self.monitor.progress("stopping"))
+            statuses = self._cluster.statuses()
+            leaving -= {name for name in leaving if statuses[name].state in (NodeState.STOPPED, NodeState.FAILED)}
+        if leaving:
+            log.warning("run.left_behind nodes=%s", sorted(leaving))
+        self._cluster.stop(*[name for name in nodes if name != GATEWAY])
+        self._cluster.stop(GATEWAY)
+
+
+def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:
+    keys = load_keypair(folder.keys / f"{CONSOLE}.key")
+    hello = Hello(protocol=PROTOCOL_VERSION, role="console", name=CONSOLE)
+    return TunnelClient(card.endpoint, keys, load_public_key(folder.keys / f"{GATEWAY}.pub"), hello)
+
+
+def _history(folder: RunFolder) -> tuple[int, int, int]:
+    """Online episodes, their steps, and those that a person touched, of this run's earlier launches."""
+    if not folder.store.exists():
+        return 0, 0, 0
+    with StoreReader.open(folder.store) as reader:
+        reader.refresh()
+        online = [episode for episode in reader.episodes() if episode.source == "online"]
+    return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of raising, once; a second one raises."""
+    asked = threading.Event()
+
+    def on_signal(number: int, _: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,138 @@
+"""What the launcher knows of a run that goes on: folded from messages, shown in the terminal, kept as scalars."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
+from user_sys.progress import Progress, RobotProgress
+from user_sys.report import EpisodePoint
+
+LOST_AFTER_S = 5.0
+RATE_OVER_S = 10.0
+
+
+@dataclass
+class _Rate:
+    """Increase per second of a count that grows, over the last ten seconds."""
+
+    points: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, now: float, count: int) -> None:
+        self.points.append((now, count))
+        while self.points[0][0] < now - RATE_OVER_S:
+            self.points.popleft()
+
+    @property
+    def per_s(self) -> float:
+        if len(self.points) < 2:
+            return 0.0
+        (t0, n0), (t1, n1) = self.points[0], self.points[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+
+class RunMonitor:
+    """The run in numbers. One thread calls it.
+
+    Attributes:
+        env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`).
+        updates, version, training_s: as the learner last reported.
+        points: each autonomous online episode against training time.
+    """
+
+    def __init__(self, run: str, address: str, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
+        self._started = clock()
+        self.env_steps = self.episodes = self.interventions = self.updates = 0
+        self.training_s = 0.0
+        self.version = -1
+        self.points: list[EpisodePoint] = []
+        self._alone: deque[bool] = deque(maxlen=200)
+        self._robots: dict[str, tuple[float, RobotStatus]] = {}
+        self._steps_rate, self._updates_rate = _Rate(), _Rate()
+
+    def seed_history(self, episodes: int, env_steps: int, interventions: int) -> None:
+        """What the store holds of earlier launches of a run that is resumed."""
+        self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
+
+    def on_status(self, status: RobotStatus) -> None:
+        self._robots[status.robot] = (self._clock(), status)
+
+    def on_episode(self, report: EpisodeReport) -> None:
+        self.episodes += 1
+        self.env_steps += report.steps
+        self._steps_rate.add(self._clock(), self.env_steps)
+        intervened = report.intervention_steps > 0
+        self.interventions += intervened
+        self.points.append(EpisodePoint(self.training_s, bool(report.success), intervened))
+        if not intervened:
+            self._alone.append(bool(report.success))
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        if report.node != "learner":
+            return
+        self.updates = report.count
+        self.training_s = report.scalars.get("training_s", self.training_s)
+        self.version = int(report.scalars.get("policy_version", self.version))
+        self._updates_rate.add(self._clock(), report.count)
+
+    def success_over(self, episodes: int) -> float | None:
+        """Share of the newest `episodes` autonomous episodes that succeeded; None while there are fewer."""
+        if len(self._alone) < episodes:
+            return None
+        return sum(list(self._alone)[-episodes:]) / episodes
+
+    def scalars(self) -> dict[str, float]:
+        """For the run's curves."""
+        shares = {f"success_{n}": self.success_over(n) for n in (20, 50)}
+        return {
+            "episodes": self.episodes,
+            "env_steps": self.env_steps,
+            "env_steps_per_s": self._steps_rate.per_s,
+            "interventions": self.interventions,
+            "staleness": self._staleness(),
+            **{name: share for name, share in shares.items() if share is not None},
+        }
+
+    def progress(self, stage: str) -> Progress:
+        """The run now, for the terminal."""
+        return Progress(
+            run=self._run,
+            stage=stage,
+            console=self._address,
+            elapsed_s=self._clock() - self._started,
+            left_s=max(0.0, self._budget_s - self.training_s) if self.updates else None,
+            done=self.training_s,
+            total=self._budget_s,
+            episodes=self.episodes,
+            success_20=self.success_over(20),
+            success_50=self.success_over(50),
+            env_steps=self.env_steps,
+            env_steps_per_s=self._steps_rate.per_s,
+            updates=self.updates,
+            updates_per_s=self._updates_rate.per_s,
+            policy_version=max(0, self.version),
+            staleness=self._staleness(),
+            interventions=self.interventions,
+            robots=tuple(self._views()),
+        )
+
+    def _staleness(self) -> int:
+        acting = [status.policy_version for _, status in self._robots.values()]
+        return max(0, self.version - min(acting)) if acting and self.version >= 0 else 0
+
+    def _views(self) -> Iterator[RobotProgress]:
+        for name, (heard, status) in sorted(self._robots.items()):
+            lost = self._clock() - heard > LOST_AFTER_S
+            yield RobotProgress(
+                name=name,
+                control="lost" if lost else status.authority,
+                operator=status.operator,
+                episode_step=status.step,
+                policy_version=status.policy_version,
+                outbox_chunks=status.outbox_chunks,
+                note=status.note,
+            )

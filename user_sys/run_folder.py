@@ -1,0 +1,78 @@
+"""A run's folder: made once, opened again to resume or to evaluate, refused when another version wrote it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from hal.durable import replace_durably
+from user_sys.config import load, save
+from user_sys.errors import RunError
+from user_sys.topology import RunConfig, RunFolder
+
+FORMAT = 1
+CARD = "run.json"
+
+
+class RunCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder says of itself. `endpoint` is the gateway's address, fixed for the life of the run."""
+
+    format: int
+    name: str
+    started_unix_s: float
+    endpoint: str
+
+
+def create(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunCard]:
+    """A new run folder with the resolved configuration.
+
+    Raises:
+        RunError: a run of that name exists, or the folder cannot be written.
+    """
+    folder = RunFolder(config.runs / name)
+    card = RunCard(format=FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
+    try:
+        folder.path.mkdir(parents=True)
+        (folder.path / "logs").mkdir()
+        gateway = replace(config.gateway, endpoint=endpoint)
+        save(replace(config, name=name, gateway=gateway), folder.config)
+        replace_durably(folder.path / CARD, msgspec.json.encode(card))
+    except FileExistsError:
+        raise RunError(
+            f"there is a run {name!r} in {config.runs} already; go on with `--resume {folder.path}` or choose a --name"
+        ) from None
+    except OSError as error:
+        raise RunError(f"cannot make the run folder {folder.path}: {os.strerror(error.errno or 0)}") from None
+    return folder, card
+
+
+def reopen(path: Path) -> tuple[RunFolder, RunConfig, RunCard]:
+    """An existing run.
+
+    Raises:
+        RunError: there is none, or another version of this program made it.
+        ConfigError: its configuration cannot be read.
+    """
+    folder = RunFolder(path.resolve())
+    try:
+        card = msgspec.json.decode((folder.path / CARD).read_bytes(), type=RunCard)
+    except OSError:
+        raise RunError(f"{path} is not a run folder: it has no {CARD}") from None
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path / CARD} cannot be read: {error}") from None
+    if card.format != FORMAT:
+        raise RunError(
+            f"{path} was made by another version (run format {card.format}, this is {FORMAT}); "
+            "open it with that version, or start a new run"
+        )
+    return folder, load(RunConfig, folder.config), card
+
+
+def default_name(config_path: Path | None) -> str:
+    """A name made of the configuration's and the time, e.g. ``demo-1121-0315-07``."""
+    stem = config_path.stem if config_path else "run"
+    return f"{stem}-{time.strftime('%m%d-%H%M-%S')}"

@@ -1,0 +1,155 @@
+"""From a run's configuration to named nodes: which processes there are, what each needs, and where its files lie."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from user_sys.compose import PolicyConfig, RobotConfig
+from user_sys.edge.recorder import RecorderConfig
+from user_sys.errors import ConfigError
+from user_sys.evaluate import EvaluationConfig
+from user_sys.gateway import GatewayConfig
+from user_sys.learner.service import LearnerConfig
+from user_sys.metrics import LoggingConfig
+
+
+@dataclass(frozen=True)
+class DemonstrationConfig:
+    """`episodes` of the scripted expert, for each robot, are in the store before training starts.
+
+    `noise` spreads them: the standard deviation of what is added to the expert's action, as a share of its bounds.
+    """
+
+    episodes: int = 20
+    noise: float = 0.1
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Training ends early once this share of the newest `episodes` autonomous episodes succeeded; 0 switches it off."""
+
+    success: float = 0.0
+    episodes: int = 50
+
+
+@dataclass(frozen=True)
+class ConsoleConfig:
+    """The page where people watch and take over. `port` 0 takes a free one."""
+
+    enabled: bool = True
+    port: int = 8088
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """`address` of an existing cluster; empty starts one on this machine."""
+
+    address: str = ""
+    dashboard: bool = False
+    object_store_mb: int = 100
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up."""
+
+    name: str = ""
+    runs: Path = Path("runs")
+    seed: int = 0
+    robots: tuple[RobotConfig, ...] = (RobotConfig(),)
+    demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        names = [robot.name for robot in self.robots]
+        if not names:
+            raise ConfigError("robots: a run needs at least one robot")
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"robots: the name {min(twice)!r} is given twice; names are unique in a fleet")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the files of one run lie."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def keys(self) -> Path:
+        return self.path / "keys"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    def edge(self, robot: str) -> Path:
+        """State of one robot's computer: outbox, fence, e-stop latch, and its two configurations."""
+        return self.path / "edge" / robot
+
+    def spec(self, robot: str) -> Path:
+        return self.edge(robot) / "spec.json"
+
+    def log(self, node: str) -> Path:
+        return self.path / "logs" / f"{node}.log"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One process: what it runs and the Ray resources that place it."""
+
+    name: str
+    argv: tuple[str, ...]
+    resources: dict[str, float]
+    log: Path
+
+
+def topology(config: RunConfig, folder: RunFolder) -> tuple[Node, ...]:
+    """The processes of a run, in the order in which they start.
+
+    Driver and session of a robot share the robot's resource, so that both land where the robot is and nobody else does.
+    The learner reads the gateway's store by mmap, so that both land on the head node.
+    """
+    root = folder.path.resolve()
+    gateway = Node("gateway", _module("user_sys.gateway", "--run", root), {HEAD: 0.01}, folder.log("gateway"))
+    learner = Node("learner", _module("user_sys.learner", root), {HEAD: 0.01}, folder.log("learner"))
+    edges = []
+    for robot in config.robots:
+        state = root / "edge" / robot.name
+        place = {f"robot:{robot.name}": 0.5}
+        driver, session = f"{robot.name}-driver", f"{robot.name}-session"
+        edges += [
+            Node(
+                driver, _module("user_sys.edge.driver_process", state / "robot.yaml", state), place, folder.log(driver)
+            ),
+            Node(session, _module("user_sys.edge.session", state / "session.yaml"), place, folder.log(session)),
+        ]
+    return (gateway, *edges, learner)
+
+
+HEAD = "user_sys_head"
+
+
+def _module(name: str, *args: object) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *map(str, args))
