@@ -1,0 +1,275 @@
+"""Ray as the control plane: resource records become Ray resources, nodes become processes that Ray keeps placed.
+
+Ray never carries tensors and never crosses an untrusted network. It is imported when a cluster is started or joined,
+with its settings already in place. Each node of a run is a process of its own under an actor: the actor's supervisor
+restarts the process, Ray restarts the actor, and the process dies with its actor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from hal.errors import HalError, PlacementError, SupervisionError
+from hal.resource import Health, Kind, ResourceRecord
+from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
+
+__all__ = [
+    "Cluster",
+    "NodeActor",
+    "NodeState",
+    "NodeStatus",
+    "RestartPolicy",
+    "connect",
+    "ray_resources",
+    "start_local",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OBJECT_STORE_BYTES = 150_000_000
+STATUS_TIMEOUT_S = 1.0
+ACTOR_TIMEOUT_S = 30.0
+STOP_MARGIN_S = 15.0  # beyond a node's own deadline: the actor's answer, through a busy machine
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+
+
+def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
+    """What a Ray node must declare so that jobs can ask for these records, e.g. ``robot:panda-0`` and
+    ``robot_model:panda``. Records that are not READY are left out; Ray counts processors and GPUs by itself.
+    """
+    robots = [r for r in records if r.kind is Kind.ROBOT and r.health is Health.READY]
+    models = Counter(f"robot_model:{robot.model}" for robot in robots)
+    return {f"robot:{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
+
+
+class NodeActor:
+    """Runs one node in a child process; Ray starts it anew, child and all, wherever its own process dies."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log_path: str, restart: RestartPolicy) -> None:
+        self._supervisor = Supervisor(argv, env, Path(log_path) if log_path else None, restart)
+        self._failure: NodeStatus | None = None
+        try:
+            self._supervisor.start()
+        except SupervisionError as error:
+            self._failure = NodeStatus(state=NodeState.FAILED, error=str(error))
+
+    def status(self) -> NodeStatus:
+        return self._failure or self._supervisor.status()
+
+    def stop(self) -> NodeStatus:
+        return self._failure or self._supervisor.stop()
+
+    def pid(self) -> int:
+        """Of the actor's own process."""
+        return os.getpid()
+
+
+class Cluster:
+    """A Ray cluster that this process has started or joined, and the nodes it runs there. One thread calls it."""
+
+    def __init__(self, ray: Any, temp_dir: Path | None, log_dir: Path | None) -> None:
+        """Made by `start_local` and `connect`; `temp_dir` is set where the cluster is ours to end."""
+        self._ray = ray
+        self._temp_dir = temp_dir
+        self._log_dir = log_dir
+        self._actors: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
+        self._last: dict[str, NodeStatus] = {}
+        self._patience_s: dict[str, float] = {}
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        resources: Mapping[str, float],
+        log_path: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        restart: RestartPolicy | None = None,
+    ) -> None:
+        """Has the node `name` placed where `resources` are, and started there; does not wait for that.
+
+        Raises:
+            PlacementError: no node of the cluster has these resources, or `name` is taken.
+        """
+        if name in self._actors:
+            raise PlacementError(f"a node named {name} runs already")
+        self._require_feasible(name, resources)
+        policy = restart or RestartPolicy()
+        actor = self._ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(NodeActor)
+        options = actor.options(resources=dict(resources))
+        unprivileged = {"RAY_AUTH_TOKEN": "", **(env or {})}
+        self._actors[name] = options.remote(list(argv), unprivileged, str(log_path or ""), policy)
+        self._last[name] = NodeStatus(state=NodeState.WAITING)
+        self._patience_s[name] = policy.stop_after_s + STOP_MARGIN_S
+
+    def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, NodeStatus]:
+        """Every node as it is now; one that does not answer in time (not placed yet, being restarted) is WAITING."""
+        for name, actor in self._actors.items():
+            if name not in self._asked:  # one question at a time, or they pile up at an actor that is being restarted
+                self._asked[name] = actor.status.remote()
+        self._wait(list(self._asked.values()), timeout_s)
+        for name, call in list(self._asked.items()):
+            if self._wait([call], 0.0):
+                self._last[name] = self._answer(name, self._asked.pop(name))
+            else:
+                self._last[name] = msgspec.structs.replace(
+                    self._last[name], state=NodeState.WAITING, pid=None, error=""
+                )
+        return dict(self._last)
+
+    def stop(self, *names: str) -> None:
+        """Ends these nodes at the same time and takes them off the cluster; all of them where none is named.
+
+        A node that does not end in its own time is killed, with its actor.
+        """
+        chosen = names or tuple(self._actors)
+        calls = {name: self._actors[name].stop.remote() for name in chosen if name in self._actors}
+        deadline = time.monotonic() + max((self._patience_s[name] for name in calls), default=0.0)
+        for name, call in calls.items():
+            done = self._wait([call], max(0.0, deadline - time.monotonic()))
+            if not done:
+                logger.warning("node.stop_unanswered name=%s: killing its actor", name)
+            self._last[name] = self._answer(name, call) if done else NodeStatus(state=NodeState.STOPPED)
+            self._asked.pop(name, None)
+            self._ray.kill(self._actors.pop(name), no_restart=True)
+
+    def shutdown(self) -> None:
+        """Stops every node and leaves the cluster; one of our own ends, and its logs move to its log folder."""
+        try:
+            self.stop()
+        finally:
+            self._ray.shutdown()
+            if self._temp_dir is not None:
+                self._keep_logs(self._temp_dir)
+                shutil.rmtree(self._temp_dir, ignore_errors=True)
+                self._temp_dir = None
+
+    def actor_pid(self, name: str, timeout_s: float = ACTOR_TIMEOUT_S) -> int:
+        """The process id of a node's actor (not of the node). Raises SupervisionError where it does not answer."""
+        call = self._actors[name].pid.remote()
+        if not self._wait([call], timeout_s):
+            raise SupervisionError(f"the actor of {name} did not answer within {timeout_s:g} s")
+        return int(self._ray.get(call))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _wait(self, calls: Sequence[Any], timeout_s: float) -> bool:
+        """True where all calls are answered (or failed) by then."""
+        return not calls or not self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[1]
+
+    def _answer(self, name: str, call: Any) -> NodeStatus:
+        try:
+            status: NodeStatus = self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            logger.warning("node.unreachable name=%s error=%s", name, error)
+            return NodeStatus(state=NodeState.FAILED, error=f"{name}: {str(error).splitlines()[0]}")
+        return status
+
+    def _require_feasible(self, name: str, resources: Mapping[str, float]) -> None:
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if any(all(node.get(k, 0.0) >= v for k, v in resources.items()) for node in nodes):
+            return
+        there = sorted({k for node in nodes for k in node if not k.startswith(("node:", "memory", "object_store"))})
+        asked = ", ".join(f"{v:g} x {k}" for k, v in resources.items())
+        raise PlacementError(f"{name} asked for {asked} on one machine; there is {', '.join(there)}")
+
+    def _keep_logs(self, temp_dir: Path) -> None:
+        source = temp_dir / "session_latest" / "logs"
+        if self._log_dir is not None and source.is_dir():
+            shutil.copytree(source, self._log_dir, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+
+
+def start_local(
+    resources: Mapping[str, float],
+    *,
+    num_cpus: int | None = None,
+    object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
+    dashboard: bool = False,
+    log_dir: Path | None = None,
+) -> Cluster:
+    """Starts a cluster on this machine; takes some 7 s.
+
+    Ray listens on every interface. A token that is drawn here, for this cluster alone, keeps others out; nodes do not
+    get to see it. Its metrics ports answer without it.
+
+    Raises:
+        HalError: Ray cannot start; the message says where its logs are.
+    """
+    ray = _import_ray(token=secrets.token_hex(32))
+    temp_dir = Path(tempfile.mkdtemp(prefix="user-sys-ray-", dir="/tmp"))  # a socket's path has at most 107 bytes
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            resources=dict(resources),
+            object_store_memory=object_store_bytes,
+            include_dashboard=dashboard,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(temp_dir),
+            _node_ip_address="127.0.0.1",
+        )
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        raise HalError(f"Ray cannot start on this machine: {error}; its logs are under {temp_dir}") from error
+    _silence(ray)
+    return Cluster(ray, temp_dir, log_dir)
+
+
+def connect(address: str) -> Cluster:
+    """Joins a cluster that runs, e.g. ``10.0.0.2:6379`` or ``auto``.
+
+    The token, where the cluster wants one, is found as Ray documents it (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH).
+
+    Raises:
+        HalError: no cluster answers there.
+    """
+    ray = _import_ray(token=None)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        raise HalError(f"no Ray cluster answers at {address}: {error}") from error
+    _silence(ray)
+    return Cluster(ray, None, None)
+
+
+def _import_ray(token: str | None) -> Any:
+    """Ray reads its settings when it is imported, and its processes inherit them."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if token is not None and os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ.setdefault("RAY_AUTH_TOKEN", token)
+    import ray
+
+    return ray
+
+
+def _silence(ray: Any) -> None:
+    """Keeps Ray's remarks (that a worker died, say) off the terminal; its logs have them, and `statuses` the outcome.
+
+    There is no setting for these. This switch is the one that Ray's own debugger uses while it has the terminal.
+    """
+    ray._private.worker._worker_logs_enabled = False

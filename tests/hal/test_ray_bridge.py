@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hal.errors import PlacementError
+from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy, ray_resources
+from hal.resource import Health, Kind, ResourceRecord
+
+# The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
+_RUN = [sys.executable, __file__]
+_MARK = "USER_SYS_TEST_FAMILY"
+
+
+def robot(name: str, model: str, health: Health = Health.READY) -> ResourceRecord:
+    return ResourceRecord(kind=Kind.ROBOT, name=name, model=model, node="desk", health=health)
+
+
+def test_records_become_ray_resources() -> None:
+    gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="H200", node="desk")
+    fleet = [robot("a", "panda"), robot("b", "panda"), robot("c", "ur5e"), robot("d", "ur5e", Health.LOST), gpu]
+    assert ray_resources(fleet) == {
+        "robot:a": 1.0,
+        "robot:b": 1.0,
+        "robot:c": 1.0,
+        "robot_model:panda": 2.0,
+        "robot_model:ur5e": 1.0,
+    }
+
+
+def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:
+    done = subprocess.run([*_RUN, str(tmp_path)], timeout=200, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["started", "placed", "child restarted", "actor restarted", "stopped"]
+    assert done.stderr == ""
+    assert (tmp_path / "ray").is_dir() and list((tmp_path / "ray").iterdir())
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def family() -> set[int]:
+    """Ray's processes and all that they started: they inherit this process's mark."""
+    mark = f"{_MARK}={os.getpid()}".encode()
+    return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and mark in environment(p)}
+
+
+def environment(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def scenario(folder: Path) -> None:
+    from hal.ray_bridge import start_local
+
+    os.environ[_MARK] = str(os.getpid())
+    logging.getLogger("hal").setLevel(logging.ERROR)
+    resources = ray_resources([robot("panda-0", "panda")])
+    cluster = start_local(resources, num_cpus=1, object_store_bytes=150_000_000, log_dir=folder / "ray")
+    with cluster:
+        print("started")
+        with pytest.raises(PlacementError, match="asked for 1 x robot:ur-0 on one machine; there is .*robot:panda-0"):
+            cluster.start("arm", ["true"], {"robot:ur-0": 1.0})
+        argv = [
+            sys.executable,
+            "-c",
+            "import os, time; print(os.environ['RAY_AUTH_TOKEN'], flush=True); time.sleep(600)",
+        ]
+        quick = RestartPolicy(backoff_s=0.05, stop_after_s=5)
+        cluster.start("arm", argv, {"robot:panda-0": 1.0}, folder / "arm.log", restart=quick)
+
+        def arm() -> NodeStatus:
+            return cluster.statuses()["arm"]
+
+        eventually(lambda: arm().state is NodeState.RUNNING)
+        assert len(family()) > 3
+        print("placed")
+        first = arm().pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: arm().state is NodeState.RUNNING and arm().restarts == 1)
+        second = arm().pid
+        assert second not in (None, first)
+        print("child restarted")
+        os.kill(cluster.actor_pid("arm"), signal.SIGKILL)
+        eventually(lambda: arm().state is NodeState.RUNNING and arm().pid not in (first, second))
+        eventually(lambda: not Path(f"/proc/{second}").exists())
+        assert not (folder / "arm.log").read_text().strip(), "a node was told the cluster's token"
+        print("actor restarted")
+    eventually(lambda: not family())
+    print("stopped")
+
+
+if __name__ == "__main__":
+    scenario(Path(sys.argv[1]))
