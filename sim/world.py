@@ -162,7 +162,7 @@ class World:
     def _step(self) -> None:
         mujoco.mj_step(self.model, self.data, nstep=self._substeps)
         mujoco.mj_fwdPosition(self.model, self.data)  # mj_step leaves the poses one physics step behind
-        if not np.isfinite(self.data.qacc).all() or self.data.time < 0.5 * self._period_s:
+        if self.data.warning.number[_DIVERGED].any():  # MuJoCo has put the world back to its start by itself
             raise HardwareLost("the simulation diverged; reset the task")
 
     def _solve(self, joints: Array, position: Array, iterations: int) -> Array:
@@ -190,6 +190,7 @@ class World:
         return np.concatenate((position - ghost.site_xpos[self._tool], turn))
 
 
+_DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]
 _HOME = np.array(panda.HOME_RAD)
 _JOINT_LOW = np.array(panda.JOINT_LOW_RAD)
 _JOINT_HIGH = np.array(panda.JOINT_HIGH_RAD)

@@ -1,0 +1,94 @@
+"""Cameras see the world; without EGL one sentence says what to install."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from hal.conformance import CameraConformance
+from hal.errors import HardwareLost, SpecError
+from hal.spec import CameraSpec
+from sim.rendering import SimCamera, make_cameras
+from sim.robot import SimRobot, SimRobotConfig
+from sim.scenes import make_robot, make_task
+
+
+def _robot(**options: object) -> SimRobot:
+    robot = make_robot(SimRobotConfig(**options))  # type: ignore[arg-type]
+    robot.connect()
+    return robot
+
+
+class TestSimCamera(CameraConformance):
+    def make_camera(self) -> SimCamera:
+        robot = _robot()
+        return SimCamera(robot, robot.spec.cameras[0])
+
+
+def _orange(image: np.ndarray) -> int:
+    red, green, blue = (image[..., i].astype(int) for i in range(3))
+    return int(((red > 120) & (red > 2 * blue) & (red > 1.6 * green)).sum())
+
+
+def test_both_cameras_see_the_cube_and_it_moves_with_the_world() -> None:
+    robot = _robot()
+    cameras = make_cameras(robot)
+    assert list(cameras) == ["front", "wrist"]
+    for camera in cameras.values():
+        camera.connect()
+    robot.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
+    pictures = {name: camera.read().image for name, camera in cameras.items()}
+    assert all(_orange(p) > 20 for p in pictures.values()), {n: _orange(p) for n, p in pictures.items()}
+    robot.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.42, 0.09, 0.02]))
+    assert (cameras["front"].read().image != pictures["front"]).any()
+    cameras["front"].close()
+    assert _orange(cameras["wrist"].read().image) >= 0
+    cameras["wrist"].close()
+
+
+def test_two_robots_and_two_sizes_do_not_disturb_each_other() -> None:
+    robots = [_robot(), _robot(scene="reach", image_height=96, image_width=160)]
+    cameras = [SimCamera(robot, robot.spec.cameras[0]) for robot in robots]
+    for camera in cameras:
+        camera.connect()
+    first = [camera.read().image for camera in cameras]
+    assert [image.shape for image in first] == [(128, 128, 3), (96, 160, 3)]
+    assert all((camera.read().image == image).all() for camera, image in zip(cameras, first, strict=True))
+    cameras[0].close()
+    assert (cameras[1].read().image == first[1]).all()
+    cameras[1].close()
+
+
+def test_the_same_start_gives_the_same_picture() -> None:
+    pictures = []
+    for _ in range(2):
+        robot = _robot()
+        make_task("lift").reset(robot, np.random.default_rng(5))
+        camera = SimCamera(robot, robot.spec.cameras[0])
+        camera.connect()
+        pictures.append(camera.read().image)
+        camera.close()
+    assert (pictures[0] == pictures[1]).all()
+
+
+def test_unknown_camera_and_oversized_picture_are_refused() -> None:
+    robot = _robot()
+    for spec, words in (
+        (CameraSpec(name="ceiling", height=64, width=64, rate_hz=10), "no camera 'ceiling'"),
+        (CameraSpec(name="front", height=4000, width=64, rate_hz=10), "does not fit"),
+    ):
+        camera = SimCamera(robot, spec)
+        with pytest.raises(SpecError, match=words):
+            camera.connect()
+        camera.close()
+
+
+def test_without_egl_the_message_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    robot = _robot()
+    camera = SimCamera(robot, robot.spec.cameras[0])
+    monkeypatch.setitem(sys.modules, "mujoco.egl", None)  # as if its import failed
+    with pytest.raises(HardwareLost, match="libegl1 libegl-mesa0"):
+        camera.connect()
+    camera.close()

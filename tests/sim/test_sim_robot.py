@@ -1,0 +1,137 @@
+"""The simulated Panda as a driver: what every driver must do, and what its tasks and cameras promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hal.conformance import RobotConformance
+from hal.errors import HardwareLost, SpecError
+from hal.robot import StopLevel
+from hal.spec import ENVIRONMENT_STATE, STATE
+from sim.experts import make_expert
+from sim.robot import GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
+from sim.scenes import make_robot, make_task
+
+
+class TestSimRobot(RobotConformance):
+    def make_robot(self) -> SimRobot:
+        return make_robot()
+
+
+class TestSimRobotInReach(RobotConformance):
+    def make_robot(self) -> SimRobot:
+        return make_robot(SimRobotConfig(scene="reach"))
+
+
+def _connected(task: str = "lift") -> SimRobot:
+    robot = make_robot(SimRobotConfig(scene=task, cameras=()))
+    robot.connect()
+    return robot
+
+
+def _episode(robot: SimRobot, task_name: str, seed: int, act) -> tuple[bool, int]:
+    task = make_task(task_name)
+    task.reset(robot, np.random.default_rng(seed))
+    for step in range(task.max_steps):
+        robot.command(act(robot.observe()))
+        outcome = task.evaluate(robot.observe())
+        if outcome.terminated:
+            assert outcome.reward == float(outcome.success is True)
+            return outcome.success is True, step + 1
+        assert outcome.reward == 0.0 and outcome.success is None
+    return False, task.max_steps
+
+
+def test_specs_are_known_without_mujoco() -> None:
+    code = "import sys; from sim.robot import SimRobot; SimRobot(); assert 'mujoco' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
+    assert make_robot().spec.embodiment != make_robot(SimRobotConfig(scene="reach")).spec.embodiment
+    with pytest.raises(SpecError, match="kitchen"):
+        make_robot(SimRobotConfig(scene="kitchen"))
+    with pytest.raises(SpecError, match="ceiling"):
+        make_robot(SimRobotConfig(cameras=("front", "ceiling")))
+    with pytest.raises(SpecError, match="needs the scene 'reach'"):
+        make_task("reach").reset(_connected("lift"), np.random.default_rng(0))
+    with pytest.raises(SpecError, match="juggle"):
+        make_task("juggle")
+    with pytest.raises(SpecError, match="juggle"):
+        make_expert("juggle", make_robot().spec)
+
+
+def test_unconnected_robot_says_so() -> None:
+    with pytest.raises(HardwareLost, match="not connected"):
+        make_robot().observe()
+
+
+def test_command_reports_the_step_that_the_workspace_left() -> None:
+    robot = _connected()
+    make_task("lift").reset(robot, np.random.default_rng(0))
+    down = np.array([0.0, 0.0, -0.04, 0.08], np.float32)
+    applied = [robot.command(down)[2] for _ in range(10)]
+    assert applied[0] == pytest.approx(-0.04)
+    assert applied[-1] == pytest.approx(0.0, abs=1e-6)
+    assert robot.observe().arrays[STATE][TOOL_POSITION][2] == pytest.approx(0.015, abs=2e-3)
+
+
+@pytest.mark.parametrize("level", list(StopLevel))
+def test_a_stop_keeps_place_and_gripper(level: StopLevel) -> None:
+    robot = _connected()
+    make_task("lift").reset(robot, np.random.default_rng(0))
+    for _ in range(3):
+        robot.command(np.array([0.0, 0.0, 0.0, 0.05], np.float32))
+    before = robot.observe().arrays[STATE]
+    for _ in range(20):
+        robot.stop(level)
+    after = robot.observe().arrays[STATE]
+    np.testing.assert_allclose(after[TOOL_POSITION], before[TOOL_POSITION], atol=2e-3)
+    assert after[GRIPPER_WIDTH] == pytest.approx(0.05, abs=3e-3)
+
+
+@pytest.mark.parametrize(("task", "noise", "longest"), [("lift", 0.0, 20), ("lift", 0.15, 50), ("reach", 0.0, 8)])
+def test_the_scripted_expert_succeeds(task: str, noise: float, longest: int) -> None:
+    robot = _connected(task)
+    expert = make_expert(task, robot.spec, noise=noise)
+    results = [_episode(robot, task, seed, expert) for seed in range(60)]
+    assert sum(done for done, _ in results) >= 59
+    assert max(steps for done, steps in results if done) <= longest
+
+
+def test_chance_does_not_lift_the_cube() -> None:
+    robot, rng = _connected(), np.random.default_rng(0)
+    low, high = robot.spec.action.low, robot.spec.action.high
+    results = [_episode(robot, "lift", s, lambda _: rng.uniform(low, high).astype(np.float32)) for s in range(60)]
+    assert not any(done for done, _ in results)
+
+
+def test_a_thrown_cube_and_a_lost_cube_do_not_count() -> None:
+    robot, task = _connected(), make_task("lift")
+    task.reset(robot, np.random.default_rng(0))
+    robot.world.reset(np.array([0.5, 0.0, 0.15]), np.array([0.5, 0.15, 0.3]))
+    assert task.evaluate(robot.observe()).reward == 0.0
+    robot.world.reset(np.array([0.5, 0.0, 0.15]), np.array([0.75, 0.0, 0.02]))
+    lost = task.evaluate(robot.observe())
+    assert lost.terminated and lost.success is False and lost.reward == 0.0
+
+
+def test_starts_are_drawn_from_the_seed_and_spread_over_the_table() -> None:
+    robot, task = _connected(), make_task("lift")
+
+    def starts(seed: int) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        rows = []
+        for _ in range(40):
+            task.reset(robot, rng)
+            arrays = robot.observe().arrays
+            rows.append(np.concatenate((arrays[ENVIRONMENT_STATE], arrays[STATE])))
+        return np.array(rows)
+
+    first = starts(1)
+    assert (first == starts(1)).all() and not (first == starts(2)).all()
+    assert (np.ptp(first[:, :2], axis=0) > 0.15).all(), "the cube is hardly moved between episodes"
