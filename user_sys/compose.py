@@ -67,13 +67,17 @@ class Station:
     expert: Callable[[int, float], Expert] | None
 
 
-def build_station(config: RobotConfig, *, cameras: bool = True) -> Station:
-    """Builds robot, cameras and task; connects nothing.
+FILM_PIXELS = 256
+"""Height and width of a simulated camera's pictures when people are to look at them."""
+
+
+def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:
+    """Builds robot, cameras and task; connects nothing. `film` asks for finer pictures where they are simulated.
 
     Raises:
         ConfigError: an option or a task that the driver does not have; the message lists what there is.
     """
-    return _sim(config, cameras) if config.driver == "sim" else _fake(config, cameras)
+    return _sim(config, cameras, film) if config.driver == "sim" else _fake(config, cameras)
 
 
 def robot_spec(config: RobotConfig) -> RobotSpec:
@@ -81,11 +85,12 @@ def robot_spec(config: RobotConfig) -> RobotSpec:
     return build_station(config, cameras=False).robot.spec
 
 
-def _sim(config: RobotConfig, cameras: bool) -> Station:
+def _sim(config: RobotConfig, cameras: bool, film: bool) -> Station:
     from sim.robot import SimRobotConfig
     from sim.scenes import make_expert, make_robot, make_task
 
-    options = build(SimRobotConfig, {"scene": config.task, **config.options}, f"robot {config.name}")
+    finer = {"image_height": FILM_PIXELS, "image_width": FILM_PIXELS} if film else {}
+    options = build(SimRobotConfig, {"scene": config.task, **config.options, **finer}, f"robot {config.name}")
     robot, task = make_robot(options), make_task(config.task)
 
     def expert(seed: int, noise: float) -> Expert:

@@ -21,10 +21,14 @@ EVALUATION_SEED = 9_000_000
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """`episodes` are run when training is over; the first `video_episodes` of them are filmed."""
+    """`episodes` are run when training is over; the first `video_episodes` of them are filmed.
+
+    A share of successes below `required` makes the run's exit status 1.
+    """
 
     episodes: int = 100
     video_episodes: int = 4
+    required: float = 0.0
 
 
 def evaluate(
@@ -50,7 +54,7 @@ def evaluate(
         first = 0 if filmed else min(config.video_episodes, config.episodes)
         if first >= count:
             continue
-        station = build_station(robot, cameras=filmed)
+        station = build_station(robot, cameras=filmed, film=filmed)
         trained = make_policy(policy, station.robot.spec, seed)
         trained.load(weights)
         pilot = PolicyPilot(

@@ -67,6 +67,9 @@ def train_main(args: Namespace) -> int:
     summary = conclude(config, folder, run.monitor.points, run.summary(), console)
     run.close_log(summary)
     console.print(f"everything of this run is in {folder.path}")
+    if summary.success < config.evaluation.required:
+        console.print(f"this is below the {config.evaluation.required:.0%} that the configuration requires")
+        return 1
     return 0
 
 
