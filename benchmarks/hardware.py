@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from harness import Row, compare, report
 
+from benchmarks.harness import Row, compare, report
 from hal.lease import Fence, LeaseTable
 from hal.ray_bridge import start_local
 from hal.robot import Observation

@@ -97,7 +97,8 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty where it has none.
         joint_velocity_max: limit of each joint's speed, rad/s.
-        action_rate_max: the largest change of each action element between two control periods, in its own unit.
+        action_rate_max: the largest change of each action element between two control periods, in its own unit. Going
+            back towards the neutral action is not limited: a robot may always brake.
         stale_after_s: an observation older than this is not acted upon.
         watchdog_periods: control periods without a command before the robot holds.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
