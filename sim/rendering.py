@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -46,8 +45,8 @@ class SimCamera(Camera):
             SpecError: the scene has no such camera, or the picture is larger than 1280 by 960.
         """
         if self._canvas is None:
+            _check(self.spec, self._robot.world)
             self._canvas = Canvas.shared(self._robot.world, self)
-            self._canvas.check(self.spec.name, self.spec.height, self.spec.width)
 
     def read(self) -> Frame:
         """Draws the world as it is now (about a millisecond). Raises HardwareLost unless connected."""
@@ -75,7 +74,7 @@ class Canvas:
     """
 
     world: World
-    _owners: set[int] = field(default_factory=set)
+    _owners: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         model = self.world.model
@@ -96,27 +95,17 @@ class Canvas:
         canvas = _CANVASES.get(world)
         if canvas is None:
             canvas = _CANVASES[world] = Canvas(world)
-        canvas._owners.add(id(owner))
+        canvas._owners.add(owner)
         return canvas
 
     def let_go(self, owner: object) -> None:
         """Ends `owner`'s use; the last one frees the context."""
-        self._owners.discard(id(owner))
+        self._owners.discard(owner)
         if not self._owners:
             _CANVASES.pop(self.world, None)
             self._gl.make_current()
             self._context.free()
             self._gl.free()
-
-    def check(self, camera: str, height: int, width: int) -> None:
-        """Raises SpecError when the scene has no such camera or the picture is larger than the frame buffer."""
-        model = self.world.model
-        names = [model.camera(i).name for i in range(model.ncam)]
-        if camera not in names:
-            raise SpecError(f"no camera {camera!r} in the scene; there are {names}")
-        most = model.vis.global_
-        if not (0 < height <= most.offheight and 0 < width <= most.offwidth):
-            raise SpecError(f"a picture of {width}x{height} does not fit; the most is {most.offwidth}x{most.offheight}")
 
     def draw(self, camera: str, height: int, width: int) -> Array:
         """uint8 (height, width, 3) RGB, a new array."""
@@ -131,7 +120,17 @@ class Canvas:
         return np.ascontiguousarray(upside_down[::-1])
 
 
-_CANVASES: weakref.WeakKeyDictionary[World, Canvas] = weakref.WeakKeyDictionary()
+def _check(spec: CameraSpec, world: World) -> None:
+    names = [world.model.camera(i).name for i in range(world.model.ncam)]
+    if spec.name not in names:
+        raise SpecError(f"no camera {spec.name!r} in the scene; there are {names}")
+    most = world.model.vis.global_
+    if not (0 < spec.height <= most.offheight and 0 < spec.width <= most.offwidth):
+        fits = f"{most.offwidth}x{most.offheight}"
+        raise SpecError(f"a picture of {spec.width}x{spec.height} does not fit; the most is {fits}")
+
+
+_CANVASES: dict[World, Canvas] = {}
 
 
 def _gl_context(width: int, height: int) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from hal.conformance import RobotConformance
 from hal.errors import HardwareLost, SpecError
 from hal.robot import StopLevel
+from hal.safety import Reason, SafetyKernel
 from hal.spec import ENVIRONMENT_STATE, STATE
 from sim.experts import make_expert
 from sim.robot import GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
@@ -135,3 +136,27 @@ def test_starts_are_drawn_from_the_seed_and_spread_over_the_table() -> None:
     first = starts(1)
     assert (first == starts(1)).all() and not (first == starts(2)).all()
     assert (np.ptp(first[:, :2], axis=0) > 0.15).all(), "the cube is hardly moved between episodes"
+
+
+def test_the_safety_kernel_lets_the_expert_work_and_a_wild_policy_trips_no_joint_limit() -> None:
+    robot, rng = _connected(), np.random.default_rng(0)
+    kernel = SafetyKernel(robot.spec)
+    expert = make_expert("lift", robot.spec)
+    low, high = robot.spec.action.low, robot.spec.action.high
+    seen = Reason(0)
+
+    def guarded(propose):
+        def act(observation):
+            nonlocal seen
+            verdict = kernel.filter(propose(observation), observation)
+            assert verdict.stop is None, verdict.text
+            seen |= verdict.reasons
+            return verdict.applied
+
+        return act
+
+    assert all(_episode(robot, "lift", seed, guarded(expert))[0] for seed in range(30))
+    wild = guarded(lambda _: rng.choice([low, high]).astype(np.float32))
+    for seed in range(10):
+        _episode(robot, "lift", seed, wild)
+    assert not seen & (Reason.JOINT_POSITION | Reason.JOINT_VELOCITY | Reason.RATE | Reason.BOUND)
