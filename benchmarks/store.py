@@ -1,4 +1,4 @@
-"""The experience store against its bounds: hot sampling and durable ingest. ``python benchmarks/store.py``"""
+"""The experience store against its bounds: hot sampling and durable ingest. ``python -m benchmarks.store``"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from harness import OUT, Row, compare, report
 
+from benchmarks.harness import OUT, Row, compare, report
 from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.rows import Features
@@ -196,7 +196,9 @@ def main() -> None:
         for name, cameras, count in (("states", 0, 192), ("two cameras", 2, 192)):
             packets = [chunk(number, 10, cameras, jpegs).encode() for number in range(count)]
             what = f"{name} ({len(packets[0]) / 1e3:.0f} kB a chunk of 10 steps)"
-            disk = Disk(Path(folder), packets)
+            room = Path(folder) / name
+            room.mkdir()
+            disk = Disk(room, packets)
             rows += [ingest(disk, 1, what), ingest(disk, GROUP, what), tail(disk, what)]
     report("store", rows)
 
