@@ -29,6 +29,7 @@ SPEED_SHARE = 0.8
 _DAMPING = 0.01
 _POSTURE_GAIN = 0.5
 _STEP_MAX_RAD = 0.3
+_CONVERGED_RAD = 1e-4
 _ITERATIONS_PER_PERIOD = 3
 _ITERATIONS_AT_RESET = 100
 
@@ -180,17 +181,23 @@ class World:
             error = self._pose_error(ghost, position)
             j = jacobian[:, :7]
             posture = _POSTURE_GAIN * (_HOME - joints)
-            step = j.T @ np.linalg.solve(j @ j.T + _DAMPING**2 * np.eye(6), error - j @ posture) + posture
-            joints = np.clip(joints + np.clip(step, -_STEP_MAX_RAD, _STEP_MAX_RAD), _JOINT_LOW, _JOINT_HIGH)
+            step = j.T @ np.linalg.solve(j @ j.T + _REGULARISER, error - j @ posture) + posture
+            largest = float(np.abs(step).max())
+            joints = joints + step * min(1.0, _STEP_MAX_RAD / max(largest, 1e-9))
+            joints = np.minimum(np.maximum(joints, _JOINT_LOW), _JOINT_HIGH)
+            if largest < _CONVERGED_RAD:
+                break
         return joints
 
     def _pose_error(self, ghost: mujoco.MjData, position: Array) -> Array:
-        rotation = ghost.site_xmat[self._tool].reshape(3, 3)
-        turn = 0.5 * np.cross(rotation.T, DOWN.T).sum(axis=0)
+        """Way to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
+        _, xy, xz, yx, _, yz, zx, zy, _ = ghost.site_xmat[self._tool].tolist()
+        turn = (0.5 * (zy - yz), 0.5 * (zx + xz), -0.5 * (yx + xy))
         return np.concatenate((position - ghost.site_xpos[self._tool], turn))
 
 
 _DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]
+_REGULARISER = _DAMPING**2 * np.eye(6)
 _HOME = np.array(panda.HOME_RAD)
 _JOINT_LOW = np.array(panda.JOINT_LOW_RAD)
 _JOINT_HIGH = np.array(panda.JOINT_HIGH_RAD)
