@@ -4,6 +4,9 @@
 
 It says what the algorithm needs by itself: seconds, environment steps and updates until 95 of 100 evaluation episodes
 succeed. Evaluations are not counted as training time. `bound` is the goal: five minutes.
+
+A Gymnasium environment does not say which action was applied, so that the action that was asked for is learned from
+here; the system learns from the applied one.
 """
 
 from __future__ import annotations
