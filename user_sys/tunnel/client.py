@@ -335,7 +335,6 @@ class TunnelClient:
                 if time.monotonic() > deadline:
                     raise LinkDown(f"{self.endpoint} did not answer within {self._limits.handshake_s:g} s")
                 link.wait(deadline - time.monotonic())
-                link.check()
 
     def _welcomed(self, link: Link, channel: Channel) -> bool:
         envelope = link.receive(channel)
@@ -349,20 +348,19 @@ class TunnelClient:
 
     def _converse(self, link: Link) -> None:
         heard_s, next_heartbeat_s = time.monotonic(), 0.0
+        ready: frozenset[Channel] = frozenset(Channel)
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= next_heartbeat_s:
                 self._queue(Envelope(Heartbeat(t_client_ns=time.monotonic_ns())))
                 next_heartbeat_s = now + self._limits.heartbeat_s
-            if self._receive(link, Channel.CONTROL):
-                heard_s = now
-            elif now - heard_s > self._limits.dead_after_s:
+            for channel in Channel:
+                if channel in ready and self._receive(link, channel) and channel is Channel.CONTROL:
+                    heard_s = now
+            if now - heard_s > self._limits.dead_after_s:
                 raise LinkDown(f"{self.endpoint} was silent for {now - heard_s:.1f} s")
-            busy = self._receive(link, Channel.WEIGHTS) | self._receive(link, Channel.EXPERIENCE)
             blocked = self._send(link)
-            link.check()
-            pause_s = 0.0 if busy else BLOCKED_RETRY_S if blocked else next_heartbeat_s - time.monotonic()
-            link.wait(pause_s)
+            ready = link.wait(BLOCKED_RETRY_S if blocked else next_heartbeat_s - time.monotonic())
         self._drain(link, Channel.CONTROL)  # a release of the lease, for instance
 
     def _receive(self, link: Link, channel: Channel) -> bool:

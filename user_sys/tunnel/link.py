@@ -73,10 +73,20 @@ class Link:
             self._poller.register(self._monitors[channel], zmq.POLLIN)
             socket.connect(endpoint)
 
-    def wait(self, timeout_s: float) -> None:
-        """Blocks until something arrives, the wake-up is set, or the timeout is over."""
-        self._poller.poll(math.ceil(1e3 * max(0.0, timeout_s)))
-        self._wakeup.clear()
+    def wait(self, timeout_s: float) -> frozenset[Channel]:
+        """Blocks until something arrives, the wake-up is set, or the timeout is over; says where messages are.
+
+        Raises:
+            Refused: the gateway does not know our key.
+            LinkDown: a connection has ended.
+        """
+        ready = {item for item, _ in self._poller.poll(math.ceil(1e3 * max(0.0, timeout_s)))}
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        for monitor in self._monitors.values():
+            if monitor in ready:
+                self._raise_end(monitor)
+        return frozenset(channel for channel, socket in self._sockets.items() if socket in ready)
 
     def send(self, channel: Channel, envelope: Envelope) -> bool:
         """Hands a message to libzmq without waiting; False when the connection's pipe is full."""
@@ -87,14 +97,11 @@ class Link:
         frames = receive_frames(self._sockets[channel])
         return None if frames is None else decode(channel, [frame.buffer for frame in frames], self._limits)
 
-    def check(self) -> None:
-        """Raises Refused where the gateway does not know our key, LinkDown where a connection has ended."""
-        for monitor in self._monitors.values():
-            while monitor.poll(0):
-                event = recv_monitor_message(monitor)
-                if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and event["value"] == ZAP_DENIED:
-                    raise Refused(f"{self._endpoint} does not allow this key; run `user-sys keys allow` there")
-                raise LinkDown(f"{self._endpoint}: {_ENDS.get(int(event['event']), 'the handshake failed')}")
+    def _raise_end(self, monitor: Socket) -> None:
+        event = recv_monitor_message(monitor)
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and event["value"] == ZAP_DENIED:
+            raise Refused(f"{self._endpoint} does not allow this key; run `user-sys keys allow` there")
+        raise LinkDown(f"{self._endpoint}: {_ENDS.get(int(event['event']), 'the handshake failed')}")
 
     def close(self, farewell_ms: int = 0) -> None:
         """Drops the connections and what is in their pipes; the control channel has `farewell_ms` to empty its own."""

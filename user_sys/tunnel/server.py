@@ -114,6 +114,7 @@ class TunnelServer:
         self._limits = limits or TunnelLimits()
         self._sessions: dict[bytes, _Session] = {}
         self._by_name: dict[str, _Session] = {}
+        self._waiting: set[_Session] = set()  # those with something to be sent
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
@@ -212,9 +213,15 @@ class TunnelServer:
             self.counters["queue_full"] += 1
             self._log("queue-full", f"tunnel.queue_full peer={name} message={type(message).__name__}")
             return False
+        self._mark(session)
         if threading.current_thread() is not self._thread:
             self._wakeup.set()
         return True
+
+    def _mark(self, session: _Session) -> None:
+        with self._lock:
+            if self._sessions.get(session.peer.session) is session:
+                self._waiting.add(session)
 
     def peers(self, role: Role | None = None) -> tuple[Peer, ...]:
         """Those whose session is open, by name."""
@@ -231,10 +238,13 @@ class TunnelServer:
         next_tick, blocked = 0.0, False
         try:
             while not self._stopping.is_set():
-                poller.poll(BLOCKED_RETRY_MS if blocked else TICK_MS)
-                self._wakeup.clear()
-                self._authenticate()
-                self._receive()
+                ready = {item for item, _ in poller.poll(BLOCKED_RETRY_MS if blocked else TICK_MS)}
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
+                if self._zap in ready:
+                    self._authenticate()
+                if self._router in ready:
+                    self._receive()
                 blocked = self._flush()
                 if time.monotonic() >= next_tick:
                     self._tick()
@@ -359,6 +369,7 @@ class TunnelServer:
                 session.heard_s = time.monotonic()
                 echo = Heartbeat(t_client_ns=message.t_client_ns, t_gateway_unix_ns=time.time_ns())
                 session.queues[Channel.CONTROL].put(Envelope(echo), Heartbeat)
+                self._mark(session)
                 return
             self._check(session.peer, message)
             self._handler.received(session.peer, message, envelope.payload)
@@ -423,6 +434,7 @@ class TunnelServer:
     def _end(self, session: _Session, reason: str) -> None:
         peer = session.peer
         with self._lock:
+            self._waiting.discard(session)
             self._sessions.pop(peer.session, None)
             if self._by_name.get(peer.name) is session:
                 del self._by_name[peer.name]
@@ -434,11 +446,13 @@ class TunnelServer:
 
     def _flush(self) -> bool:
         """Sends what is queued, control of all peers first; True when something could not be sent now."""
-        blocked = False
+        with self._lock:
+            waiting, self._waiting = self._waiting, set()
         for channel in Channel:
-            for session in list(self._sessions.values()):
-                blocked |= self._flush_queue(session, channel)
-        return blocked
+            for session in waiting:
+                if self._flush_queue(session, channel):
+                    self._mark(session)
+        return bool(self._waiting)
 
     def _flush_queue(self, session: _Session, channel: Channel) -> bool:
         queue = session.queues[channel]
