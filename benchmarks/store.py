@@ -17,6 +17,7 @@ from benchmarks.harness import OUT, Row, compare, report
 from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.rows import Features
+from user_sys.store.log import LogWriter
 from user_sys.store.store import StoreWriter
 
 BATCH = 256
@@ -134,6 +135,16 @@ class Disk:
                 writer.sync()
                 yield time.perf_counter() - start
 
+    def log(self, group: int) -> Iterator[float]:
+        """As `ours`, without the store's check that each packet is a valid chunk."""
+        with LogWriter.open(self.fresh()) as writer:
+            for at in range(0, len(self.packets), group):
+                start = time.perf_counter()
+                for packet in self.packets[at : at + group]:
+                    writer.append(1, packet)
+                writer.sync()
+                yield time.perf_counter() - start
+
     def raw(self, group: int) -> Iterator[float]:
         fd = os.open(self.fresh(), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for at in range(0, len(self.packets), group):
@@ -172,7 +183,10 @@ def ingest(disk: Disk, group: int, what: str) -> Row:
         goal=3,
         unit="MB/s",
         target=0.9,
-        peers={"SQLite FULL": lambda: disk.rate(disk.sqlite(group))},
+        peers={
+            "our log, no validation": lambda: disk.rate(disk.log(group)),
+            "SQLite FULL": lambda: disk.rate(disk.sqlite(group)),
+        },
     )
 
 

@@ -55,6 +55,7 @@ __all__ = ["Damage", "LogReader", "LogWriter", "RecordRef", "segment_numbers", "
 SEGMENT_BYTES = 64 << 20
 MAX_PENDING_BYTES = 8 << 20  # appended records are written out once this many wait, synced or not
 MAX_BUFFERS_PER_WRITE = 1024  # IOV_MAX
+WRITE_BYTES = 256 << 10  # a single write of megabytes takes five times as long now and then (ext4, measured)
 JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload beside its header costs less than two more buffers
 MAX_MAPPED_SEGMENTS = 64  # each mapping holds a file descriptor
 
@@ -220,14 +221,21 @@ class LogWriter:
     def _flush(self) -> None:
         while self._pending:
             try:
-                count = os.pwritev(
-                    self._fd, list(itertools.islice(self._pending, MAX_BUFFERS_PER_WRITE)), self._written
-                )
+                count = os.pwritev(self._fd, self._next_buffers(), self._written)
             except OSError as error:
                 raise self._failed(error, "write") from error
             self._written += count
             self._pending_bytes -= count
             self._consume(count)
+
+    def _next_buffers(self) -> list[bytes | memoryview]:
+        buffers, size = [], 0
+        for buffer in itertools.islice(self._pending, MAX_BUFFERS_PER_WRITE):
+            buffers.append(buffer)
+            size += len(buffer)
+            if size >= WRITE_BYTES:
+                break
+        return buffers
 
     def _consume(self, count: int) -> None:
         """Takes the first `count` bytes, which are written, off the queue; a buffer written in part stays in part."""
