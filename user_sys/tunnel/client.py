@@ -44,7 +44,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
 from user_sys.tunnel.keys import KeyPair
-from user_sys.tunnel.link import Link
+from user_sys.tunnel.link import IO_THREADS, Link
 from user_sys.tunnel.mailbox import Mailbox
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
 from user_sys.tunnel.wire import (
@@ -282,7 +282,7 @@ class TunnelClient:
         logger.info("tunnel.%s peer=%s endpoint=%s reason=%s", state.value, self.hello.name, self.endpoint, reason)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(IO_THREADS)
         backoff_s = self._limits.backoff_min_s
         try:
             while not self._stopping.is_set():

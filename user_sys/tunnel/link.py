@@ -24,6 +24,7 @@ from user_sys.tunnel.wire import (
 )
 
 ZAP_DENIED = 400
+IO_THREADS = 2  # the first for control alone: encrypting a megabyte takes a millisecond
 _ENDS = {
     int(zmq.EVENT_CLOSED): "nothing listens there",
     int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
@@ -64,6 +65,7 @@ class Link:
             socket.curve_serverkey = server_key.encode()
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            socket.setsockopt(zmq.AFFINITY, 1 if channel is Channel.CONTROL else 2)
             events = zmq.EVENT_HANDSHAKE_FAILED_AUTH
             for event in _ENDS:
                 events |= event

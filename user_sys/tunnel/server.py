@@ -52,6 +52,7 @@ RECEIVE_BURST = 256
 SEND_BURST = 32
 BIND_PATIENCE_S = 3.0
 LOG_EVERY_S = 5.0
+IO_THREADS = 3  # libzmq gives each new connection to the least busy: a robot's channels do not share one
 STOP_TIMEOUT_S = 10.0
 FAREWELL_MS = 200
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -129,7 +130,7 @@ class TunnelServer:
             RunError: the port is in use, or the address is not one of this machine.
         """
         self._wakeup = Wakeup()
-        self._context = zmq.Context()
+        self._context = zmq.Context(IO_THREADS)
         self._zap: Socket = self._context.socket(zmq.REP)
         self._zap.linger = 0
         self._router: Socket = self._context.socket(zmq.ROUTER)
