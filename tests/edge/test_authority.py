@@ -152,6 +152,7 @@ def test_the_stop_latches_until_a_named_person_re_arms(desk: Desk) -> None:
         assert "stopped by bob" in desk.order("alice", order).reason
     assert not desk.order("", "re-arm").accepted
     assert desk.order("carol", "re-arm").accepted and desk.authority.state is State.HOLD
+    assert desk.authority.operator == "" and desk.authority.audit[-1].operator == "carol"
     assert not desk.authority.take_reset()  # asked for before the stop: it must not move the robot now
     assert desk.order("carol", "hand-back").accepted and desk.authority.state is State.POLICY
 

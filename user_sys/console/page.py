@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from fastapi import WebSocket, WebSocketDisconnect
+from fastapi.websockets import WebSocketState
 
 from user_sys.console import wire
 from user_sys.console.hub import ConsoleHub
@@ -20,6 +22,7 @@ CURVES_PERIOD_S = 2.0
 SEND_TIMEOUT_S = 5.0
 SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_REPLIES = 64
+MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 BAD_MESSAGE = 1008
 CHARTED = ("success", "evaluation")  # and every curve that has "loss" in its name
 
@@ -70,23 +73,32 @@ class Page:
             for task in (writing, reading):
                 task.cancel()
             results = await asyncio.gather(writing, reading, return_exceptions=True)
-        for error in results:
-            if isinstance(error, WireError):
-                await self._close(BAD_MESSAGE, str(error))
-            elif isinstance(error, TimeoutError):
-                await self._close(BAD_MESSAGE, "too slow: nothing was read or said in time")
-            elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect):
-                raise error
+        failures = [e for e in results if isinstance(e, Exception) and not isinstance(e, WebSocketDisconnect)]
+        await self._answer(failures)
+
+    async def _answer(self, failures: list[Exception]) -> None:
+        for failure in failures:
+            match failure:
+                case WireError():
+                    return await self._close(BAD_MESSAGE, str(failure))
+                case TimeoutError():
+                    return await self._close(BAD_MESSAGE, "too slow: nothing was read or said in time")
+                case _:
+                    raise failure
 
     async def _close(self, code: int, reason: str) -> None:
         _log.warning("console.closed operator=%r: %s", self.operator, reason)
-        await asyncio.wait_for(
-            self._socket.close(code, reason.encode()[:120].decode("utf-8", "ignore")), SEND_TIMEOUT_S
-        )
+        if self._socket.application_state is not WebSocketState.CONNECTED:
+            return  # sending failed already: there is nobody to tell
+        short = reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
+        with contextlib.suppress(WebSocketDisconnect):  # gone before it heard why
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._socket.close(code, short)
 
     async def _read(self) -> None:
         while True:
-            frame = await asyncio.wait_for(self._socket.receive(), SILENT_TIMEOUT_S)
+            async with asyncio.timeout(SILENT_TIMEOUT_S):
+                frame = await self._socket.receive()
             if frame["type"] == "websocket.disconnect":
                 return
             text = frame.get("text")
@@ -131,10 +143,10 @@ class Page:
             await self._sleep()
 
     async def _sleep(self) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), STATE_PERIOD_S)
-        except TimeoutError:
-            return  # time for the next state
+        # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
+        with contextlib.suppress(TimeoutError):  # which says that it is time for the next state
+            async with asyncio.timeout(STATE_PERIOD_S):
+                await self._wake.wait()
         self._wake.clear()
 
     async def _write_state(self) -> None:
@@ -159,7 +171,9 @@ class Page:
             return
         self._in_flight.add(key)
         self._sent_serial[key] = picture.serial
-        await asyncio.wait_for(self._socket.send_bytes(wire.encode_picture(picture)), SEND_TIMEOUT_S)
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._socket.send_bytes(wire.encode_picture(picture))
 
     async def _send_text(self, text: str) -> None:
-        await asyncio.wait_for(self._socket.send_text(text), SEND_TIMEOUT_S)
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._socket.send_text(text)

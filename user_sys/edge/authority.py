@@ -7,7 +7,8 @@
     any --e-stop--> STOPPED --re-arm--> HOLD
 
 One person at a time: while HUMAN, orders of anybody else are refused and the refusal names who drives. HOLD belongs to
-nobody for long: its former operator, or anybody else, takes over or hands back. E-stop is open to everybody, always.
+nobody: its former operator, or anybody else, takes over or hands back; input alone does not resume. E-stop is open to
+everybody, always.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Authority:
     ) -> None:
         self.robot = robot
         self.state = State.POLICY
-        self.operator = ""  # who drives, or who last did while HOLD, or who stopped the robot; empty for the policy
+        self.operator = ""  # who drives, whose silence led to HOLD, or who stopped the robot; else empty
         self.audit: deque[Transition] = deque(maxlen=MAX_AUDIT_ENTRIES)
         self._spec = spec
         self._clock = clock
@@ -252,7 +253,7 @@ class Authority:
         if (before, after) not in _LEGAL:
             raise AuthorityError(f"{self.robot}: no way from {before} to {after} ({cause})")
         self.state = after
-        self.operator = "" if after is State.POLICY else operator
+        self.operator = "" if after is State.POLICY or before is State.STOPPED else operator
         self.audit.append(Transition(self._unix_ns(), operator, cause, before, after))
         _log.info("authority.moved robot=%s operator=%r cause=%s %s -> %s", self.robot, operator, cause, before, after)
 

@@ -9,6 +9,7 @@ const DRIVE_PERIOD_MS = 40;
 const PING_PERIOD_MS = 1000;
 const STOP_REPEAT_MS = 200;
 const STOP_GIVE_UP_MS = 5000;
+const GRANT_MS = 1500;
 const MAX_EVENTS = 50;
 const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX: "failure", Backspace: "reset" };
 
@@ -17,7 +18,8 @@ const cards = new Map();
 const stopping = new Map(); // robot -> when its e-stop was asked for
 let me = "";
 let chosen = null; // the card that the keyboard means
-let driving = ""; // the robot whose control this page has just had
+let driving = ""; // the robot that this page drives, by the robot's own word
+let granted = { robot: "", untilMs: 0 }; // a take-over that was accepted, until the robot's status says so too
 
 history.replaceState(null, "", "/"); // the token is not for the history or a screenshot; a cookie has taken its place
 
@@ -31,6 +33,7 @@ const link = new Link({
   open() {
     link.send({ type: "hello", operator: sessionStorage.getItem("operator") ?? "" });
     link.send({ type: "look", on: !document.hidden });
+    ping();
     alarm("");
   },
   closed(reason) {
@@ -55,6 +58,9 @@ const link = new Link({
   },
   reply(message) {
     if (message.order === "drive") return showRefusedDrive(message);
+    // The robot holds after half a second without input: do not wait for its next status.
+    const taken = message.order === "take-over" && message.accepted;
+    granted = { robot: taken ? message.robot : "", untilMs: performance.now() + GRANT_MS };
     say(`${message.robot}: ${message.order}${message.accepted ? "" : ` refused: ${message.reason}`}`, message.accepted);
   },
   pong(message) {
@@ -97,7 +103,6 @@ function choose(card) {
   card.node.classList.add("chosen");
 }
 
-// Control comes and goes by the robot's word alone.
 function followControl() {
   const held = [...cards.values()].find((card) => card.mine);
   const now = held?.name ?? "";
@@ -122,6 +127,7 @@ function give(robot, order) {
 // A stop is repeated until the robot says that it has stopped.
 function stop(robot) {
   stopping.set(robot, performance.now());
+  granted.robot = "";
   hand.letGo();
   link.send({ type: "order", robot, order: "e-stop" });
 }
@@ -149,8 +155,9 @@ function onFreshKey(code) {
 }
 
 function sendInput() {
-  if (!driving || document.hidden) return;
-  link.send({ type: "drive", robot: driving, move: hand.move(el("speed").value / 100), gripper: hand.gripper });
+  const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
+  if (!robot || document.hidden) return;
+  link.send({ type: "drive", robot, move: hand.move(el("speed").value / 100), gripper: hand.gripper });
 }
 
 function typing(event) {
@@ -190,6 +197,7 @@ function showRefusedDrive(message) {
 }
 
 function say(text, good) {
+  if (el("events").firstElementChild?.lastChild.textContent === text) el("events").firstElementChild.remove(); // a repeat
   const item = document.createElement("li");
   const time = document.createElement("time");
   time.textContent = new Date().toTimeString().slice(0, 8);
@@ -204,6 +212,10 @@ function alarm(text) {
   el("alarm").hidden = !text;
 }
 
+function ping() {
+  link.send({ type: "ping", sent_ms: performance.now() });
+}
+
 function onHidden() {
   if (document.hidden) hand.letGo();
   link.send({ type: "look", on: !document.hidden });
@@ -211,6 +223,7 @@ function onHidden() {
 
 el("stop-all").addEventListener("click", stopAll);
 el("speed").addEventListener("input", () => (el("speed-value").textContent = `${el("speed").value}%`));
+el("operator").addEventListener("focus", () => el("operator").select());
 el("operator").addEventListener("change", () => {
   if (el("operator").checkValidity()) link.send({ type: "hello", operator: el("operator").value });
   el("operator").blur();
@@ -221,4 +234,4 @@ window.addEventListener("blur", () => hand.letGo());
 document.addEventListener("visibilitychange", onHidden);
 setInterval(sendInput, DRIVE_PERIOD_MS);
 setInterval(repeatStops, STOP_REPEAT_MS);
-setInterval(() => link.send({ type: "ping", sent_ms: performance.now() }), PING_PERIOD_MS);
+setInterval(ping, PING_PERIOD_MS);

@@ -33,6 +33,7 @@ export class Card {
     this.heldMine = status?.authority === "hold" && status.operator === me;
     this.showBadge(robot, me);
     this.showButtons();
+    this.orderCameras(robot.cameras);
     if (status) this.showFacts(status);
   }
 
@@ -102,6 +103,12 @@ export class Card {
     const camera = { canvas, rate, times: [] };
     this.cameras.set(name, camera);
     return camera;
+  }
+
+  // Pictures come in any order; the robot's own order stays.
+  orderCameras(names) {
+    const figures = names.map((name) => this.cameras.get(name)?.canvas.parentElement).filter(Boolean);
+    if (figures.some((figure, i) => this.slot("cameras").children[i] !== figure)) this.slot("cameras").append(...figures);
   }
 
   showCameraRate(camera) {

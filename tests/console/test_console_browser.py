@@ -1,0 +1,192 @@
+"""The page in a real browser: a person takes the robot over by keyboard, drives, stops it, and sees it all happen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console_desk import Desk, until
+
+from user_sys.console.server import ConsoleServer
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage"
+).split()
+DESKTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the playwright package is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    with playwright.sync_playwright() as tools:
+        chromium = tools.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk().start()
+    yield desk
+    desk.close()
+
+
+@pytest.fixture
+def url(desk: Desk) -> Iterator[str]:
+    server = ConsoleServer(desk.hub)
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture
+def page(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    context = browser.new_context(viewport=getattr(request, "param", DESKTOP))
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    complaints: list[str] = []
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector(".badge[data-state=policy]")
+    yield page
+    context.close()
+    assert not complaints, complaints
+
+
+def picture(page: Any, name: str) -> None:
+    """Keeps a screenshot where CONSOLE_SHOTS names a folder."""
+    folder = os.environ.get("CONSOLE_SHOTS")
+    if folder:
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+def badge(page: Any, state: str) -> str:
+    return str(page.wait_for_selector(f".badge[data-state={state}]").inner_text())
+
+
+def test_a_person_takes_over_by_keyboard_and_hands_back(page: Any, desk: Desk) -> None:
+    desk.learn(120)
+    page.wait_for_selector("canvas[aria-label*=front]")
+    page.wait_for_selector("canvas[aria-label*=wrist]")
+    assert "token" not in page.url
+    page.wait_for_selector("#p-episodes:text-is('120')")
+    page.wait_for_selector("#link[data-state=up]")
+    page.wait_for_timeout(2200)  # the curves of a second update, for the picture
+    picture(page, "policy")
+
+    page.keyboard.press("t")
+    assert badge(page, "you") == "YOU"
+    page.keyboard.down("w")
+    page.keyboard.press("g")
+    until(lambda: desk.authority.twist()[0] > 0.5 and desk.authority.twist()[3] == -1)
+    assert page.locator("[data-code=KeyW]").get_attribute("class") == "lit"
+    picture(page, "you")
+    page.keyboard.up("w")
+    until(lambda: not desk.authority.twist()[:3].any())
+    inputs = len(desk.orders("drive"))
+    until(lambda: len(desk.orders("drive")) > inputs + 10)  # still there: the heartbeat goes on with no key down
+
+    page.keyboard.press("h")
+    assert badge(page, "policy") == "POLICY"
+    assert desk.authority.audit[-1].cause == "hand-back"
+
+
+def test_space_stops_from_any_state_and_only_re_arm_leads_out(page: Any, desk: Desk) -> None:
+    page.get_by_role("button", name="Take over").click()  # the focus stays on a button: Space must not click it
+    badge(page, "you")
+    page.keyboard.press("Space")
+    assert badge(page, "stopped") == "STOPPED"
+    picture(page, "stopped")
+    page.keyboard.press("t")
+    assert page.get_by_role("button", name="Take over").is_disabled()
+    page.get_by_role("button", name="Re-arm").click()
+    assert badge(page, "hold") == "HOLD"
+    page.get_by_role("button", name="Hand back").click()
+    badge(page, "policy")
+    assert [t.cause for t in desk.authority.audit] == ["take-over", "e-stop", "re-arm", "hand-back"]
+
+
+def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, desk: Desk) -> None:
+    page.keyboard.press("t")
+    badge(page, "you")
+    page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+    badge(page, "hold")
+    picture(page, "hold")
+    page.evaluate("Object.defineProperty(document, 'hidden', {value: false})")
+    page.keyboard.down("a")
+    badge(page, "you")
+    page.keyboard.up("a")
+    assert [t.cause for t in desk.authority.audit] == ["take-over", "silence", "take-over"]
+
+
+def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: Desk) -> None:
+    page.fill("#operator", "alice")
+    page.keyboard.press("Enter")
+    page.keyboard.press("t")
+    badge(page, "you")
+    context = browser.new_context(viewport=DESKTOP)
+    other = context.new_page()
+    other.goto(url)
+    assert badge(other, "human") == "alice"
+    assert other.get_by_role("button", name="Take over").is_disabled()
+    picture(other, "other")
+    other.get_by_role("button", name="E-STOP", exact=True).click()
+    assert badge(page, "stopped") == "STOPPED"
+    context.close()
+
+
+def test_verdicts_and_reset_go_out_by_key(page: Any, desk: Desk) -> None:
+    for key, order in (("o", "success"), ("x", "failure"), ("Backspace", "reset")):
+        page.keyboard.press(key)
+        until(lambda order=order: desk.orders(order))
+        page.wait_for_selector(f"#events li:has-text('{order}')")
+
+
+def test_a_name_may_be_typed_without_giving_orders(page: Any, desk: Desk) -> None:
+    page.click("#operator")
+    page.keyboard.type("thox")
+    page.keyboard.press("Enter")
+    page.keyboard.press("t")
+    until(lambda: desk.authority.operator == "thox")
+    assert not desk.orders("success") and not desk.orders("hand-back")
+
+
+@pytest.mark.parametrize("page", [PHONE], indirect=True)
+def test_a_phone_drives_by_touch(page: Any, desk: Desk) -> None:
+    desk.learn(60)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.get_by_role("button", name="Take over").click()
+    badge(page, "you")
+    picture(page, "phone")
+    page.locator("[data-code=KeyR]").scroll_into_view_if_needed()
+    page.locator("[data-code=KeyR]").hover()
+    page.mouse.down()
+    until(lambda: desk.authority.twist()[2] > 0)
+    picture(page, "phone-drive")
+    page.mouse.up()
+    until(lambda: not desk.authority.twist().any())
+
+
+def test_the_page_says_when_it_is_cut_off(browser: Any, desk: Desk) -> None:
+    server = ConsoleServer(desk.hub)
+    context = browser.new_context(viewport=DESKTOP)
+    page = context.new_page()
+    page.goto(server.start())
+    page.wait_for_selector(".badge[data-state=policy]")
+    server.stop()
+    page.wait_for_selector("#alarm:not([hidden])")
+    assert "emergency stop" in page.inner_text("#alarm")
+    context.close()
