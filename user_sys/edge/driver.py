@@ -123,8 +123,9 @@ class Driver:
         return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
 
     def hold(self) -> Tick:
-        self.robot.stop(StopLevel.HOLD)
-        return self._tick(applied=None, reasons=Reason(0), t_command_ns=0, judged=False)
+        verdict = self.kernel.hold()
+        self.robot.stop(verdict.stop or StopLevel.HOLD)
+        return self._tick(applied=None, reasons=verdict.reasons, t_command_ns=0, judged=False)
 
     def guard(self) -> None:
         """One control period without a command: the robot holds or safe-stops, as the kernel says."""

@@ -134,11 +134,11 @@ class SessionPilot:
         self._policy_steps = self._human_steps = self._moving = 0
 
     def decide(self, tick: Tick) -> Decision | None:
-        self._obey()
         if tick.applied is not None:
             self._applied = tick.applied
         if tick.stopped and self.authority.state is not State.STOPPED:
             self.authority.emergency_stop("the driver", "latched")
+        self._obey()  # afterwards: a re-arm is newer than the tick
         state = self.authority.tick()
         self._mark = self.authority.take_mark() or self._mark
         self._reset = self.authority.take_reset() or self._reset
