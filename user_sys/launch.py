@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hal.spec import RobotSpec
 from user_sys.config import load
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.server import ConsoleServer
-from user_sys.errors import RunError
+from user_sys.errors import RunError, WireError
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
@@ -213,7 +213,7 @@ class Run:
         message = self._client.receive(wait_s)
         while message is not None:
             if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
-                self._hub.feed(message)
+                self._show(self._hub.feed, message)
             match message:
                 case RobotStatus():
                     self.monitor.on_status(message)
@@ -233,7 +233,14 @@ class Run:
         while not self._over.is_set():
             if (shown := self._client.take_preview(0.5)) is not None:
                 preview, jpeg = shown
-                self._hub.feed_picture(preview, bytes(jpeg))
+                self._show(self._hub.feed_picture, preview, bytes(jpeg))
+
+    def _show(self, feed: Callable[..., None], *report: object) -> None:
+        """What the console cannot show must not end the run."""
+        try:
+            feed(*report)
+        except WireError as error:
+            log.warning("console.refused %s", error)
 
     def _learner_is_done(self, display: ProgressDisplay) -> bool:
         """Looks after the processes. A robot's process that fails for good leaves the run to the others."""
