@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from hal.camera import Camera
+from hal.errors import StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import Reason, SafetyKernel
 from hal.spec import Array
@@ -128,10 +129,17 @@ class Driver:
         return self._tick(applied=None, reasons=verdict.reasons, t_command_ns=0, judged=False)
 
     def guard(self) -> None:
-        """One control period without a command: the robot holds or safe-stops, as the kernel says."""
+        """One control period without a command: the robot holds or safe-stops, as the kernel says.
+
+        Raises:
+            HardwareLost: the robot went away.
+        """
         verdict = self.kernel.tick()
         self.robot.stop(verdict.stop if verdict and verdict.stop else StopLevel.HOLD)
-        self._newest = self.robot.observe()
+        try:
+            self._newest = self.robot.observe()
+        except StaleObservation as error:  # the kernel refuses to act upon the old one, and says so
+            log.debug("driver.stale %s", error)
 
     def _tick(self, applied: Array | None, reasons: Reason, t_command_ns: int, *, judged: bool) -> Tick:
         observation = self.robot.observe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +15,7 @@ from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
 REPLY_DEADLINE_S = 30.0  # a reset moves the robot to its start
+PERIOD_DEADLINE_S = 3.0  # beyond a control period; a driver process that was killed shows within it
 FRAME = "frame:"
 OBSERVATION = "observation"
 
@@ -72,10 +72,10 @@ class RemoteDriver:
         return self._tick(*self._ask("reset", seed=seed))
 
     def command(self, action: Array) -> Tick:
-        return self._tick(*self._ask("command", {"action": action}))
+        return self._tick(*self._ask("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
 
     def hold(self) -> Tick:
-        return self._tick(*self._ask("hold"))
+        return self._tick(*self._ask("hold", deadline_s=PERIOD_DEADLINE_S))
 
     def emergency_stop(self, person: str) -> None:
         """Latches the e-stop. Needs no token."""
@@ -105,8 +105,7 @@ class RemoteDriver:
             order=order, session=self.session, token=self.token, seed=seed, real_time=self.real_time, person=person
         )
         socket.send(encode_packet(request, arrays or {}))
-        end = time.monotonic() + deadline_s
-        if not socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+        if not socket.poll(int(deadline_s * 1000)):
             self.close()  # a REQ socket without its reply cannot be used again
             raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
         reply, received = decode_packet(socket.recv(), Reply)

@@ -4,6 +4,10 @@ It owns the robot for as long as it lives, obeys the session with the newest tok
 nobody speaks: after ``watchdog_periods`` control periods without a command it holds, ``safe_stop_after_s`` later it
 safe-stops. A session may be killed, stopped or replaced at any time without the robot noticing more than a hold.
 
+When the robot itself is lost the process says so and ends with exit status 4: its supervisor starts it again, and
+starting is connecting. Nothing of the lost connection lives on in it; e-stop latch and fence are on the disk. What the
+robot does while nobody is connected is its own safe state. Exit status 2 says that starting again will not help.
+
 It imports no torch, opens no network connection, and listens on one socket in a folder that only its user can enter.
 """
 
@@ -14,11 +18,12 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import zmq
 
-from hal.errors import HalError, SpecError
+from hal.errors import HalError, HardwareLost, SpecError
 from hal.lease import Fence, MachineLock
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, Array
@@ -28,12 +33,16 @@ from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
 from user_sys.edge.driver_wire import Reply, Request, TaskCard, endpoint
-from user_sys.errors import WireError
+from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20
+MAX_WAITING = 32  # requests that came in the middle of a control period
+SLEEP_NS = 2_000_000  # the end of a control period is slept through: polling counts in milliseconds
+LINGER_MS = 200  # for the last reply
+CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
 
 
 class DriverServer:
@@ -42,16 +51,18 @@ class DriverServer:
     def __init__(self, driver: Driver, station: Station, fence: Fence, address: str) -> None:
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
         self._period_ns = int(driver.spec.period_s * 1e9)
-        self._next_ns = time.monotonic_ns()
+        self._next_ns = self._hold_at_ns = time.monotonic_ns()
         self._held = 0
+        self._waiting: deque[tuple[bytes, bytes]] = deque()
         self.stop = threading.Event()
 
     def run(self) -> None:
+        """Raises HardwareLost when the robot went away; whoever asked for something then has been told."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.bind(self._address)
-        self._last_order_ns = time.monotonic_ns()
+        self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
         try:
             while not self.stop.is_set():
                 self._serve(socket)
@@ -59,33 +70,48 @@ class DriverServer:
             socket.close()
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Waits for one request until the watchdog is due, and answers it or holds."""
-        wait_ns = self._watchdog_due_ns() - time.monotonic_ns()
-        if not socket.poll(max(0, -(-wait_ns // 1_000_000))):
+        """Answers one request, or holds when the watchdog is due. Talk that commands nothing does not put that off."""
+        request = self._waiting.popleft() if self._waiting else self._next_request(socket, self._hold_at_ns)
+        if request is not None:
+            self._answer(*request, socket)
+        if time.monotonic_ns() >= self._hold_at_ns:
             self._guard()
-            return
-        identity, _, packet = socket.recv_multipart()[:3]
-        reply, arrays = self._answer(packet, socket)
-        socket.send_multipart([identity, b"", encode_packet(reply, arrays)])
 
-    def _watchdog_due_ns(self) -> int:
-        """Two control periods after the last command, then once a period."""
-        patience = self._driver.spec.limits.watchdog_periods
-        return self._last_order_ns + (patience + self._held) * self._period_ns
+    def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
+        """Whose request it is, and its packet; None where nothing that could be one came until then."""
+        wait_ns = until_ns - time.monotonic_ns()
+        if not socket.poll(max(0, -(-wait_ns // 1_000_000))):
+            return None
+        frames = socket.recv_multipart()
+        if len(frames) != 3 or frames[1]:
+            log.warning("request.malformed robot=%s frames=%d", self._station.name, len(frames))
+            return None
+        return frames[0], frames[2]
+
+    def _feed_watchdog(self, periods: int) -> None:
+        self._hold_at_ns = time.monotonic_ns() + periods * self._period_ns
 
     def _guard(self) -> None:
         if self._held == 0:
             log.info("watchdog.hold robot=%s: no command for two control periods", self._station.name)
         self._held += 1
         self._driver.guard()
+        self._feed_watchdog(1)
 
-    def _answer(self, packet: bytes, socket: zmq.Socket[bytes]) -> tuple[Reply, dict[str, Array]]:
+    def _answer(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
+        """Obeys and replies. Raises HardwareLost after the reply that says so."""
+        arrays: dict[str, Array] = {}
+        lost: HardwareLost | None = None
         try:
-            request, arrays = decode_packet(packet, Request)
-            return self._obey(request, arrays, socket)
-        except (HalError, WireError) as error:
+            request, received = decode_packet(packet, Request)
+            reply, arrays = self._obey(request, received, socket)
+        except (HalError, WireError, OSError) as error:
             log.warning("order.refused %s: %s", type(error).__name__, error)
-            return Reply(error=type(error).__name__, message=str(error)), {}
+            reply = Reply(error=type(error).__name__, message=str(error))
+            lost = error if isinstance(error, HardwareLost) else None
+        socket.send_multipart([identity, b"", encode_packet(reply, arrays)])
+        if lost is not None:
+            raise lost
 
     def _obey(
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
@@ -126,7 +152,7 @@ class DriverServer:
             tick = self._driver.command(arrays[ACTION])
         if request.real_time:
             self._await_period(socket)
-        self._last_order_ns = time.monotonic_ns()
+        self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
         return _reply(tick, held)
 
     def _await_period(self, socket: zmq.Socket[bytes]) -> None:
@@ -139,23 +165,24 @@ class DriverServer:
         if not now <= self._next_ns <= now + 2 * self._period_ns:
             self._next_ns = now + self._period_ns
         while (left_ns := self._next_ns - time.monotonic_ns()) > 0 and not self.stop.is_set():
-            if socket.poll(left_ns // 1_000_000):
-                identity, _, packet = socket.recv_multipart()[:3]
-                reply = self._while_waiting(packet)
-                socket.send_multipart([identity, b"", encode_packet(reply, {})])
-            elif left_ns < 2_000_000:
-                time.sleep(max(0, self._next_ns - time.monotonic_ns()) / 1e9)
+            if left_ns < SLEEP_NS:
+                time.sleep(left_ns / 1e9)
+            elif (request := self._next_request(socket, self._next_ns - SLEEP_NS)) is not None:
+                self._answer_in_period(*request, socket)
 
-    def _while_waiting(self, packet: bytes) -> Reply:
+    def _answer_in_period(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
+        """An e-stop is obeyed at once; everybody else waits for the end of the control period."""
         try:
-            request, _ = decode_packet(packet, Request)
-        except WireError as error:
-            return Reply(error="WireError", message=str(error))
-        if request.order != "e-stop":
-            return Reply(error="HalError", message="the robot is in the middle of another session's control period")
-        self._driver.kernel.emergency_stop(request.person)
-        self._driver.guard()
-        return Reply()
+            urgent = decode_packet(packet, Request)[0].order == "e-stop"
+        except WireError:
+            urgent = True  # its refusal, that is
+        if urgent:
+            self._answer(identity, packet, socket)
+        elif len(self._waiting) < MAX_WAITING:
+            self._waiting.append((identity, packet))
+        else:
+            busy = Reply(error="HalError", message=f"{MAX_WAITING} requests wait for the end of the control period")
+            socket.send_multipart([identity, b"", encode_packet(busy, {})])
 
 
 def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
@@ -178,24 +205,37 @@ def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
 
 
 def main(argv: list[str]) -> int:
-    """Runs one robot's driver until SIGTERM. `argv`: the robot's YAML file and its state folder."""
-    config = load(RobotConfig, Path(argv[0]), [])
-    state = Path(argv[1])
-    state.mkdir(parents=True, exist_ok=True)
+    """Runs one robot's driver until SIGTERM. `argv`: the robot's YAML file and its state folder.
+
+    The exit status is 0; `ROBOT_LOST` when the robot does not answer or went away; `CANNOT_RUN` for everything else
+    that is told in one line: a configuration that cannot be used, or another process that drives the robot.
+    """
     configure_logging()
+    try:
+        _run(load(RobotConfig, Path(argv[0]), []), Path(argv[1]))
+    except HardwareLost as error:
+        log.error("robot.lost %s", error)
+        return ROBOT_LOST
+    except (UserSysError, HalError, OSError) as error:
+        log.error("driver.failed %s: %s", type(error).__name__, error)
+        return CANNOT_RUN
+    return 0
+
+
+def _run(config: RobotConfig, state: Path) -> None:
+    state.mkdir(parents=True, exist_ok=True)
     with MachineLock(config.name, holder=f"driver process of {state.resolve()}"):
         station = build_station(config)
         kernel = SafetyKernel(station.robot.spec, latch_path=state / "e-stop.json")
         driver = Driver(station.robot, station.task, kernel, station.cameras, frame_stride=config.frame_stride)
-        driver.connect()
         server = DriverServer(driver, station, Fence(state / "fence.json"), endpoint(config.name))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop.set())
         try:
+            driver.connect()
             server.run()
         finally:
             driver.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     order: Order
     session: str
     token: int = 0
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     real_time: bool = False
     person: str = ""
 

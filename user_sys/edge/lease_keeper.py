@@ -7,8 +7,9 @@ import threading
 import time
 
 from hal.errors import LeaseError
+from user_sys.errors import Refused
 from user_sys.messages import LeaseGrant, LeaseRefusal, LeaseRelease, LeaseRequest, StopRun
-from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.client import TunnelClient, TunnelState
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +30,18 @@ class LeaseKeeper:
         self._renew_at = 0.0
         self._ttl_s = 0.0
 
-    def acquire(self, cancel: threading.Event) -> int:
+    def acquire(self, leaving: threading.Event) -> int:
         """Asks until the lease is granted, and returns its token. Blocks; says once who holds the robot meanwhile.
 
+        Returns:
+            The token; 0 where `leaving` was set, or the run ended, first.
+
         Raises:
-            LeaseError: `cancel` was set, or the run ended, before the lease was granted.
+            Refused: the gateway does not let us in.
         """
         said = ""
-        while not cancel.is_set():
+        while not leaving.is_set():
+            self._require_tunnel()
             self._client.send(LeaseRequest(robot=self._robot, holder=self._holder))
             answer = self._answer(ASK_EVERY_S)
             if isinstance(answer, LeaseGrant):
@@ -46,19 +51,24 @@ class LeaseKeeper:
             if isinstance(answer, LeaseRefusal) and answer.reason != said:
                 said = answer.reason
                 log.warning("lease.waiting %s", said)
+            if isinstance(answer, StopRun):
+                log.info("run.stopped %s", answer.reason)
+                return 0
             if isinstance(answer, LeaseRefusal):
-                cancel.wait(ASK_EVERY_S)
-        raise LeaseError(f"gave up waiting for {self._robot}: {said or 'the gateway did not answer'}")
+                leaving.wait(ASK_EVERY_S)
+        return 0
 
-    def _answer(self, within_s: float) -> LeaseGrant | LeaseRefusal | None:
+    def _answer(self, within_s: float) -> LeaseGrant | LeaseRefusal | StopRun | None:
         end = time.monotonic() + within_s
         while (left_s := end - time.monotonic()) > 0:
             message = self._client.receive(left_s)
-            if isinstance(message, LeaseGrant | LeaseRefusal):
+            if isinstance(message, LeaseGrant | LeaseRefusal | StopRun):
                 return message
-            if isinstance(message, StopRun):
-                raise LeaseError(f"the run is over: {message.reason}")
         return None
+
+    def _require_tunnel(self) -> None:
+        if self._client.state is TunnelState.REFUSED:
+            raise Refused(self._client.reason)
 
     def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
         """Takes the answer to a renewal. Raises LeaseError when another session has the robot now."""
@@ -68,7 +78,12 @@ class LeaseKeeper:
             self._take(message)
 
     def renew_when_due(self) -> None:
-        """Sends a renewal when a third of the time to live has passed; never blocks."""
+        """Sends a renewal when a third of the time to live has passed; never blocks.
+
+        Raises:
+            Refused: the gateway does not let us in any more.
+        """
+        self._require_tunnel()
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
             self._client.send(LeaseRequest(robot=self._robot, holder=self._holder, token=self._token))

@@ -7,6 +7,7 @@ and its successor takes over with a newer token.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import sys
@@ -15,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hal.errors import HardwareLost, LeaseError
+from hal.errors import HalError, HardwareLost, LeaseError
 from user_sys.compose import PolicyConfig, make_policy
 from user_sys.config import load
 from user_sys.edge.authority import Authority
@@ -51,6 +52,7 @@ DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
+DRIVER_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SessionConfig:
         endpoint: the gateway's address.
         keys: folder with ``<robot>.key`` and ``gateway.pub``.
         state: folder of the outbox.
-        seed: of the episodes' starts, together with a count that survives restarts.
+        seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: obey the clock also while the policy drives.
     """
 
@@ -93,6 +95,7 @@ class Session:
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
         self.leaving = leaving
         self._fatal: Exception | None = None
+        self._undelivered_stop: str | None = None  # who pressed the e-stop that the driver has not heard of
         spec, task = driver.spec, driver.task
         self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, config.seed))
         self._emergency = RemoteDriver(config.robot)
@@ -119,6 +122,7 @@ class Session:
         Raises:
             LeaseError: another session has the robot now.
             HardwareLost: the driver process went away and did not come back.
+            UserSysError: the outbox or the tunnel cannot be used any more.
         """
         inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
         inbox.start()
@@ -133,21 +137,36 @@ class Session:
             raise self._fatal
 
     def _episode(self) -> None:
-        seed = self._config.seed * 1_000_003 + self._outbox.next_sequence
         try:
             summary = run_episode(
                 self._driver,
                 self._pilot,
                 self._recorder,
                 source=Source.ONLINE,
-                seed=seed,
+                seed=_start(self._config, self._outbox.next_sequence),
                 listeners=[self._pace, self._publisher.on_step],
             )
-        except HardwareLost as error:
+        except LeaseError:
+            raise
+        except HalError as error:
             log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
-            self._driver.attach(DRIVER_DEADLINE_S)
+            self._note = f"the robot is lost: {error}"
+            self._publisher.publish()
+            self._attach_again()
             return
+        self._note = ""
         self._client.send(self._report(summary))
+
+    def _attach_again(self) -> None:
+        """Waits for the driver process, which may be starting again. Raises HardwareLost: it did not, in time."""
+        deadline = time.monotonic() + DRIVER_DEADLINE_S
+        while not self.leaving.wait(DRIVER_RETRY_S):
+            try:
+                self._driver.attach(DRIVER_RETRY_S)
+                return
+            except HardwareLost:
+                if time.monotonic() > deadline:
+                    raise
 
     def _report(self, summary: EpisodeSummary) -> EpisodeReport:
         return EpisodeReport(
@@ -186,7 +205,9 @@ class Session:
                 self._take_messages(lease)
                 self._take_weights()
                 lease.renew_when_due()
-        except (UserSysError, LeaseError) as error:
+                if self._undelivered_stop is not None:
+                    self._stop_at_once(self._undelivered_stop)
+        except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
             self._fatal = error
         finally:
             self.leaving.set()
@@ -207,11 +228,13 @@ class Session:
                 self.leaving.set()
 
     def _stop_at_once(self, person: str) -> None:
-        """The e-stop does not wait for the loop: it has its own way to the driver."""
+        """The e-stop does not wait for the loop: it has its own way to the driver, and is tried until it is there."""
         try:
             self._emergency.emergency_stop(person)
-        except HardwareLost as error:
-            log.error("e-stop.undelivered %s", error)
+            self._undelivered_stop = None
+        except HalError as error:
+            self._undelivered_stop = person
+            log.error("e-stop.undelivered %s; trying again", error)
 
     def _take_weights(self) -> None:
         delivered = self._client.take_weights()
@@ -227,18 +250,18 @@ class Session:
 def main(argv: list[str]) -> int:
     """Runs one session; the exit status is 0 once the run was stopped and everything recorded was delivered."""
     configure_logging()
-    config = load(SessionConfig, Path(argv[0]))
     try:
-        return _run(config)
+        _run(load(SessionConfig, Path(argv[0])))
     except LeaseError as error:
         log.error("session.refused %s", error)
         return 3
-    except (UserSysError, HardwareLost) as error:
+    except (UserSysError, HalError, OSError) as error:
         log.error("session.failed %s: %s", type(error).__name__, error)
         return 2
+    return 0
 
 
-def _run(config: SessionConfig) -> int:
+def _run(config: SessionConfig) -> None:
     outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox_max_bytes)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     with RemoteDriver(config.robot) as driver:
@@ -250,14 +273,19 @@ def _run(config: SessionConfig) -> int:
                 signal.signal(number, lambda *_: leaving.set())
             lease = LeaseKeeper(config.robot, config.holder, client)
             driver.token = lease.acquire(leaving)
-            driver.attach(DRIVER_DEADLINE_S)
-            session = Session(config, client, outbox, driver, leaving)
             try:
-                session.run(lease)
+                if driver.token:
+                    driver.attach(DRIVER_DEADLINE_S)
+                    Session(config, client, outbox, driver, leaving).run(lease)
             finally:
                 _drain(client)
                 lease.release()
-    return 0
+
+
+def _start(config: SessionConfig, count: int) -> int:
+    """The seed of an episode's start: every robot has starts of its own, apart from those of evaluation."""
+    text = f"{config.seed} {config.robot} {count}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
 
 
 def _drain(client: TunnelClient) -> None:

@@ -1,0 +1,113 @@
+"""What the edge's tests share: robots that are watched, driver processes to be killed, and deadlines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hal.robot import StopLevel
+from hal.spec import Array
+from robots.fake import GRIPPER_M, FakeRobot, FakeRobotConfig
+from user_sys.compose import RobotConfig
+from user_sys.config import save
+
+STILL = np.array([0, 0, 0, GRIPPER_M], np.float32)
+RIGHT = np.array([0.05, 0, 0, GRIPPER_M], np.float32)
+
+
+def until(condition: Callable[[], Any], what: str, within_s: float = 30.0) -> Any:
+    """Polls until `condition` gives something; fails with `what` after a deadline."""
+    deadline = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.01)
+    return result
+
+
+class WatchedRobot(FakeRobot):
+    """A fake robot that keeps what it was told."""
+
+    def __init__(self, config: FakeRobotConfig | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        super().__init__(config, clock)
+        self.commands: list[Array] = []
+        self.stops: list[StopLevel] = []
+
+    def command(self, action: Array) -> Array:
+        self.commands.append(action.copy())
+        return super().command(action)
+
+    def stop(self, level: StopLevel) -> None:
+        self.stops.append(level)
+        super().stop(level)
+
+
+@dataclass
+class NodeProcess:
+    """A process of the system and its log."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def says(self, text: str, times: int = 1, within_s: float = 30.0) -> str:
+        """Waits until the log holds `text` so often."""
+        until(lambda: self.log.count(text) >= times, f"{text!r} in:\n{self.log}", within_s)
+        return self.log
+
+    def stamps(self, event: str) -> list[float]:
+        """Unix times of the log's lines that hold `event`."""
+        lines = [line for line in self.log.splitlines() if event in line]
+        return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Sends the signal and waits; the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+@contextmanager
+def node(argv: Sequence[object], log_path: Path) -> Iterator[NodeProcess]:
+    """``python -m argv``; killed at the end where it still runs."""
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *map(str, argv)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield NodeProcess(process, log_path)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(20)
+
+
+@contextmanager
+def driver_process(folder: Path, config: RobotConfig, log: str = "driver.log") -> Iterator[NodeProcess]:
+    """A driver process of `config` with its state in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save(config, folder / "robot.yaml")
+    with node(["user_sys.edge.driver_process", folder / "robot.yaml", folder], folder / log) as running:
+        yield running
+
+
+def error_lines(log: str) -> list[str]:
+    """The lines that say that something failed; no traceback may be among them."""
+    assert "Traceback" not in log, log
+    return re.findall(r"^\S+ \S+ E .*$", log, re.MULTILINE)

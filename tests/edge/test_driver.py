@@ -1,0 +1,159 @@
+"""Nothing but a sound action within limits reaches the robot, and a stop holds until a person lifts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edge_kit import RIGHT, STILL, WatchedRobot
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import StopLevel
+from hal.safety import Reason, SafetyKernel
+from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FaultPlan
+from user_sys.edge.driver import Driver
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.fixture
+def robot() -> WatchedRobot:
+    return WatchedRobot()
+
+
+@pytest.fixture
+def driver(robot: WatchedRobot) -> Iterator[Driver]:
+    made = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    made.connect()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (np.array([np.nan, 0, 0, 0], np.float32), Reason.NOT_FINITE),
+        (np.array([0, np.inf, 0, 0], np.float32), Reason.NOT_FINITE),
+        (np.zeros(3, np.float32), Reason.SHAPE),
+        (np.zeros((1, 4), np.float32), Reason.SHAPE),
+        (np.zeros((0,), np.float32), Reason.SHAPE),
+        (np.zeros(4, np.float64), Reason.DTYPE),
+        (np.zeros(4, np.int64), Reason.DTYPE),
+    ],
+)
+def test_what_is_no_action_never_reaches_the_robot(
+    driver: Driver, robot: WatchedRobot, action: np.ndarray, reason: Reason
+) -> None:
+    before = robot.position
+    tick = driver.command(action)
+    assert robot.commands == [] and robot.stops == [StopLevel.HOLD]
+    assert tick.applied is None and tick.reasons == reason
+    np.testing.assert_array_equal(robot.position, before)
+    assert driver.command(STILL).reasons == 0
+
+
+@given(st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=8), st.integers(0, 1000))
+def test_what_the_robot_gets_is_within_every_limit(actions: list[tuple[float, ...]], seed: int) -> None:
+    robot = WatchedRobot()
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    driver.reset(seed)
+    for wanted in actions:
+        asked, was = np.array(wanted, np.float32), robot.position
+        tick = driver.command(asked)
+        (got,) = robot.commands[-1:]
+        assert ((got >= np.float32(robot.spec.action.low)) & (got <= np.float32(robot.spec.action.high))).all()
+        assert (np.abs(was + got[:3]) <= HALF_RANGE_M + 1e-6).all()
+        assert (tick.reasons != 0) == (not np.array_equal(got, asked))
+        np.testing.assert_array_equal(tick.applied, got)
+    driver.close()
+
+
+def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path: Path) -> None:
+    latch = tmp_path / "e-stop.json"
+    first = WatchedRobot()
+    driver = Driver(first, FakeTask(), SafetyKernel(first.spec, latch_path=latch))
+    driver.connect()
+    driver.kernel.emergency_stop("ada")
+    assert driver.command(RIGHT).stopped and first.commands == [] and first.stops == [StopLevel.SAFE]
+    driver.close()
+
+    robot = WatchedRobot()
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
+    driver.connect()
+    before = robot.position
+    for tick in (driver.reset(seed=3), driver.command(RIGHT), driver.hold()):
+        assert tick.stopped and tick.applied is None
+    assert robot.commands == []
+    np.testing.assert_array_equal(robot.position, before)
+    with pytest.raises(SpecError, match="named person"):
+        driver.kernel.rearm(" ")
+    assert driver.command(RIGHT).stopped
+
+    driver.kernel.rearm("ada")
+    tick = driver.command(RIGHT)
+    assert not tick.stopped and len(robot.commands) == 1 and not latch.exists()
+    driver.close()
+
+
+def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:
+    now_ns = [0]
+    robot = WatchedRobot(FakeRobotConfig(faults=FaultPlan(stale_at=2)), clock=lambda: now_ns[0])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
+    driver.connect()
+    driver.command(RIGHT)
+    driver.command(RIGHT)
+    now_ns[0] += 1_000_000_000
+    driver.guard()
+    with pytest.raises(StaleObservation):
+        driver.command(RIGHT)
+    assert len(robot.commands) == 2 and driver.kernel.counts["stale"] == 1
+    driver.close()
+
+
+def test_a_broken_reading_is_not_acted_upon() -> None:
+    robot = WatchedRobot(FakeRobotConfig(faults=FaultPlan(nan_at=1)))
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    with pytest.raises(SpecError, match="not finite"):
+        driver.command(RIGHT)
+    driver.guard()
+    with pytest.raises(SpecError, match="not finite"):
+        driver.command(RIGHT)
+    assert len(robot.commands) == 1
+    driver.close()
+
+
+def test_a_lost_robot_is_told() -> None:
+    robot = WatchedRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.command(RIGHT)
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.guard()
+    driver.close()
+
+
+def test_pictures_are_taken_as_often_as_asked_and_always_in_real_time() -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    cameras = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), cameras, frame_stride=3)
+    driver.connect()
+    ticks = [driver.reset(seed=0), *(driver.command(STILL) for _ in range(6))]
+    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, False, True]
+    assert ticks[0].frames["front"].shape == (16, 16, 3)
+    driver.real_time = True
+    assert all(driver.command(STILL).frames for _ in range(3))
+    driver.close()
+
+
+def test_a_reset_is_repeatable_and_is_no_step(driver: Driver, robot: WatchedRobot) -> None:
+    first, again, other = (driver.reset(seed).observation["observation.state"] for seed in (5, 5, 6))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert robot.commands == []
