@@ -1,0 +1,295 @@
+"""A policy acts chunk by chunk until a person steps in; what the person does is told apart and ends as they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from edge_kit import WatchedRobot, until
+
+from hal.robot import StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array
+from robots.fake import GRIPPER_M, STEP_M, FakeTask
+from user_sys.edge.authority import SILENCE_S, Authority, State
+from user_sys.edge.driver import NOTHING, Driver, Tick
+from user_sys.edge.pilots import GRIPPER_SETTLES_STEPS, MAX_PENDING_ORDERS, PolicyPilot, SessionPilot
+from user_sys.edge.recorder import Decision, Verdict
+from user_sys.episode import Phase
+from user_sys.messages import OperatorCommand, OperatorReply
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.weights.swap import PolicySwapper
+from user_sys.weights.transfer import encode_full
+
+LENGTH = 3
+FAR = 0.01  # a policy's step along x: its version times this, plus a tenth of it for each step in the chunk
+
+
+class Marching(Policy):
+    """Chunks of three steps along x whose size tells which weights and which step of the chunk they are."""
+
+    def __init__(self) -> None:
+        self.size = 0.0
+        self.asked = 0
+
+    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+        self.asked += 1
+        actions = np.zeros((LENGTH, 4), np.float32)
+        actions[:, 0] = self.size + FAR / 10 * np.arange(LENGTH)
+        actions[:, 3] = GRIPPER_M
+        return ActionChunk(actions, -np.arange(LENGTH, dtype=np.float32))
+
+    def load(self, weights: Mapping[str, Array]) -> None:
+        self.size = float(weights["size"][0])
+
+
+def publish(swapper: PolicySwapper, version: int) -> None:
+    """Offers weights and waits until they are loaded and may be swapped in."""
+    swapper.offer(*encode_full({"size": np.array([version * FAR], np.float32)}, version, 0))
+    until(lambda: swapper._loaded_version == version, f"version {version} is loaded")
+
+
+@dataclass
+class Session:
+    """A fake robot, its pilot and the people at it; time moves when it is told to."""
+
+    robot: WatchedRobot
+    driver: Driver
+    swapper: PolicySwapper
+    max_steps: int = 50
+    now_s: float = 100.0
+    leaving: bool = False
+    sequence: int = 0
+    steps: int = 0
+    replies: list[OperatorReply] = field(default_factory=list)
+    decisions: list[Decision | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.authority = Authority("fake-0", self.robot.spec, clock=lambda: self.now_s)
+        self.pilot = SessionPilot(
+            self.robot.spec,
+            self.authority,
+            self.swapper,
+            "go",
+            self.max_steps,
+            reply=self.replies.append,
+            rearm=self.driver.kernel.rearm,
+            leaving=lambda: self.leaving,
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        self.tick: Tick = self.driver.reset(seed=0)
+        self.steps = 0
+        self.pilot.begin(self.tick)
+
+    def order(self, order: Any, twist: tuple[float, ...] = (), operator: str = "ada") -> None:
+        self.sequence += 1
+        self.pilot.order(
+            OperatorCommand(robot="fake-0", operator=operator, order=order, twist=twist, sequence=self.sequence)
+        )
+
+    def period(self) -> tuple[Decision | None, Verdict | None]:
+        """One control period as the loop makes it."""
+        decision = self.pilot.decide(self.tick)
+        self.decisions.append(decision)
+        if decision is None:
+            self.tick = self.driver.hold()
+            return None, None
+        self.tick = self.driver.command(decision.action)
+        self.steps += 1
+        return decision, self.pilot.judge(self.tick, self.steps)
+
+    def acted(self) -> Decision:
+        decision, _ = self.period()
+        assert decision is not None
+        return decision
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Session]]:
+    with PolicySwapper(Marching) as swapper:
+        publish(swapper, 1)
+
+        def session(max_steps: int = 50) -> Session:
+            robot = WatchedRobot()
+            driver = Driver(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
+            driver.connect()
+            return Session(robot, driver, swapper, max_steps)
+
+        yield session
+
+
+@pytest.fixture
+def session(make: Callable[..., Session]) -> Session:
+    return make()
+
+
+def test_a_chunk_is_executed_to_its_end_before_new_weights_come_in(session: Session) -> None:
+    first = session.acted()
+    publish(session.swapper, 2)
+    decisions = [first, *(session.acted() for _ in range(5))]
+    assert [d.policy_version for d in decisions] == [1, 1, 1, 2, 2, 2]
+    np.testing.assert_allclose([d.action[0] / FAR for d in decisions], [1.0, 1.1, 1.2, 2.0, 2.1, 2.2], rtol=1e-5)
+    assert [d.log_prob for d in decisions] == [0.0, -1.0, -2.0] * 2
+    assert {d.phase for d in decisions} == {Phase.POLICY}
+
+
+def test_a_chunk_does_not_outlive_its_episode() -> None:
+    policy = Marching()
+    tick = Tick({STATE: np.zeros(7, np.float32)}, {}, 0, None, 0, 0, NOTHING, 0, False)
+    pilot = PolicyPilot(lambda: (policy, 7), "go", 50, deterministic=True)
+    for _ in range(2):
+        pilot.begin(tick)
+        decision = pilot.decide(tick)
+        assert decision is not None and decision.log_prob == 0.0 and decision.policy_version == 7
+    assert policy.asked == 2
+
+
+def test_a_take_over_in_the_middle_is_a_correction_and_a_hand_back_asks_the_policy_anew(session: Session) -> None:
+    session.acted()
+    session.order("take-over")
+    session.order("drive", (0.5, 0, 0, 0))
+    corrected = session.acted()
+    assert (corrected.phase, corrected.policy_version) == (Phase.CORRECTION, -1)
+    np.testing.assert_allclose(corrected.action, [STEP_M / 2, 0, 0, GRIPPER_M], rtol=1e-6)
+    assert np.isnan(corrected.log_prob)
+    session.order("hand-back")
+    again = session.acted()
+    assert again.phase is Phase.POLICY and again.log_prob == 0.0  # a new chunk: somebody else had moved the robot
+    assert [reply.order for reply in session.replies] == ["take-over", "hand-back"]
+    assert all(reply.accepted for reply in session.replies)
+
+
+def test_an_episode_that_a_person_begins_is_teleoperation(session: Session) -> None:
+    session.order("take-over")
+    session.period()
+    session.begin()
+    session.order("drive", (0, 1, 0, 0))
+    assert session.acted().phase is Phase.TELEOP
+    session.order("hand-back")
+    assert session.acted().phase is Phase.POLICY
+    session.order("take-over")
+    session.order("drive", (0, 1, 0, 0))
+    assert session.acted().phase is Phase.CORRECTION
+
+
+def test_a_hand_at_rest_holds_the_robot_and_is_no_step(session: Session) -> None:
+    session.order("take-over")
+    for _ in range(3):
+        session.order("drive", (0, 0, 0, 0))
+        assert session.period() == (None, None)
+    assert session.robot.commands == [] and session.robot.stops == [StopLevel.HOLD] * 3
+    session.order("drive", (0, 0, -1, 0))
+    assert session.acted().action[2] == np.float32(-STEP_M)
+
+
+def test_closing_the_gripper_is_recorded_while_it_settles(session: Session) -> None:
+    session.order("take-over")
+    session.order("drive", (0, 0, 0, -1))
+    decisions = [session.period()[0] for _ in range(GRIPPER_SETTLES_STEPS + 3)]
+    assert [d is not None for d in decisions] == [True] * (GRIPPER_SETTLES_STEPS + 1) + [False] * 2
+    assert all(d.action[3] == 0 for d in decisions if d)
+
+
+@pytest.mark.parametrize("order", ["success", "failure"])
+def test_a_verdict_ends_the_episode_with_one_neutral_step(session: Session, order: Any) -> None:
+    session.acted()
+    session.order("take-over")
+    session.order("drive", (1, 0, 0, -1))
+    session.acted()
+    session.order(order)
+    decision, verdict = session.period()
+    assert decision is not None and verdict == Verdict(
+        reward=float(order == "success"),
+        terminated=True,
+        truncated=False,
+        success=order == "success",
+        source="person",
+    )
+    np.testing.assert_array_equal(decision.action, [0, 0, 0, 0])  # the gripper stays as the person left it
+    session.begin()
+    session.order("drive", (1, 0, 0, 0))
+    assert session.period()[1] is not None and not session.period()[1].over  # type: ignore[union-attr]
+
+
+def test_a_person_may_judge_while_the_policy_drives(session: Session) -> None:
+    session.acted()
+    session.order("success")
+    decision, verdict = session.period()
+    assert decision is not None and decision.policy_version == -1 and decision.phase is Phase.POLICY
+    assert verdict is not None and verdict.success and verdict.source == "person"
+
+
+def test_a_reset_cuts_the_episode_off_without_a_verdict(session: Session) -> None:
+    session.acted()
+    session.order("reset")
+    _, verdict = session.period()
+    assert verdict is not None and (verdict.truncated, verdict.terminated, verdict.success) == (True, False, None)
+
+
+def test_silence_holds_until_somebody_takes_over_or_hands_back(session: Session) -> None:
+    session.order("take-over")
+    session.order("drive", (1, 0, 0, 0))
+    session.acted()
+    session.now_s += SILENCE_S + 0.1
+    assert session.period() == (None, None) and session.authority.state is State.HOLD
+    session.order("drive", (1, 0, 0, 0))
+    assert session.period() == (None, None)  # input alone does not resume
+    session.order("hand-back", operator="bob")
+    assert session.acted().phase is Phase.POLICY
+
+
+def test_the_policys_step_limit_starts_anew_at_a_hand_back(make: Callable[..., Session]) -> None:
+    session = make(max_steps=4)
+    for _ in range(3):
+        assert not session.period()[1].over  # type: ignore[union-attr]
+    session.order("take-over")
+    for _ in range(5):
+        session.order("drive", (0, 1, 0, 0))
+        assert not session.period()[1].over  # type: ignore[union-attr]
+    session.order("hand-back")
+    verdicts = [session.period()[1] for _ in range(4)]
+    assert [v.truncated for v in verdicts if v] == [False, False, False, True]
+    assert verdicts[-1] is not None and verdicts[-1].success is False
+
+
+def test_a_re_arm_leads_from_a_stop_to_a_hold_at_once(session: Session) -> None:
+    session.acted()
+    session.driver.kernel.emergency_stop("ada")
+    session.order("e-stop")
+    assert session.period() == (None, None) and session.authority.state is State.STOPPED
+    assert session.robot.stops[-1] is StopLevel.SAFE
+    session.order("hand-back")
+    assert session.period() == (None, None) and not session.replies[-1].accepted
+    session.order("re-arm")
+    assert session.period() == (None, None) and session.authority.state is State.HOLD
+    assert session.driver.kernel.emergency is None and not session.tick.stopped
+    session.order("hand-back")
+    assert session.acted().phase is Phase.POLICY
+
+
+def test_a_latch_that_only_the_driver_knows_of_stops_the_session_too(session: Session) -> None:
+    session.acted()
+    session.driver.kernel.emergency_stop("the button")
+    _, verdict = session.period()  # this command meets the latch
+    assert verdict is not None and verdict.truncated and verdict.success is None
+    session.begin()
+    assert session.period() == (None, None) and session.authority.state is State.STOPPED
+
+
+def test_leaving_ends_the_episode_with_one_neutral_step(session: Session) -> None:
+    session.acted()
+    session.leaving = True
+    decision, verdict = session.period()
+    assert decision is not None and not decision.action[:3].any()
+    assert verdict is not None and verdict.truncated and verdict.success is None
+
+
+def test_a_flood_of_orders_is_refused_and_not_kept(session: Session) -> None:
+    for _ in range(MAX_PENDING_ORDERS + 1):
+        session.order("reset")
+    assert [(reply.accepted, reply.reason) for reply in session.replies] == [(False, "busy")]

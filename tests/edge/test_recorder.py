@@ -1,0 +1,145 @@
+"""What is recorded is what happened: who chose, what was asked, what was applied, and where an episode was cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import simplejpeg
+from edge_kit import RIGHT, STILL
+
+from hal.safety import Reason, SafetyKernel
+from hal.spec import Array
+from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask
+from user_sys.edge.driver import Driver, Tick
+from user_sys.edge.pilots import rule_verdict
+from user_sys.edge.recorder import Decision, Recorder, RecorderConfig, Verdict
+from user_sys.episode import APPLIED, IMAGES, Chunk, EpisodeEnd, Phase, Source, decode_chunk
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.rows import Features
+
+
+class Stage:
+    """A fake robot with a camera, and what its recorder has let go of."""
+
+    def __init__(self, config: RecorderConfig | None = None, cameras: tuple[str, ...] = ("front",)) -> None:
+        robot = FakeRobot(FakeRobotConfig(cameras=cameras, image_size=32))
+        views = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
+        self.driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), views, frame_stride=2)
+        self.driver.connect()
+        self.packets: list[bytes] = []
+        self.recorder = Recorder(
+            robot.spec, "fake-0", "reach", "move to the goal", self.packets.append, config or RecorderConfig()
+        )
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [decode_chunk(packet) for packet in self.packets]
+
+    def act(self, steps: int, action: Array = STILL, last: Verdict | None = None) -> list[Tick]:
+        """Opens an episode and makes `steps` steps; `last` is the verdict on the last of them."""
+        ticks = [self.driver.reset(seed=1)]
+        self.recorder.begin(Source.ONLINE, seed=1)
+        for step in range(steps):
+            decision = Decision(action, Phase.POLICY, policy_version=step, log_prob=-float(step))
+            ticks.append(self.driver.command(action))
+            verdict = last if last and step == steps - 1 else rule_verdict(ticks[-1], late=False)
+            self.recorder.record(ticks[-2], decision, ticks[-1], verdict)
+        return ticks
+
+
+CUT = Verdict(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
+
+
+def test_an_episode_is_cut_into_chunks_that_fit_together() -> None:
+    stage = Stage(RecorderConfig(chunk_steps=10))
+    ticks = stage.act(25, RIGHT, CUT)
+    headers = [chunk.header for chunk in stage.chunks]
+    assert [(h.index, h.first_step, h.steps) for h in headers] == [(0, 0, 10), (1, 10, 10), (2, 20, 5)]
+    assert [h.end for h in headers] == [None, None, EpisodeEnd(steps=25, success=False)]
+    assert {h.episode for h in headers} == {stage.recorder.episode}
+    assert (headers[0].robot, headers[0].embodiment) == ("fake-0", stage.driver.spec.embodiment)
+    assert [bool(chunk.final) for chunk in stage.chunks] == [False, False, True]
+
+    def column(name: str) -> Array:
+        return np.concatenate([chunk.columns[name] for chunk in stage.chunks])
+
+    for name in ("observation.state", "observation.environment_state"):
+        np.testing.assert_array_equal(column(name), [tick.observation[name] for tick in ticks[:-1]])
+        np.testing.assert_array_equal(stage.chunks[-1].final[name], ticks[-1].observation[name])
+    np.testing.assert_array_equal(column("policy_version"), range(25))
+    np.testing.assert_array_equal(column("truncated"), [False] * 24 + [True])
+    assert (column("t_capture_ns") <= column("t_inference_ns")).all()
+    assert (column("t_inference_ns") <= column("t_command_ns")).all()
+    assert (np.diff(column("t_capture_ns")) > 0).all()
+
+
+def test_an_episode_that_ends_with_a_full_chunk_has_no_empty_one() -> None:
+    stage = Stage(RecorderConfig(chunk_steps=5))
+    stage.act(10, last=Verdict(1.0, terminated=True, truncated=False, success=True, source="person"))
+    assert [chunk.header.steps for chunk in stage.chunks] == [5, 5]
+    assert stage.chunks[-1].header.end == EpisodeEnd(steps=10, success=True, reward_source="person")
+    assert stage.chunks[-1].columns["terminated"].tolist() == [False] * 4 + [True]
+
+
+def test_pictures_come_back_as_they_were_seen() -> None:
+    stage = Stage()
+    ticks = stage.act(10, last=CUT)
+    (chunk,) = stage.chunks
+    lengths, data = chunk.columns[f"{IMAGES}front.length"], chunk.columns[f"{IMAGES}front"].tobytes()
+    assert [bool(n) for n in lengths] == [True, False] * 5
+    assert sum(lengths) == len(data)
+    begin = 0
+    for length, tick in zip(lengths, ticks, strict=False):
+        if length:
+            picture = simplejpeg.decode_jpeg(data[begin : begin + length])
+            assert np.abs(picture.astype(int) - tick.frames["front"]).mean() < 4
+            begin += length
+
+
+def test_pictures_can_be_left_out() -> None:
+    stage = Stage(RecorderConfig(cameras=False))
+    stage.act(3, last=CUT)
+    assert not [name for name in stage.chunks[0].columns if name.startswith(IMAGES)]
+
+
+def test_a_refused_action_is_recorded_as_asked_and_as_not_applied() -> None:
+    stage = Stage()
+    stage.driver.kernel.emergency_stop("ada")
+    stage.act(1, RIGHT)
+    (chunk,) = stage.chunks
+    np.testing.assert_array_equal(chunk.columns["action"], [RIGHT])
+    np.testing.assert_array_equal(chunk.columns[APPLIED], [np.float32(stage.driver.spec.neutral)])
+    assert chunk.columns["safety"].tolist() == [Reason.ESTOP]
+    assert chunk.columns["truncated"].tolist() == [True]
+    assert chunk.header.end == EpisodeEnd(steps=1, success=None)
+
+
+def test_a_reduced_action_is_recorded_with_what_was_applied() -> None:
+    stage = Stage()
+    stage.act(1, 2 * RIGHT + np.float32([0.05, 0, 0, 0]), CUT)
+    (chunk,) = stage.chunks
+    assert chunk.columns["action"][0, 0] == np.float32(0.15)
+    assert chunk.columns[APPLIED][0, 0] == np.float32(0.1)
+    assert chunk.columns["safety"][0] & Reason.BOUND
+
+
+def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampled() -> None:
+    stage = Stage(RecorderConfig(chunk_steps=4))
+    stage.act(6)  # the session dies here: two steps are in no chunk
+    first = stage.recorder.episode
+    stage.act(4, last=CUT)
+    headers = [chunk.header for chunk in stage.chunks]
+    assert [(h.episode == first, h.steps, h.end is None) for h in headers] == [(True, 4, True), (False, 4, False)]
+    assert headers[1].index == 0 and headers[1].first_step == 0
+
+
+@pytest.mark.parametrize(("steps", "end", "transitions"), [(1, CUT, 1), (6, CUT, 6), (6, None, 3)])
+def test_the_learner_can_draw_every_step_whose_outcome_is_known(
+    steps: int, end: Verdict | None, transitions: int
+) -> None:
+    """Of an episode without its end, cut off after a chunk of 4, the last step's outcome is not known."""
+    stage = Stage(RecorderConfig(chunk_steps=4), cameras=())
+    stage.act(steps, RIGHT, end)
+    buffer = ReplayBuffer(Features.of(stage.driver.spec), capacity_rows=100)
+    assert sum(buffer.add(chunk) for chunk in stage.chunks) == transitions
+    assert not buffer.skipped
