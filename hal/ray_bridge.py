@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
 STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 STOP_MARGIN_S = 15.0  # beyond a node's own deadline: the actor's answer, through a busy machine
 
 _QUIET = {
@@ -94,6 +96,15 @@ class Cluster:
         self._asked: dict[str, Any] = {}
         self._last: dict[str, NodeStatus] = {}
         self._patience_s: dict[str, float] = {}
+
+    @property
+    def here(self) -> str:
+        """The resource that stands for the machine of this process; every Ray node declares its own."""
+        return f"node:{self._ray.util.get_node_ip_address()}"
+
+    def declares(self, resource: str) -> bool:
+        """Whether some node of the cluster has `resource`, in use or not."""
+        return any(resource in node["Resources"] for node in self._ray.nodes() if node["Alive"])
 
     def start(
         self,
@@ -246,6 +257,7 @@ def connect(address: str) -> Cluster:
     Raises:
         HalError: no cluster answers there.
     """
+    _require_listener(address)
     ray = _import_ray(token=None)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -253,6 +265,17 @@ def connect(address: str) -> Cluster:
         raise HalError(f"no Ray cluster answers at {address}: {error}") from error
     _silence(ray)
     return Cluster(ray, None, None)
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself tries a dead address for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise HalError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _import_ray(token: str | None) -> Any:

@@ -38,6 +38,11 @@ class RobotConfig:
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def simulated(self) -> bool:
+        """Needs no hardware, so it can run anywhere."""
+        return self.driver in ("sim", "fake")
+
     def __post_init__(self) -> None:
         if self.frame_stride < 1:
             raise ConfigError(f"robot {self.name}: frame_stride must be at least 1")

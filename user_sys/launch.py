@@ -32,7 +32,7 @@ from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
 from user_sys.run_folder import RunCard, create, default_name, reopen
 from user_sys.store.store import StoreReader
-from user_sys.topology import HEAD, Node, RunConfig, RunFolder, topology
+from user_sys.topology import Node, RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
 
@@ -112,6 +112,7 @@ class Run:
         self._over = threading.Event()
         self._cluster: Cluster | None = None
         self._failed: set[str] = set()
+        self._nodes: tuple[Node, ...] = ()
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
         self.monitor.seed_history(*_history(folder))
@@ -120,7 +121,8 @@ class Run:
         try:
             self._client.start()
             self._cluster = self._start_cluster()
-            for node in topology(self._config, self._folder):
+            self._nodes = topology(self._config, self._folder, self._cluster.here, self._cluster.declares)
+            for node in self._nodes:
                 self._start(self._cluster, node)
         except BaseException:
             self.close()
@@ -179,7 +181,7 @@ class Run:
         if settings.address:
             return connect(settings.address)
         return start_local(
-            {**ray_resources(records), HEAD: 1.0},
+            ray_resources(records),
             object_store_bytes=settings.object_store_mb * 1_000_000,
             dashboard=settings.dashboard,
             log_dir=self._folder.path / "logs" / "ray",
@@ -269,7 +271,7 @@ class Run:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
         self._client.send(StopRun(reason=reason))
-        nodes = [node.name for node in topology(self._config, self._folder)]
+        nodes = [node.name for node in self._nodes]
         leaving = {name for name in nodes if name.endswith("-session") or name == LEARNER} - self._failed
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         while leaving and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,19 +126,26 @@ class Node:
     log: Path
 
 
-def topology(config: RunConfig, folder: RunFolder) -> tuple[Node, ...]:
+def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable[[str], bool]) -> tuple[Node, ...]:
     """The processes of a run, in the order in which they start.
 
     Driver and session of a robot share the robot's resource, so that both land where the robot is and nobody else does.
-    The learner reads the gateway's store by mmap, so that both land on the head node.
+    The learner reads the gateway's store by mmap, so that both run where the run folder is.
+
+    Args:
+        here: the resource that stands for this machine.
+        declared: whether some machine of the cluster has declared a resource. A simulated robot that none has declared
+            runs here.
     """
+    beside_folder = {here: 0.01}
     root = folder.path.resolve()
-    gateway = Node("gateway", _module("user_sys.gateway", "--run", root), {HEAD: 0.01}, folder.log("gateway"))
-    learner = Node("learner", _module("user_sys.learner", root), {HEAD: 0.01}, folder.log("learner"))
+    gateway = Node("gateway", _module("user_sys.gateway", "--run", root), beside_folder, folder.log("gateway"))
+    learner = Node("learner", _module("user_sys.learner", root), beside_folder, folder.log("learner"))
     edges = []
     for robot in config.robots:
         state = root / "edge" / robot.name
-        place = {f"robot:{robot.name}": 0.5}
+        resource = f"robot:{robot.name}"
+        place = {resource: 0.5} if declared(resource) or not robot.simulated else beside_folder
         driver, session = f"{robot.name}-driver", f"{robot.name}-session"
         edges += [
             Node(
@@ -146,9 +154,6 @@ def topology(config: RunConfig, folder: RunFolder) -> tuple[Node, ...]:
             Node(session, _module("user_sys.edge.session", state / "session.yaml"), place, folder.log(session)),
         ]
     return (gateway, *edges, learner)
-
-
-HEAD = "user_sys_head"
 
 
 def _module(name: str, *args: object) -> tuple[str, ...]:
