@@ -1,0 +1,238 @@
+"""A session may die, its gateway may die, its driver may die: nothing that was acknowledged is lost or kept twice."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edge_kit import NodeProcess, error_lines, node, until
+
+from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.config import load, save
+from user_sys.edge.outbox import Outbox
+from user_sys.edge.session import SessionConfig
+from user_sys.episode import Chunk, Phase, Source, decode_chunk
+from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, RobotStatus, StopRun
+from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
+from user_sys.run_folder import create
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK
+from user_sys.topology import RunConfig
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.transfer import encode_full
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+ROBOT = RobotConfig(name="fake-0", driver="fake")
+
+
+class Site:
+    """A run folder, and the processes that a test starts and kills in it."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        config = RunConfig(robots=(ROBOT,), runs=folder)
+        self.folder, self.card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
+        prepare(config, self.folder, self.card)
+        self.state = self.folder.edge(ROBOT.name)
+        self._logs = 0
+
+    def start(self, *argv: object) -> NodeProcess:
+        self._logs += 1
+        log = self.folder.path / "logs" / f"{self._logs}-{argv[0]}.log"
+        return self._stack.enter_context(node(argv, log))
+
+    def gateway(self) -> NodeProcess:
+        return self.start("user_sys.gateway", "--run", self.folder.path)
+
+    def driver(self) -> NodeProcess:
+        return self.start("user_sys.edge.driver_process", self.state / "robot.yaml", self.state)
+
+    def session(self) -> NodeProcess:
+        return self.start("user_sys.edge.session", self.state / "session.yaml")
+
+    def client(self, name: str) -> TunnelClient:
+        hello = Hello(protocol=PROTOCOL_VERSION, role="learner" if name == LEARNER else "console", name=name)
+        keys = load_keypair(self.folder.keys / f"{name}.key")
+        gateway_key = load_public_key(self.folder.keys / f"{GATEWAY}.pub")
+        client = self._stack.enter_context(TunnelClient(self.card.endpoint, keys, gateway_key, hello))
+        client.wait_open(20)
+        return client
+
+    def chunks(self) -> list[Chunk]:
+        """Every chunk in the store, as often as it is there."""
+        if not any(self.folder.store.glob("*")):
+            return []
+        return _chunks(self.folder.store)
+
+    def recorded(self) -> set[tuple[str, int]]:
+        """Every chunk that the outbox has ever held; it deletes nothing in so short a time."""
+        return {key(chunk) for chunk in _chunks(self.state / "outbox")}
+
+    def stored(self) -> Counter[tuple[str, int]]:
+        return Counter(key(chunk) for chunk in self.chunks())
+
+    def unsent(self) -> int:
+        with Outbox.open(self.state / "outbox") as outbox:
+            return len(outbox)
+
+
+def _chunks(log: Path) -> list[Chunk]:
+    with LogReader.open(log) as reader:
+        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.refresh() if ref.kind == CHUNK]
+
+
+def key(chunk: Chunk) -> tuple[str, int]:
+    return chunk.header.episode, chunk.header.index
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+def require_whole(site: Site) -> None:
+    """Each chunk that was recorded is in the store exactly once, and no episode has a gap."""
+    stored = site.stored()
+    assert set(stored.values()) == {1}
+    assert set(stored) == site.recorded()
+    assert site.unsent() == 0
+    steps: Counter[str] = Counter()
+    for chunk in sorted(site.chunks(), key=key):
+        assert chunk.header.first_step == steps[chunk.header.episode]
+        steps[chunk.header.episode] += chunk.header.steps
+
+
+def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console, learner = site.client(CONSOLE), site.client(LEARNER)
+    until(lambda: len(site.stored()) >= 10, "experience arrives")
+
+    spec = robot_spec(ROBOT)
+    weights = Rlpd(RlpdConfig(), spec, seed=0).policy_weights()
+    learner.publish_weights(*encode_full(weights, 7, updates=100))
+    until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
+
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(30) == 0
+    assert error_lines(session.log) == []
+    assert driver.log.count("session.attached") == 1
+    require_whole(site)
+    for chunk in site.chunks():
+        columns, header = chunk.columns, chunk.header
+        assert (header.source, header.robot, header.embodiment) == (Source.ONLINE, "fake-0", spec.embodiment)
+        assert (columns["phase"] == Phase.POLICY).all() and set(columns["policy_version"].tolist()) <= {-1, 7}
+        assert (columns["t_capture_ns"] <= columns["t_inference_ns"]).all()
+        assert (columns["t_inference_ns"] <= columns["t_command_ns"]).all()
+        assert (np.isfinite(columns["log_prob"]) == (columns["policy_version"] == 7)).all()
+    assert len({chunk.header.seed for chunk in site.chunks()}) == len({c.header.episode for c in site.chunks()})
+
+
+def test_a_session_of_another_holder_is_told_who_has_the_robot(site: Site) -> None:
+    """It does take over the robot's place in the tunnel, as any newer connection; the holder's successor regains it."""
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    other = replace(load(SessionConfig, site.state / "session.yaml"), holder="run beta", state=site.state / "beta")
+    save(other, site.state / "beta.yaml")
+    rival = site.start("user_sys.edge.session", site.state / "beta.yaml")
+    rival.says("lease.waiting fake-0 is driven by run run for at least")
+    assert session.process.wait(30) == 2
+    assert error_lines(session.log)[-1].endswith("another session of fake-0 has taken over")
+
+    successor = site.session()
+    successor.says("lease.granted robot=fake-0 token=2")
+    assert rival.process.wait(30) == 2
+    assert driver.log.count("session.attached") == 2 and "token=2" in driver.says("token=2")
+    console.send(StopRun(reason="the test is over"))
+    assert successor.process.wait(30) == 0
+    require_whole(site)
+
+
+def test_the_successor_of_a_killed_session_takes_over_with_a_newer_token(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = site.client(CONSOLE)
+    session.says("lease.granted robot=fake-0 token=1")
+    until(lambda: len(site.stored()) >= 5, "experience arrives")
+    held = driver.log.count("watchdog.hold")
+    session.end(signal.SIGKILL)
+    acknowledged = set(site.stored())
+    driver.says("watchdog.hold", times=held + 1)
+
+    successor = site.session()
+    successor.says("lease.granted robot=fake-0 token=2")
+    driver.says("token=2")
+    until(lambda: len(site.stored()) >= len(acknowledged) + 5, "experience goes on")
+    console.send(StopRun(reason="the test is over"))
+    assert successor.process.wait(30) == 0
+    assert acknowledged <= set(site.stored())
+    require_whole(site)
+
+
+def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) -> None:
+    gateway = site.gateway()
+    site.driver()
+    session = site.session()
+    until(lambda: len(site.stored()) >= 5, "experience arrives")
+    gateway.end(signal.SIGKILL)
+    acknowledged, recorded = set(site.stored()), len(site.recorded())
+    until(lambda: len(site.recorded()) >= recorded + 20, "the robot goes on acting")
+    assert set(site.stored()) == acknowledged
+
+    site.gateway()
+    console = site.client(CONSOLE)
+    until(lambda: site.recorded() - set(site.stored()) == set() or len(site.stored()) > recorded + 20, "it delivers")
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(30) == 0
+    assert acknowledged <= set(site.stored())
+    require_whole(site)
+    assert "lease.granted robot=fake-0 token=1" in session.log and "token=2" not in session.log
+
+
+def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    driver.end(signal.SIGKILL)
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=1))
+    session.says("e-stop.undelivered")
+
+    again = site.driver()
+    again.says("estop.latched by=ada")
+    again.says("session.attached")
+    stopped = len(site.recorded())
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=2))
+    again.says("estop.rearmed by=ada")
+    until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
+    assert len(site.recorded()) == stopped
+    console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=3))
+    until(lambda: len(site.recorded()) >= stopped + 5, "the policy drives again")
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(30) == 0
+    require_whole(site)
+
+
+def _authority(console: TunnelClient) -> str:
+    message = console.receive(1.0)
+    return message.authority if isinstance(message, RobotStatus) else ""
+
+
+def test_a_session_with_a_wrong_setting_says_so_in_one_line(site: Site) -> None:
+    (site.state / "session.yaml").write_text("robott: fake-0\n")
+    session = site.session()
+    assert session.process.wait(30) == 2
+    (line,) = error_lines(session.log)
+    assert "robott: unknown key; did you mean 'robot'?" in line
