@@ -56,6 +56,8 @@ class RlpdConfig:
         actor_period: G, critic updates for each actor update.
         initial_temperature: alpha at the start.
         entropy_per_action: the target entropy, in nats, for each element of the action scaled to [-1, 1].
+        acting_rate: how fast the weights that act follow the actor. One actor is good on average and bad now and then;
+            robots get the mean of the last hundred or so (Polyak and Juditsky, 1992). 1 publishes the actor itself.
         backup_entropy: whether y includes the entropy of the next action.
         gradient_norm_max: each network's gradient is scaled down to this norm.
     """
@@ -70,6 +72,7 @@ class RlpdConfig:
     actor_period: int = 2
     initial_temperature: float = 0.01
     entropy_per_action: float = -0.5
+    acting_rate: float = 0.01
     backup_entropy: bool = False
     gradient_norm_max: float = 10.0
 
@@ -100,6 +103,7 @@ class Rlpd(Algorithm):
         self._actor = actor_parameters(inputs, actions, config.actor_hidden, self._generator)
         self._critics = critic_parameters(inputs + actions, config.critic_hidden, config.critics, self._generator)
         self._targets = {name: p.detach().clone() for name, p in self._critics.items()}
+        self._acting = {name: p.detach().clone() for name, p in self._actor.items()}
         self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self._device, requires_grad=True)
         self._target_entropy = config.entropy_per_action * actions
         self._optimizers = {
@@ -149,6 +153,8 @@ class Rlpd(Algorithm):
         q = critics_forward(frozen, torch.cat([observation, action], -1)).mean(0)
         loss = (self._log_alpha.detach().exp() * log_prob - q).mean()
         self._step("actor", loss, self._actor)
+        newest = [p.detach() for p in self._actor.values()]
+        torch._foreach_lerp_(list(self._acting.values()), newest, self._config.acting_rate)
         self._newest |= {"actor_loss": loss.detach(), "log_prob": log_prob.detach()}
         return log_prob.detach()
 
@@ -195,6 +201,7 @@ class Rlpd(Algorithm):
         """Every tensor that updates change, by name."""
         networks = {"actor": self._actor, "critics": self._critics, "temperature": {"log_alpha": self._log_alpha}}
         named = {f"targets.{name}": p for name, p in self._targets.items()}
+        named |= {f"acting.{name}": p for name, p in self._acting.items()}
         for network, parameters in networks.items():
             for name, p in parameters.items():
                 named[f"{network}.{name}"] = p
@@ -211,7 +218,7 @@ class Rlpd(Algorithm):
 
     def policy_weights(self) -> dict[str, Array]:
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
-        return _copies({**self._actor, **self._affine})
+        return _copies({**self._acting, **self._affine})
 
     def state_dict(self) -> dict[str, Array]:
         """See `Algorithm.state_dict`."""
