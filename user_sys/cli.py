@@ -195,7 +195,8 @@ def _add_evaluate(verbs: Any) -> None:
     )
     verb.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/latest")
     verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
-    verb.set_defaults(runs=("user_sys.evaluate", "evaluate_main"))
+    verb.add_argument("--json", action="store_true", help="for other programs")
+    verb.set_defaults(runs=("user_sys.results", "evaluate_main"))
 
 
 def _add_store(verbs: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import socket
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hal.discovery import configured_robots, discover, installed_probes
-from hal.ray_bridge import Cluster, NodeState, RestartPolicy, connect, ray_resources, start_local
+from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
 from hal.spec import RobotSpec
-from user_sys.config import load
+from user_sys.compose import robot_spec
+from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.server import ConsoleServer
 from user_sys.errors import RunError, WireError
@@ -27,7 +29,7 @@ from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
 from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
 from user_sys.progress import ProgressDisplay
-from user_sys.record import record_demonstrations
+from user_sys.record import SEEDS_PER_ROBOT, record_demonstrations
 from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
 from user_sys.run_folder import RunCard, create, default_name, reopen
@@ -44,28 +46,25 @@ STATUS_EVERY_S = 2.0
 LEAVE_DEADLINE_S = 60.0  # sessions deliver their outbox and the learner writes its checkpoint before they leave
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 RESTART = RestartPolicy(max_restarts=20, window_s=60.0)
+STARTS_OF_A_ROBOT = 3  # a robot that nobody has heard of after so many failed starts is not there
 
 
 def train_main(args: Namespace) -> int:
     """``user-sys train``: a new run, or one that goes on. The exit status is 130 when a person stopped it."""
     console = Console()
-    if args.resume:
-        folder, config, card = reopen(Path(args.resume))
-    else:
-        config = load(RunConfig, Path(args.config), args.overrides)
-        name = args.name or config.name or default_name(Path(args.config))
-        folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
+    folder, config, card = _open(args)
     args.run_dir = folder.path
     specs = prepare(config, folder, card)
     point_latest(folder.path)
     _demonstrate(config, folder, console)
-    with Run(config, folder, card, specs, console) as run:
-        interrupted = run.train()
-    if interrupted:
-        console.print(f"stopped; go on with: user-sys train --resume {folder.path}")
-        return 130
-    summary = conclude(config, folder, run.monitor.points, run.summary(), console)
-    run.close_log(summary)
+    with RunLogger(folder.path, config, config.logging) as logger:
+        with Run(config, folder, card, specs, logger, console) as run:
+            interrupted = run.train()
+        if interrupted:
+            console.print(f"stopped; go on with: user-sys train --resume {folder.path}")
+            return 130
+        summary = conclude(config, folder, run.monitor.points, run.summary(), console)
+        logger.close(summary.as_json())
     console.print(f"everything of this run is in {folder.path}")
     if summary.success < config.evaluation.required:
         console.print(f"this is below the {config.evaluation.required:.0%} that the configuration requires")
@@ -86,11 +85,42 @@ def hardware_main(args: Namespace) -> int:
     return 0
 
 
+def _open(args: Namespace) -> tuple[RunFolder, RunConfig, RunCard]:
+    """The run's folder, made or found; what cannot work is said before anything is made."""
+    if args.resume:
+        folder, config, card = reopen(Path(args.resume), args.overrides)
+        _require_port(config)
+        if args.overrides:
+            save(config, folder.config)
+        return folder, config, card
+    config = load(RunConfig, Path(args.config), args.overrides)
+    _require_port(config)
+    for robot in config.robots:
+        robot_spec(robot)
+    name = args.name or config.name or default_name(Path(args.config))
+    folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
+    return folder, config, card
+
+
+def _require_port(config: RunConfig) -> None:
+    """Raises RunError when the console's port is taken: recording demonstrations first would waste a person's time."""
+    if not config.console.enabled:
+        return
+    try:
+        socket.create_server(("127.0.0.1", config.console.port)).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(
+            f"console: port {config.console.port} cannot be listened on ({getattr(error, 'strerror', error)}); "
+            "choose another with --console.port, or 0"
+        ) from None
+
+
 def _demonstrate(config: RunConfig, folder: RunFolder, console: Console) -> None:
     wanted = config.demonstrations
-    for robot in config.robots:
+    for number, robot in enumerate(config.robots):
+        seed = config.seed + number * SEEDS_PER_ROBOT
         recorded = record_demonstrations(
-            robot, folder.store, wanted.episodes, config.recorder, seed=config.seed, noise=wanted.noise
+            robot, folder.store, wanted.episodes, config.recorder, seed=seed, noise=wanted.noise
         )
         steps = [episode.steps for episode in recorded]
         if steps:
@@ -101,17 +131,24 @@ class Run:
     """A run's processes, its console, and what is known of it. A context manager: leaving it ends every process."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, card: RunCard, specs: dict[str, RobotSpec], console: Console
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        card: RunCard,
+        specs: dict[str, RobotSpec],
+        logger: RunLogger,
+        console: Console,
     ) -> None:
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
         self._client = _console_client(folder, card)
         self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
         self._server = ConsoleServer(self._hub, port=config.console.port) if config.console.enabled else None
-        self._log = RunLogger(folder.path, config, config.logging)
+        self._log = logger
         self._metrics = MetricsWriter(folder.path, "run")
         self._over = threading.Event()
         self._cluster: Cluster | None = None
         self._failed: set[str] = set()
+        self._missing: dict[str, str] = {}  # robots that never came up, and why
         self._nodes: tuple[Node, ...] = ()
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
@@ -145,15 +182,11 @@ class Run:
             self._client.close()
             self._metrics.close()
 
-    def close_log(self, summary: Summary) -> None:
-        """Hands the outcome to the loggers."""
-        self._log.close(summary.as_json())
-
     def train(self) -> bool:
         """Blocks until the learner is done, a target is reached, or a person interrupts; True for the last.
 
         Raises:
-            RunError: a process of the run cannot be kept alive; the message names its log.
+            RunError: a process of the run cannot be kept alive, or no robot can be driven; the message names its log.
         """
         threading.Thread(target=self._watch_pictures, name="pictures", daemon=True).start()
         with ProgressDisplay(self._console) as display, _interrupts() as interrupted:
@@ -248,6 +281,7 @@ class Run:
         """Looks after the processes. A robot's process that fails for good leaves the run to the others."""
         assert self._cluster is not None
         statuses = self._cluster.statuses()
+        self._look_after_robots(statuses, display)
         for name, status in statuses.items():
             if status.state is NodeState.FAILED and name not in self._failed:
                 self._failed.add(name)
@@ -262,6 +296,20 @@ class Run:
         learner = statuses[LEARNER]
         return learner.state is NodeState.STOPPED and learner.last_exit == 0
 
+    def _look_after_robots(self, statuses: Mapping[str, NodeStatus], display: ProgressDisplay) -> None:
+        """Tells of robots whose driver ends by itself at each start. Raises RunError when there is no other."""
+        for robot in self._config.robots:
+            status = statuses[f"{robot.name}-driver"]
+            gone = status.restarts >= STARTS_OF_A_ROBOT - 1 and (status.last_exit or 0) > 0
+            if robot.name in self.monitor.heard:
+                self._missing.pop(robot.name, None)
+            elif gone and robot.name not in self._missing:
+                path = self._folder.log(f"{robot.name}-driver")
+                self._missing[robot.name] = f"{robot.name} cannot be driven: {_last_words(path)}; see {path}"
+                display.say(self._missing[robot.name])
+        if len(self._missing) == len(self._config.robots):
+            raise RunError("; ".join(self._missing.values()))
+
     def _target_reached(self) -> bool:
         target = self._config.target
         share = self.monitor.success_over(target.episodes) if target.success else None
@@ -273,6 +321,7 @@ class Run:
         self._client.send(StopRun(reason=reason))
         nodes = [node.name for node in self._nodes]
         leaving = {name for name in nodes if name.endswith("-session") or name == LEARNER} - self._failed
+        leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         while leaving and time.monotonic() < deadline:
             self._take_messages(TICK_S)
@@ -283,6 +332,15 @@ class Run:
             log.warning("run.left_behind nodes=%s", sorted(leaving))
         self._cluster.stop(*[name for name in nodes if name != GATEWAY])
         self._cluster.stop(GATEWAY)
+
+
+def _last_words(log_path: Path) -> str:
+    """The message of the last line of a process's log."""
+    try:
+        lines = log_path.read_text(errors="replace").splitlines()
+    except OSError:
+        return "its log is on another machine"
+    return lines[-1].split(" ", 4)[-1] if lines else "it said nothing"
 
 
 def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:

@@ -58,6 +58,11 @@ class RunMonitor:
         """What the store holds of earlier launches of a run that is resumed."""
         self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
 
+    @property
+    def heard(self) -> frozenset[str]:
+        """The robots that have said something in this launch."""
+        return frozenset(self._robots)
+
     def on_status(self, status: RobotStatus) -> None:
         self._robots[status.robot] = (self._clock(), status)
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS_PER_DEMONSTRATION = 5
 DEMONSTRATION_SEED = 7_000_000  # starts apart from those of acting and evaluation
+SEEDS_PER_ROBOT = 100  # robots of one fleet show different things
 
 
 def count_demonstrations(store: Path, robot: str) -> int:
@@ -79,9 +80,10 @@ def record_main(args: Namespace) -> int:
     """``user-sys record CONFIG``: demonstrations of each robot of a run's configuration."""
     config = load(RunConfig, args.config, args.overrides)
     output = Path(args.output)
-    for robot in config.robots:
+    for number, robot in enumerate(config.robots):
+        seed = config.seed + number * SEEDS_PER_ROBOT
         recorded = record_demonstrations(
-            robot, output, args.episodes, config.recorder, seed=config.seed, noise=config.demonstrations.noise
+            robot, output, args.episodes, config.recorder, seed=seed, noise=config.demonstrations.noise
         )
         steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=args.episodes)]
         Console().print(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")

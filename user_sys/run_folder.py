@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,21 +39,29 @@ def create(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunC
     card = RunCard(format=FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
     try:
         folder.path.mkdir(parents=True)
-        (folder.path / "logs").mkdir()
-        gateway = replace(config.gateway, endpoint=endpoint)
-        save(replace(config, name=name, gateway=gateway), folder.config)
-        replace_durably(folder.path / CARD, msgspec.json.encode(card))
     except FileExistsError:
         raise RunError(
             f"there is a run {name!r} in {config.runs} already; go on with `--resume {folder.path}` or choose a --name"
         ) from None
     except OSError as error:
-        raise RunError(f"cannot make the run folder {folder.path}: {os.strerror(error.errno or 0)}") from None
+        raise _unwritable(folder, error) from None
+    try:
+        (folder.path / "logs").mkdir()
+        gateway = replace(config.gateway, endpoint=endpoint)
+        save(replace(config, name=name, gateway=gateway), folder.config)
+        replace_durably(folder.path / CARD, msgspec.json.encode(card))
+    except OSError as error:
+        shutil.rmtree(folder.path, ignore_errors=True)  # half a run folder could be neither resumed nor made anew
+        raise _unwritable(folder, error) from None
     return folder, card
 
 
-def reopen(path: Path) -> tuple[RunFolder, RunConfig, RunCard]:
-    """An existing run.
+def _unwritable(folder: RunFolder, error: OSError) -> RunError:
+    return RunError(f"cannot make the run folder {folder.path}: {os.strerror(error.errno or 0)}")
+
+
+def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunConfig, RunCard]:
+    """An existing run, with the settings it has; `overrides` change some of them from here on.
 
     Raises:
         RunError: there is none, or another version of this program made it.
@@ -69,7 +79,7 @@ def reopen(path: Path) -> tuple[RunFolder, RunConfig, RunCard]:
             f"{path} was made by another version (run format {card.format}, this is {FORMAT}); "
             "open it with that version, or start a new run"
         )
-    return folder, load(RunConfig, folder.config), card
+    return folder, load(RunConfig, folder.config, overrides), card
 
 
 def default_name(config_path: Path | None) -> str:

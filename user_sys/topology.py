@@ -34,6 +34,10 @@ class TargetConfig:
     success: float = 0.0
     episodes: int = 50
 
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError("target: episodes must be at least 1")
+
 
 @dataclass(frozen=True)
 class ConsoleConfig:

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+from hal.errors import HalError
 from user_sys.errors import UserSysError
 from user_sys.learner.service import Learner
 from user_sys.logs import configure_logging
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     configure_logging()
     try:
         return _run(Path(argv[0]))
-    except UserSysError as error:
+    except (UserSysError, HalError, OSError) as error:
         log.error("learner.failed %s: %s", type(error).__name__, error)
         return 2
 

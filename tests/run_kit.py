@@ -1,0 +1,100 @@
+"""What the tests of whole runs share: the real command line in a process of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LEAVE_S = 15.0  # what Ray's processes may take to vanish after their driver has left
+
+
+def until(condition: Callable[[], Any], what: str, within_s: float) -> Any:
+    """Polls until `condition` gives something; fails with `what` after a deadline."""
+    deadline = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+    return result
+
+
+@dataclass
+class Launch:
+    """A running ``user-sys``, what it has printed, and every process that came of it."""
+
+    process: subprocess.Popen[bytes]
+    runtime: Path
+    out_path: Path
+    err_path: Path
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def wait(self, within_s: float = 120.0) -> int:
+        return self.process.wait(within_s)
+
+    def interrupt(self) -> None:
+        """What a terminal does on Ctrl-C: every process of the foreground group hears it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all living processes that were started by it, directly or not: their environment tells."""
+        mark = f"USER_SYS_RUNTIME_DIR={self.runtime}".encode()
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
+    def pid_of(self, module: str) -> int | None:
+        """The process that runs ``-m module``."""
+        return next((pid for pid, line in self.processes().items() if f" -m {module} " in line), None)
+
+    def require_nothing_left(self) -> None:
+        until(lambda: not self.processes(), f"all processes are gone, but {self.processes()}", LEAVE_S)
+
+
+@contextmanager
+def user_sys(folder: Path, *argv: object, env: Mapping[str, str] | None = None) -> Iterator[Launch]:
+    """``user-sys argv`` in `folder`; what is left of it at the end is killed."""
+    runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
+    out, err = runtime / "out", runtime / "err"
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_RUNTIME_DIR": str(runtime), **(env or {})}
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "user_sys.cli", *map(str, argv)],
+            cwd=folder,
+            stdout=stdout,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,
+        )
+    launch = Launch(process, runtime, out, err)
+    try:
+        yield launch
+    finally:
+        for pid in launch.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait(20)
+        shutil.rmtree(runtime, ignore_errors=True)

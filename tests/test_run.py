@@ -1,0 +1,341 @@
+"""Run folders, what lies in them before a run starts, what is known while it goes on, and how bad input is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from run_kit import Launch, user_sys
+
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.config import load
+from user_sys.edge.session import SessionConfig
+from user_sys.errors import ConfigError, RunError
+from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
+from user_sys.monitor import LOST_AFTER_S, RunMonitor
+from user_sys.prepare import free_endpoint, prepare, read_spec
+from user_sys.run_folder import CARD, RunCard, create, default_name, reopen
+from user_sys.topology import RunConfig, TargetConfig
+from user_sys.tunnel.keys import load_keypair
+
+ENDPOINT = "tcp://127.0.0.1:5999"
+
+
+def fleet(runs: Path, *names: str) -> RunConfig:
+    robots = tuple(RobotConfig(name=name, driver="fake") for name in names or ("left",))
+    return RunConfig(robots=robots, runs=runs)
+
+
+# Run folders
+
+
+def test_a_run_folder_opens_again_with_what_it_was_made_of(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path / "runs", "left", "right"), seed=7)
+    folder, card = create(config, "first", ENDPOINT)
+    again, found, found_card = reopen(tmp_path / "runs" / "first")
+    assert again.path == folder.path.resolve() and found_card == card
+    assert found == replace(config, name="first", gateway=replace(config.gateway, endpoint=ENDPOINT))
+    assert found_card.endpoint == ENDPOINT
+
+
+def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
+    create(fleet(tmp_path), "first", ENDPOINT)
+    _, config, _ = reopen(tmp_path / "first", ["--learner.max_training_s=7", "--console.port", "0"])
+    assert (config.learner.max_training_s, config.console.port) == (7.0, 0)
+    with pytest.raises(ConfigError, match="did you mean 'learner.batch_size'"):
+        reopen(tmp_path / "first", ["--learner.batchsize=7"])
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    create(fleet(tmp_path), "first", ENDPOINT)
+    with pytest.raises(RunError, match=r"there is a run 'first' in .* already; go on with `--resume .*/first`"):
+        create(fleet(tmp_path), "first", ENDPOINT)
+    reopen(tmp_path / "first")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunError, match="cannot make the run folder .*: Not a directory"):
+        create(fleet(tmp_path / "runs"), "first", ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        (None, "is not a run folder: it has no run.json"),
+        (b"{", "cannot be read"),
+        (b'{"format": 1}', "cannot be read"),
+        (
+            msgspec.json.encode(RunCard(format=2, name="x", started_unix_s=0.0, endpoint=ENDPOINT)),
+            r"another version \(run format 2, this is 1\)",
+        ),
+    ],
+)
+def test_what_is_no_run_of_ours_is_not_opened(card: bytes | None, said: str, tmp_path: Path) -> None:
+    folder, _ = create(fleet(tmp_path), "first", ENDPOINT)
+    if card is None:
+        (folder.path / CARD).unlink()
+    else:
+        (folder.path / CARD).write_bytes(card)
+    with pytest.raises(RunError, match=said):
+        reopen(folder.path)
+    with pytest.raises(RunError, match="not a run folder"):
+        reopen(tmp_path / "nowhere")
+
+
+def test_a_default_name_says_what_and_when() -> None:
+    assert re.fullmatch(r"demo-\d{4}-\d{4}-\d\d", default_name(Path("configs/demo.yaml")))
+    assert default_name(None).startswith("run-")
+
+
+def test_a_target_over_no_episodes_is_no_target() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        TargetConfig(success=0.9, episodes=0)
+
+
+# Preparation
+
+
+def test_preparing_again_keeps_keys_and_lets_a_new_robot_in(tmp_path: Path) -> None:
+    config = fleet(tmp_path, "left")
+    folder, card = create(config, "first", ENDPOINT)
+    prepare(config, folder, card)
+    before = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
+    assert set(before) == {"gateway.key", "learner.key", "console.key", "left.key"}
+    larger = fleet(tmp_path, "left", "right")
+    specs = prepare(larger, folder, card)
+    after = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
+    assert set(after) - set(before) == {"right.key"} and all(after[name] == key for name, key in before.items())
+    for path in folder.keys.glob("*.key"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        public = load_keypair(path).public
+        allowed = "\n".join(p.read_text() for p in (folder.keys / "allowed").rglob("*") if p.is_file())
+        assert (public in allowed) == (path.stem != "gateway")
+    assert set(specs) == {"left", "right"}
+
+
+def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path, "left"), seed=5)
+    folder, card = create(config, "first", ENDPOINT)
+    prepare(config, folder, card)
+    state = folder.edge("left")
+    assert read_spec(folder.spec("left")) == robot_spec(config.robots[0])
+    assert load(RobotConfig, state / "robot.yaml") == config.robots[0]
+    session = load(SessionConfig, state / "session.yaml")
+    assert (session.robot, session.holder, session.endpoint, session.seed) == ("left", "run first", ENDPOINT, 5)
+    assert session.state == state.resolve() and session.keys == folder.keys.resolve()
+    with pytest.raises(RunError, match="no robot spec"):
+        read_spec(folder.spec("right"))
+
+
+def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:
+    found = free_endpoint("tcp://127.0.0.1:0")
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", found)
+    assert free_endpoint(found) == found
+
+
+# The monitor
+
+
+class Clock:
+    now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def monitor(clock: Clock) -> RunMonitor:
+    return RunMonitor("demo", "http://here", 300.0, clock)
+
+
+def episode(success: bool | None, steps: int = 10, person: int = 0) -> EpisodeReport:
+    return EpisodeReport(
+        robot="left",
+        episode="e",
+        source="online",
+        steps=steps,
+        success=success,
+        intervention_steps=person,
+        episode_return=0.0,
+        policy_version=3,
+    )
+
+
+def status(robot: str, version: int = 3) -> RobotStatus:
+    return RobotStatus(
+        robot=robot,
+        authority="policy",
+        operator="",
+        phase="policy",
+        episode="e",
+        step=4,
+        policy_version=version,
+        real_time=False,
+        outbox_chunks=2,
+        control_hz=10.0,
+        safety_interventions=0,
+    )
+
+
+def learner(updates: int, training_s: float, version: int) -> MetricsReport:
+    scalars = {"training_s": training_s, "policy_version": float(version)}
+    return MetricsReport(node="learner", count=updates, scalars=scalars)
+
+
+def test_success_counts_only_episodes_without_a_person(monitor: RunMonitor) -> None:
+    for report in (episode(True), episode(False), episode(None), episode(True, person=3), episode(True)):
+        monitor.on_episode(report)
+    assert monitor.success_over(4) == 0.5 and monitor.success_over(2) == 0.5 and monitor.success_over(5) is None
+    assert (monitor.episodes, monitor.env_steps, monitor.interventions) == (5, 50, 1)
+    assert [(p.success, p.intervened) for p in monitor.points].count((True, True)) == 1
+
+
+def test_rates_and_staleness_follow_what_is_reported(monitor: RunMonitor, clock: Clock) -> None:
+    monitor.on_status(status("left", version=2))
+    monitor.on_status(status("right", version=5))
+    for second in range(5):
+        clock.now_s += 1
+        monitor.on_episode(episode(True, steps=20))
+        monitor.on_metrics(learner(100 * second, float(second), version=6))
+    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={"training_s": 99.0}))
+    progress = monitor.progress("training")
+    assert (progress.env_steps_per_s, progress.updates_per_s) == (20.0, 100.0)
+    assert (progress.updates, progress.policy_version, progress.staleness, progress.left_s) == (400, 6, 4, 296.0)
+    assert monitor.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in monitor.scalars()
+
+
+def test_a_robot_that_is_silent_is_shown_as_lost(monitor: RunMonitor, clock: Clock) -> None:
+    monitor.on_status(status("left"))
+    clock.now_s += LOST_AFTER_S + 1
+    monitor.on_status(status("right"))
+    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("left", "lost"), ("right", "policy")]
+    assert monitor.heard == {"left", "right"}
+
+
+def test_a_resumed_run_counts_on(monitor: RunMonitor) -> None:
+    monitor.seed_history(episodes=10, env_steps=500, interventions=2)
+    monitor.on_episode(episode(True, person=1))
+    assert (monitor.episodes, monitor.env_steps, monitor.interventions) == (11, 510, 3)
+
+
+# Bad input at the real command line
+
+FAKE = """
+robots: [{name: left, driver: fake, task: reach}]
+demonstrations: {episodes: 2}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+def require_one_line(folder: Path, said: str, *argv: object, env: dict[str, str] | None = None) -> None:
+    """The command fails with one line for a person, and leaves no process behind."""
+    with user_sys(folder, *argv, env=env) as launch:
+        require_told(launch, said)
+
+
+def require_told(launch: Launch, said: str) -> None:
+    assert launch.wait(60) == 2, launch.err
+    err = launch.err
+    assert err.count("\n") == 1 and err.startswith("user-sys: error: "), err
+    assert re.search(said, err), err
+    assert "Traceback" not in launch.out + err
+    launch.require_nothing_left()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "fake.yaml"
+    path.write_text(FAKE)
+    return path
+
+
+MISTAKES = {
+    "did you mean 'learner.batch_size'": ["train", "fake.yaml", "--learner.batchsize=3"],
+    "fak.yaml: no such file; did you mean fake.yaml": ["train", "fak.yaml"],
+    "robot left: rate: unknown key; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
+    "nowhere is not a run folder": ["train", "--resume", "nowhere"],
+    "nothing is not a run folder": ["evaluate", "nothing"],
+}
+
+
+def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
+    with ExitStack() as stack:
+        launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
+        for said, launch in launches.items():
+            require_told(launch, said)
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_console_port_in_use_is_found_before_anything_is_made(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        require_one_line(
+            config.parent, f"port {port} .*in use.*--console.port", "train", config, f"--console.port={port}"
+        )
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.fixture
+def without_egl(tmp_path: Path) -> dict[str, str]:
+    """An environment in which files that are no libraries stand before the real ones."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    for number in ("", *(f".{n}" for n in range(10))):
+        (folder / f"libEGL.so{number}").write_bytes(b"no library")
+    (tmp_path / "sim.yaml").write_text("console: {port: 0}\nlogging: {wandb: {mode: disabled}}\n")
+    return {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+
+
+def test_a_machine_without_egl_is_told_what_to_install(tmp_path: Path, without_egl: dict[str, str]) -> None:
+    require_one_line(
+        tmp_path, "EGL is missing or broken.*apt-get install libegl1", "train", "sim.yaml", env=without_egl
+    )
+
+
+@pytest.mark.slow
+def test_a_robot_that_never_comes_up_ends_the_run(tmp_path: Path, without_egl: dict[str, str]) -> None:
+    """Without demonstrations the first to draw is the driver process."""
+    require_one_line(
+        tmp_path,
+        "panda-0 cannot be driven: .*EGL is missing or broken.*; see .*panda-0-driver.log",
+        *("train", "sim.yaml", "--demonstrations.episodes=0"),
+        env=without_egl,
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root, to mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, ["umount", "-l", disk], check=True)
+        yield disk
+
+
+@pytest.mark.parametrize("room", [8, 40])
+def test_a_full_disk_is_one_line(config: Path, small_disk: Path, room: int) -> None:
+    """With so many KiB left the run folder or the demonstrations do not fit."""
+    (small_disk / "filler").write_bytes(bytes((96 - room) * 1024))
+    require_one_line(config.parent, "No space|no space|full", "train", config, f"--runs={small_disk}", "--name=full")
