@@ -1,0 +1,124 @@
+"""Whole runs by the real command line, with robots that need no hardware and no simulation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from run_kit import Launch, until, user_sys
+
+from user_sys.episode import Chunk, decode_chunk
+from user_sys.metrics import read_metrics
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK, StoreReader
+
+FLEET = """
+robots:
+  - {name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 50, cameras: [front]}}
+  - {name: right, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+demonstrations: {episodes: 5}
+learner: {max_training_s: SECONDS, batch_size: 64, checkpoint_interval_s: 2, warmup_updates: 50}
+evaluation: {episodes: 5, video_episodes: 1}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+@contextmanager
+def train(folder: Path, *argv: object, seconds: float = 8.0) -> Iterator[Launch]:
+    (folder / "fleet.yaml").write_text(FLEET.replace("SECONDS", str(seconds)))
+    with user_sys(folder, "train", *argv) as launch:
+        yield launch
+
+
+def chunks(store: Path) -> list[Chunk]:
+    if not store.exists():
+        return []
+    with LogReader.open(store) as reader:
+        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.refresh() if ref.kind == CHUNK]
+
+
+def keys(log: Path) -> Counter[tuple[str, int]]:
+    return Counter((chunk.header.episode, chunk.header.index) for chunk in chunks(log))
+
+
+def updates(run: Path) -> int:
+    return max((int(line["count"] or 0) for line in read_metrics(run / "metrics" / "learner.jsonl")), default=0)
+
+
+def require_delivered(run: Path) -> None:
+    """The store holds every chunk that a robot recorded, and each once."""
+    stored = keys(run / "store")
+    assert set(stored.values()) == {1}
+    for robot in ("left", "right"):
+        assert set(keys(run / "edge" / robot / "outbox")) <= set(stored)
+
+
+def require_summary(run: Path) -> dict[str, object]:
+    summary: dict[str, object] = json.loads((run / "summary.json").read_text())
+    with StoreReader.open(run / "store") as reader:
+        reader.refresh()
+        online = [episode for episode in reader.episodes() if episode.source == "online"]
+    assert summary["run"] == run.name and summary["episodes"] == 5 and 0 <= summary["success"] <= 1  # type: ignore[operator]
+    low, high = summary["ci95"]  # type: ignore[misc]
+    assert 0 <= low <= summary["success"] <= high <= 1
+    assert 0 < summary["env_steps"] <= sum(episode.steps for episode in online)  # type: ignore[operator]
+    assert summary["updates"] == updates(run) > 0
+    assert (run / "success.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "evaluation.mp4").stat().st_size > 0
+    return summary
+
+
+def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "fleet"
+    with train(tmp_path, "fleet.yaml", "--name", "fleet") as launch:
+        until(lambda: updates(run) > 50 or launch.process.poll() is not None, "it trains", 60)
+        launch.interrupt()
+        assert launch.wait(45) == 130, launch.err
+        assert re.search(r"stopped; go on with: user-sys train --resume runs/fleet", launch.out.replace("\n", " "))
+        assert launch.err == ""
+        launch.require_nothing_left()
+    require_delivered(run)
+    before, trained = set(keys(run / "store")), updates(run)
+    assert not (run / "summary.json").exists() and (tmp_path / "runs" / "latest").resolve() == run
+
+    with train(tmp_path, "--resume", "runs/fleet", "--learner.max_training_s=6") as launch:
+        assert launch.wait(90) == 0, launch.err
+        assert "everything of this run is in" in launch.out and "success" in launch.out
+        assert launch.err == ""
+        launch.require_nothing_left()
+    require_delivered(run)
+    assert before <= set(keys(run / "store")) and updates(run) > trained
+    summary = require_summary(run)
+    assert summary["training_s"] == pytest.approx(6, abs=2)
+    assert list(read_metrics(run / "metrics" / "run.jsonl"))[-1]["env_steps"]
+    assert list((run / "tensorboard").glob("events*"))
+    for log in (run / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text(), log
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "hurt"
+    with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
+        until(lambda: updates(run) > 50, "it trains", 60)
+        acknowledged: set[tuple[str, int]] = set()
+        for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway", "user_sys.edge.driver_process"):
+            pid = until(lambda module=module: launch.pid_of(module), f"{module} runs", 30)  # type: ignore[misc]
+            acknowledged |= set(keys(run / "store"))
+            os.kill(pid, signal.SIGKILL)
+            until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again", 30)  # type: ignore[misc]
+            stored = len(keys(run / "store"))
+            until(lambda n=stored: len(keys(run / "store")) > n + 20, f"experience after {module} died", 60)  # type: ignore[misc]
+        assert launch.wait(180) == 0, launch.err
+        launch.require_nothing_left()
+    require_delivered(run)
+    assert acknowledged <= set(keys(run / "store"))
+    require_summary(run)
