@@ -13,6 +13,7 @@ from user_sys.report import EpisodePoint
 
 LOST_AFTER_S = 5.0
 RATE_OVER_S = 10.0
+MAX_BETWEEN_REPORTS_S = 1.0
 
 
 @dataclass
@@ -47,7 +48,7 @@ class RunMonitor:
         self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
         self._started = clock()
         self.env_steps = self.episodes = self.interventions = self.updates = 0
-        self.training_s = 0.0
+        self.training_s = self._reported_at = 0.0
         self.version = -1
         self.points: list[EpisodePoint] = []
         self._alone: deque[bool] = deque(maxlen=200)
@@ -72,7 +73,7 @@ class RunMonitor:
         self._steps_rate.add(self._clock(), self.env_steps)
         intervened = report.intervention_steps > 0
         self.interventions += intervened
-        self.points.append(EpisodePoint(self.training_s, bool(report.success), intervened))
+        self.points.append(EpisodePoint(self._training_now_s(), bool(report.success), intervened))
         if not intervened:
             self._alone.append(bool(report.success))
 
@@ -81,8 +82,14 @@ class RunMonitor:
             return
         self.updates = report.count
         self.training_s = report.scalars.get("training_s", self.training_s)
+        self._reported_at = self._clock()
         self.version = int(report.scalars.get("policy_version", self.version))
         self._updates_rate.add(self._clock(), report.count)
+
+    def _training_now_s(self) -> float:
+        """Training time between two of the learner's reports."""
+        since_s = self._clock() - self._reported_at if self.updates else 0.0
+        return self.training_s + min(since_s, MAX_BETWEEN_REPORTS_S)
 
     def success_over(self, episodes: int) -> float | None:
         """Share of the newest `episodes` autonomous episodes that succeeded; None while there are fewer."""

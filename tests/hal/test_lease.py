@@ -225,3 +225,13 @@ def test_the_runtime_folder_follows_the_environment(monkeypatch: pytest.MonkeyPa
     assert runtime_folder() == Path("/run/user/7/user-sys")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert runtime_folder() == Path(f"/tmp/user-sys-{os.getuid()}")
+
+
+def test_whether_a_machine_lock_is_held_can_be_asked_without_taking_it(tmp_path: Path) -> None:
+    mine, asker = MachineLock("arm", runtime_dir=tmp_path), MachineLock("arm", runtime_dir=tmp_path)
+    assert not asker.held()
+    with mine:
+        assert mine.held() and asker.held()
+    assert not asker.held()
+    with asker:
+        assert asker.held()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from types import TracebackType
 from typing import Self
 
 import zmq
 
 from hal.errors import HalError, HardwareLost
+from hal.lease import MachineLock
 from hal.spec import Array, RobotSpec
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
 REPLY_DEADLINE_S = 30.0  # a reset moves the robot to its start
+LIFE_SIGN_S = 0.2
 PERIOD_DEADLINE_S = 3.0  # beyond a control period; a driver process that was killed shows within it
 FRAME = "frame:"
 OBSERVATION = "observation"
@@ -37,6 +40,7 @@ class RemoteDriver:
         self.real_time = False
         self._socket: zmq.Socket[bytes] | None = None
         self._address = endpoint(robot)
+        self._life_sign = MachineLock(robot)  # the driver process has it as long as it lives
 
     def __enter__(self) -> Self:
         return self
@@ -105,13 +109,22 @@ class RemoteDriver:
             order=order, session=self.session, token=self.token, seed=seed, real_time=self.real_time, person=person
         )
         socket.send(encode_packet(request, arrays or {}))
-        if not socket.poll(int(deadline_s * 1000)):
-            self.close()  # a REQ socket without its reply cannot be used again
-            raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
+        self._await_reply(socket, order, deadline_s)
         reply, received = decode_packet(socket.recv(), Reply)
         if reply.error:
             raise ERRORS.get(reply.error, HalError)(reply.message)
         return reply, received
+
+    def _await_reply(self, socket: zmq.Socket[bytes], order: Order, deadline_s: float) -> None:
+        """A driver process that dies with our order in hand is noticed at once, however long the order may take."""
+        end = time.monotonic() + deadline_s
+        while (left_s := end - time.monotonic()) > 0:
+            if socket.poll(int(min(left_s, LIFE_SIGN_S) * 1000)):
+                return
+            if order in ("reset", "command", "hold") and not self._life_sign.held():
+                break
+        self.close()  # a REQ socket without its reply cannot be used again
+        raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")
 
     def _tick(self, reply: Reply, arrays: dict[str, Array]) -> Tick:
         return Tick(

@@ -101,10 +101,12 @@ class SessionPilot:
         reply: Callable[[OperatorReply], object],
         rearm: Callable[[str], None],
         leaving: Callable[[], bool],
+        swapped: Callable[[int], object] = lambda version: None,
     ) -> None:
         self._spec, self.authority, self._max_steps = spec, authority, max_steps
         self._reply, self._rearm, self._leaving = reply, rearm, leaving
-        self._policy = PolicyPilot(lambda: _swapped(swapper), sentence, max_steps, deterministic=False)
+        self._swapper, self._swapped = swapper, swapped
+        self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False)
         self._orders: queue.Queue[OperatorCommand] = queue.Queue(MAX_PENDING_ORDERS)
         self._neutral = np.array(spec.neutral, np.float32)
 
@@ -179,13 +181,14 @@ class SessionPilot:
         self._human_steps += 1
         return Decision(action=action, phase=self.authority.phase)
 
+    def _newest_policy(self) -> tuple[Policy, int]:
+        """Between two chunks: the safe point for new weights."""
+        if (version := self._swapper.swap_if_ready()) is not None:
+            self._swapped(version)
+        return self._swapper.policy, self._swapper.version
+
     def _rest(self) -> Array:
         rest = self._neutral.copy()
         if self._spec.gripper >= 0:
             rest[self._spec.gripper] = self._applied[self._spec.gripper]
         return rest
-
-
-def _swapped(swapper: PolicySwapper) -> tuple[Policy, int]:
-    swapper.swap_if_ready()
-    return swapper.policy, swapper.version

@@ -109,6 +109,7 @@ class Session:
             reply=client.send,
             rearm=driver.rearm,
             leaving=self.leaving.is_set,
+            swapped=self._report_swap,
         )
         self._recorder = Recorder(spec, config.robot, task.name, task.sentence, self._keep, config.recorder)
         self._publisher = StatusPublisher(
@@ -241,10 +242,11 @@ class Session:
         if delivered is None:
             return
         manifest, payload = delivered
-        started = time.monotonic()
         self._swapper.offer(manifest, bytes(payload))
-        seconds = time.monotonic() - started
-        self._client.send(WeightsApplied(robot=self._config.robot, version=manifest.version, seconds=seconds))
+
+    def _report_swap(self, version: int) -> None:
+        applied = WeightsApplied(robot=self._config.robot, version=version, seconds=self._swapper.applied_s)
+        self._client.send(applied)
 
 
 def main(argv: list[str]) -> int:

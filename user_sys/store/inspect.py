@@ -17,6 +17,7 @@ from user_sys.store.frame import Damage
 from user_sys.store.log import segment_numbers, segment_path
 from user_sys.store.store import EpisodeSummary, StoreReader
 
+WIDE_COLUMNS = 120
 LAST_EPISODES = 20
 
 
@@ -93,25 +94,32 @@ def _totals(summary: StoreSummary) -> Table:
     return table
 
 
-def _episodes(episodes: Sequence[EpisodeSummary]) -> Table:
-    headings = ("robot", "task", "source", "steps", "return", "success", "by a person", "versions", "state")
-    table = Table(Column("episode", no_wrap=True), *headings)
+def _episodes(episodes: Sequence[EpisodeSummary], wide: bool) -> Table:
+    """One row each; a terminal that is not `wide` gets what people look for first."""
+    columns = ["episode", "source", "steps", "success", "by hand", "state"]
+    columns += ["task", "return", "policy versions", "robot"] if wide else []
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, header_style="bold")
     for episode in episodes:
-        low, high = episode.policy_versions
-        success = {None: "?", True: "yes", False: "no"}[episode.success]
-        table.add_row(
-            Text(episode.episode),
-            Text(episode.robot),
-            Text(episode.task),
-            str(episode.source),
-            str(episode.steps),
-            f"{episode.episode_return:.2f}",
-            success + (f" ({episode.labelled_by})" if episode.labelled_by else ""),
-            str(episode.intervention_steps),
-            "" if high < 0 else f"{low}-{high}",
-            "complete" if episode.complete else "open",
-        )
+        row = _row(episode)
+        table.add_row(*(Text(row[name]) for name in columns))
     return table
+
+
+def _row(episode: EpisodeSummary) -> dict[str, str]:
+    low, high = episode.policy_versions
+    success = {None: "?", True: "yes", False: "no"}[episode.success]
+    return {
+        "episode": episode.episode,
+        "source": str(episode.source),
+        "steps": str(episode.steps),
+        "success": success + (f" ({episode.labelled_by})" if episode.labelled_by else ""),
+        "by hand": str(episode.intervention_steps),
+        "state": "complete" if episode.complete else "open",
+        "task": episode.task,
+        "return": f"{episode.episode_return:.2f}",
+        "policy versions": "" if high < 0 else f"{low} to {high}",
+        "robot": episode.robot,
+    }
 
 
 def _damage(damaged: Sequence[Damage]) -> Table:
@@ -131,7 +139,7 @@ def inspect(path: Path, last: int = LAST_EPISODES, width: int = 140) -> str:
 def _show(summary: StoreSummary, console: Console) -> None:
     parts = [_totals(summary)]
     parts += [_damage(summary.damaged)] if summary.damaged else []
-    parts += [_episodes(summary.last)] if summary.last else []
+    parts += [_episodes(summary.last, wide=console.width >= WIDE_COLUMNS)] if summary.last else []
     console.print(Group(*parts))
 
 
