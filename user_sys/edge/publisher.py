@@ -16,7 +16,7 @@ from user_sys.messages import Preview, RobotStatus, WatchRequest
 from user_sys.tunnel.client import TunnelClient
 
 STATUS_PERIOD_S = 0.2
-RATE_SMOOTHING = 0.9
+RATE_SMOOTHING = 0.6
 
 
 class StatusPublisher:
