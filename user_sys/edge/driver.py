@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,10 @@ class Driver:
     """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
 
     Cameras are read in every `frame_stride`-th control period, and in each while `real_time` is set.
+
+    Attributes:
+        real_time: a command is observed at the end of its control period, for which `pace` waits.
+        pace: blocks until the control period is over; whoever serves the driver sets it.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Driver:
         self.robot, self.task, self.kernel, self.cameras = robot, task, kernel, tuple(cameras)
         self.spec = robot.spec
         self.real_time = False
+        self.pace: Callable[[], None] = lambda: None
         self._frame_stride = frame_stride
         self._periods = 0
         self._newest: Observation | None = None
@@ -115,7 +120,6 @@ class Driver:
         verdict = self.kernel.filter(action, self._newest)
         if verdict.applied is None:
             log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
-        if verdict.applied is None:
             self.robot.stop(verdict.stop or StopLevel.HOLD)
             applied = None
         else:
@@ -142,6 +146,8 @@ class Driver:
             log.debug("driver.stale %s", error)
 
     def _tick(self, applied: Array | None, reasons: Reason, t_command_ns: int, *, judged: bool) -> Tick:
+        if self.real_time:
+            self.pace()
         observation = self.robot.observe()
         self.spec.validate(observation.arrays)
         self._newest = observation

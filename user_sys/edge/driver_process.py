@@ -141,6 +141,7 @@ class DriverServer:
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
     ) -> tuple[Reply, dict[str, Array]]:
         self._driver.real_time = request.real_time
+        self._driver.pace = lambda: self._await_period(socket)
         held, self._held = self._held, 0
         if request.order == "reset":
             tick = self._driver.reset(request.seed)
@@ -150,8 +151,6 @@ class DriverServer:
             if ACTION not in arrays:
                 raise SpecError("a command without an action")
             tick = self._driver.command(arrays[ACTION])
-        if request.real_time:
-            self._await_period(socket)
         self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
         return _reply(tick, held)
 

@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 from hal.errors import HalError
 from user_sys.errors import UserSysError
 from user_sys.learner.service import Learner
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
 
 def _run(path: Path) -> int:
     folder, config, card = reopen(path)
+    torch.set_num_threads(config.learner.threads)
+    torch.set_flush_denormal(True)  # denormal weights cost ten times as much
     spec = read_spec(folder.spec(config.robots[0].name))
     keys = load_keypair(folder.keys / f"{LEARNER}.key")
     gateway_key = load_public_key(folder.keys / f"{GATEWAY}.pub")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
@@ -109,8 +108,6 @@ class Learner:
             ConfigError: settings that do not fit the robot.
             WireError: the checkpoint is of other settings or another robot.
         """
-        torch.set_num_threads(config.threads)
-        torch.set_flush_denormal(True)
         self._config, self._reader, self._clock = config, reader, clock
         self._publish_weights, self._report_scalars = publish, report
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
