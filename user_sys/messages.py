@@ -23,11 +23,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of a client on the control channel. Its key decides which `name` and `role` it may claim."""
+    """First message of a client on the control channel. Its key decides which `name` and `role` it may claim.
+
+    `holder` is a robot session's name in leases: while another holds the robot, the gateway refuses the connection.
+    """
 
     protocol: int
     role: Literal["robot", "learner", "console"]
     name: str
+    holder: str = ""
     spec: RobotSpec | None = None
 
 

@@ -104,11 +104,15 @@ def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
         robot.send(LeaseRequest(robot="panda-0", holder="a"))
         before = next_of(robot, LeaseGrant)
     with serving(run) as site:
-        robot = site.client("panda-0")
+        robot = site.client("panda-0", holder="a")
         robot.send(LeaseRequest(robot="panda-0", holder="a", token=before.token))  # type: ignore[union-attr]
         assert next_of(robot, LeaseGrant) == before
         robot.send(LeaseRequest(robot="panda-0", holder="b"))
         assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
+        with pytest.raises(Refused, match="panda-0 is driven by a"):
+            site.client("panda-0", holder="b")
+        robot.send(LeaseRequest(robot="panda-0", holder="a", token=before.token))  # type: ignore[union-attr]
+        assert next_of(robot, LeaseGrant) == before
 
 
 def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:

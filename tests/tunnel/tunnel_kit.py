@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
@@ -97,10 +98,15 @@ class Site:
     gateway: Gateway | None = None
     clients: list[TunnelClient] = field(default_factory=list)
 
-    def client(self, name: str, outbox: Outbox | None = None, *, wait: bool = True) -> TunnelClient:
+    def client(self, name: str, outbox: Outbox | None = None, *, holder: str = "", wait: bool = True) -> TunnelClient:
         keys = load_keypair(self.run / "keys" / f"{name}.key")
         client = TunnelClient(
-            self.address.endpoint, keys, self.address.public_key, hello(name), outbox=outbox, limits=QUICK
+            self.address.endpoint,
+            keys,
+            self.address.public_key,
+            replace(hello(name), holder=holder),
+            outbox=outbox,
+            limits=QUICK,
         )
         self.clients.append(client)
         client.start()
@@ -156,6 +162,9 @@ class Recorder:
         self.closed: list[tuple[str, str]] = []
         self.messages: list[tuple[str, AnyMessage]] = []
         self.payload_bytes = 0
+
+    def objection(self, hello: Hello) -> str:
+        return ""
 
     def peer_opened(self, peer: Peer) -> None:
         self.opened.append(peer)

@@ -268,7 +268,9 @@ def _run(config: SessionConfig) -> None:
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     with RemoteDriver(config.robot) as driver:
         driver.describe(DRIVER_DEADLINE_S)
-        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=config.robot, spec=driver.spec)
+        hello = Hello(
+            protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
+        )
         with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox) as client:
             leaving = threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -28,6 +28,7 @@ from user_sys.messages import (
     ChunkOffer,
     ChunkRefusal,
     EpisodeReport,
+    Hello,
     LeaseGrant,
     LeaseRefusal,
     LeaseRelease,
@@ -82,7 +83,8 @@ class Gateway:
         self._keys = _load_or_make_keys(run_dir / "keys", config.endpoint)
         endpoint = _endpoint(config.endpoint, run_dir)
         self._lock = threading.Lock()
-        self._registry = Registry(LeaseTable(run_dir / "leases.json", config.lease_ttl_s))
+        self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
+        self._registry = Registry(self._leases)
         self._writer = StoreWriter.open(run_dir / "store")
         self._steps_before = _stored_steps(run_dir / "store")
         ring = Keyring(run_dir / "keys")
@@ -153,6 +155,14 @@ class Gateway:
         return MetricsReport(node=NAME, count=steps, scalars={key: float(value) for key, value in scalars.items()})
 
     # What the tunnel hands over (its thread; see TunnelHandler)
+
+    def objection(self, hello: Hello) -> str:
+        """A robot's connection belongs to whoever holds its lease; a rival with the same key must not cut it."""
+        if hello.role != "robot":
+            return ""
+        with self._lock:
+            lease = self._leases.lease(hello.name)
+        return f"{hello.name} is driven by {lease.holder}" if lease and lease.holder != hello.holder else ""
 
     def peer_opened(self, peer: Peer) -> None:
         if peer.role == "robot":

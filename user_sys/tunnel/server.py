@@ -76,6 +76,9 @@ class TunnelHandler(Protocol):
     An exception other than WireError (which refuses the peer) ends the server.
     """
 
+    def objection(self, hello: Hello) -> str:
+        """Why a peer whose key is in order may not open a session now; empty to let it in."""
+
     def peer_opened(self, peer: Peer) -> None:
         """`peer` is authenticated and all its channels are open."""
 
@@ -402,6 +405,8 @@ class TunnelServer:
             why = f"this key belongs to the {entry.role} {entry.name!r}, not to the {hello.role} {hello.name[:80]!r}"
         elif len(routing_id) != 1 + SESSION_BYTES or (session is None) != (channel is Channel.CONTROL):
             why = "this Hello opens no session"
+        elif channel is Channel.CONTROL:
+            why = self._handler.objection(hello)
         if why or entry is None:
             self.counters["hellos_refused"] += 1
             self._turn_away(routing_id, hello.name[:80], public, why)
