@@ -10,7 +10,7 @@ from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until, weights
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import RunError, StoreFull, StoreLocked
+from user_sys.errors import Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
 from user_sys.gateway.service import is_loopback, read_address
