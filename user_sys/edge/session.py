@@ -8,6 +8,7 @@ and its successor takes over with a newer token.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import signal
 import sys
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
+SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
 DRIVER_RETRY_S = 1.0
@@ -97,7 +99,8 @@ class Session:
         self._fatal: Exception | None = None
         self._undelivered_stop: str | None = None  # who pressed the e-stop that the driver has not heard of
         spec, task = driver.spec, driver.task
-        self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, config.seed))
+        seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
+        self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, next(seeds)))
         self._emergency = RemoteDriver(config.robot)
         self._authority = Authority(config.robot, spec)
         self._pilot = SessionPilot(
