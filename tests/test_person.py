@@ -31,7 +31,8 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
-RUN_DEADLINE_S, LIFT_DEADLINE_S = 120.0, 90.0
+RUN_DEADLINE_S, LIFT_DEADLINE_S = 120.0, 120.0
+MOMENT_S = 20.0  # what takes a tenth of a second on a machine that has nothing else to do
 SPEED_M_S = 0.4 * 0.6  # the arm's fastest, at the page's 60%
 SLOW = 0.3  # with Shift
 
@@ -158,6 +159,14 @@ def photograph(page: Any) -> None:
         page.screenshot(path=path)
 
 
+def start_with_cube_in_sight(person: Person) -> bool:
+    before = person.episode()
+    person.page.keyboard.press("Backspace")
+    until(lambda: person.episode() != before, MOMENT_S, "a fresh start")
+    person.page.wait_for_timeout(1000)
+    return person.see()[2] > 100
+
+
 def lift(person: Person, lifted: Callable[[], bool]) -> None:
     end = time.monotonic() + LIFT_DEADLINE_S
     while time.monotonic() < end:
@@ -186,22 +195,20 @@ def test_a_person_lifts_the_cube_by_keyboard_and_hands_back(
     until(lambda: person.badge() == "POLICY" and person.see()[2], RUN_DEADLINE_S, "the policy drives, in pictures")
 
     page.keyboard.press("t")
-    until(lambda: person.badge() == "YOU", 5, "the person has the arm")
-    page.keyboard.press("Backspace")
-    until(lambda: person.step() == 0, 5, "a fresh start")
-    until(lambda: person.see()[2], 5, "the cube is in sight")
+    until(lambda: person.badge() == "YOU", MOMENT_S, "the person has the arm")
+    until(lambda: start_with_cube_in_sight(person), RUN_DEADLINE_S, "a start that shows the cube")
     mine = person.episode()
     lift(person, lambda: person.episode() != mine)  # lifted: the task ends the episode
 
     page.keyboard.press("h")
-    until(lambda: person.badge() == "POLICY", 5, "the policy has it back")
+    until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy has it back")
 
     page.keyboard.press("Space")
-    until(lambda: person.badge() == "STOPPED", 5, "the stop is latched")
+    until(lambda: person.badge() == "STOPPED", MOMENT_S, "the stop is latched")
     page.get_by_role("button", name="Re-arm").click()
-    until(lambda: person.badge() == "HOLD", 5, "re-armed, still held")
+    until(lambda: person.badge() == "HOLD", MOMENT_S, "re-armed, still held")
     page.keyboard.press("h")
-    until(lambda: person.badge() == "POLICY", 5, "the policy goes on")
+    until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy goes on")
 
     process.send_signal(signal.SIGINT)
     assert process.wait(RUN_DEADLINE_S) == 130
