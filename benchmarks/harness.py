@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 OUT = Path(__file__).parent / "out"
+WIDTH = 150  # at least, also where the output is a file
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Row:
 
     Attributes:
         goal: number of the goal that the figure belongs to.
-        ours, bound: medians, in `unit`.
+        ours, bound: medians, in `unit`; `bound` is None where there is nothing to compare with.
         peers: name to figure, in `unit`, for those that could be measured.
         ratio: ours / bound where more is better; bound / ours where less is: 1 is as good as the bound, either way.
+            None without a bound.
         target: what `ratio` should reach; None for a figure that is only reported.
     """
 
@@ -37,10 +39,10 @@ class Row:
     name: str
     unit: str
     ours: float
-    bound: float
-    ratio: float
-    target: float | None
-    met: bool | None
+    bound: float | None
+    ratio: float | None
+    target: float | None = None
+    met: bool | None = None
     peers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -105,13 +107,15 @@ def report(name: str, rows: list[Row]) -> None:
             row.name,
             row.unit,
             f"{row.ours:,.4g}",
-            f"{row.bound:,.4g}",
-            f"{row.ratio:.3f}",
+            "" if row.bound is None else f"{row.bound:,.4g}",
+            "" if row.ratio is None else f"{row.ratio:.3f}",
             "" if row.target is None else f"{row.target:g}",
             {None: "", True: "yes", False: "[red]no"}[row.met],
             ", ".join(f"{peer} {figure:,.4g}" for peer, figure in row.peers.items()),
         )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(table)
     OUT.mkdir(exist_ok=True)
     stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "machine": machine()}
     (OUT / f"{name}.json").write_text(json.dumps([asdict(row) | stamp for row in rows], indent=1) + "\n")

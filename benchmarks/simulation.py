@@ -76,9 +76,10 @@ class Bare:
         start = time.perf_counter()
         for _ in range(PERIODS):
             mujoco.mj_step(self._model, self._data, nstep=SUBSTEPS)
-            for camera in self._cameras:
-                self._renderer.update_scene(self._data, camera)
-                self._renderer.render()
+            if self._renderer is not None:
+                for camera in self._cameras:
+                    self._renderer.update_scene(self._data, camera)
+                    self._renderer.render()
         return PERIODS / (time.perf_counter() - start)
 
     def physics(self) -> float:
