@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from user_sys.codec import decode_packet
-from user_sys.episode import ChunkHeader
+from user_sys.episode import decode_chunk
 from user_sys.errors import StoreFull, TunnelError, WireError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
@@ -152,12 +151,12 @@ class Committer:
         group.newest[arrival.peer] = arrival.sequence
         group.size_bytes += len(arrival.packet)
         try:
-            header = decode_packet(arrival.packet, ChunkHeader)[0]
-            if header.robot != arrival.peer.name:
-                raise WireError(f"{arrival.peer.name} sent a chunk of {header.robot[:80]!r}")
-            if self._patiently(lambda: self._writer.append(arrival.packet)):
+            chunk = decode_chunk(arrival.packet)
+            if chunk.header.robot != arrival.peer.name:
+                raise WireError(f"{arrival.peer.name} sent a chunk of {chunk.header.robot[:80]!r}")
+            if self._patiently(lambda: self._writer.append(arrival.packet, chunk)):
                 totals.chunks += 1
-                totals.steps += header.steps
+                totals.steps += chunk.header.steps
                 totals.size_bytes += len(arrival.packet)
             else:
                 totals.duplicates += 1

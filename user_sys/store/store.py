@@ -112,17 +112,21 @@ class StoreWriter:
         """Whether that chunk was appended; durable only if `sync` has returned since."""
         return (episode, index) in self._known
 
-    def append(self, packet: bytes | memoryview) -> bool:
+    def append(self, packet: bytes | memoryview, chunk: Chunk | None = None) -> bool:
         """Adds an encoded chunk; False where the store has it already, which costs nothing.
 
         It is acknowledged by the next `sync`. That holds for False too: what is known may still wait for its sync.
+
+        Args:
+            packet: the chunk's bytes, which are stored as they are.
+            chunk: what `decode_chunk` made of this very `packet`, if the caller has called it; saves doing so again.
 
         Raises:
             WireError: the packet is no valid chunk; nothing was stored.
             StoreFull: no space; this chunk was not taken, those before it are kept.
             StoreError: the disk failed.
         """
-        header = decode_chunk(packet).header
+        header = (decode_chunk(packet) if chunk is None else chunk).header
         key = (header.episode, header.index)
         if key in self._known:
             return False
