@@ -51,7 +51,7 @@ class RunMonitor:
         self.training_s = self._reported_at = 0.0
         self.version = -1
         self.points: list[EpisodePoint] = []
-        self._alone: deque[bool] = deque(maxlen=200)
+        self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
         self._steps_rate, self._updates_rate = _Rate(), _Rate()
 
@@ -95,7 +95,7 @@ class RunMonitor:
         """Share of the newest `episodes` autonomous episodes that succeeded; None while there are fewer."""
         if len(self._alone) < episodes:
             return None
-        return sum(list(self._alone)[-episodes:]) / episodes
+        return sum(self._alone[-episodes:]) / episodes
 
     def scalars(self) -> dict[str, float]:
         """For the run's curves."""
