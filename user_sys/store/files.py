@@ -1,0 +1,96 @@
+"""Every file operation of the log, as methods, so that a test can stand between the log and the disk.
+
+The log's writer, its compaction and its readers touch files through a `Files` only. A subclass may fail, shorten,
+delay, record or forget any call, or keep the files in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+Buffer = bytes | memoryview
+
+# A write that fails with one of these took nothing that a later attempt could not take.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Files:
+    """The operating system's files. All methods raise OSError, block for the disk, and may be called by any thread.
+
+    Descriptors are small integers that `open` hands out; they are not inherited by child processes.
+    """
+
+    def open(self, path: Path, flags: int) -> int:
+        """Opens a file with `os.open`'s flags; what it creates has mode 0644."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o644)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """The file's length in bytes."""
+        return os.fstat(fd).st_size
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        """At most `count` bytes; fewer at the file's end only."""
+        return os.pread(fd, count, offset)
+
+    def map(self, fd: int, length: int) -> memoryview:
+        """The file's first `length` bytes, read-only; valid for as long as it is referenced, also after `unlink`."""
+        return memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) if length else memoryview(b"")
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Writes a leading part of `buffers`, joined, and returns how many bytes that was."""
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserves space for a range, lengthening the file with zeros where it was shorter."""
+        os.posix_fallocate(fd, offset, length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def fdatasync(self, fd: int) -> None:
+        """Returns once the file's bytes and its length are on the disk."""
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives the file the name `target` in one step, in place of the file that had it."""
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def listdir(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def make_folder(self, path: Path) -> None:
+        """Creates the folder and its parents where they are missing."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """Returns once the names in the folder (not the files' contents) are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def lock(self, fd: int) -> bool:
+        """Takes the exclusive lock that lasts until the descriptor is closed; False at once where another has it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+REAL = Files()
