@@ -55,6 +55,7 @@ LIGHT = (
     "user_sys.edge.driver_process",
     "user_sys.edge.outbox",
     "user_sys.gateway",
+    "user_sys.launch",
     "user_sys.metrics",
     "user_sys.progress",
     "user_sys.replay.buffer",

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,6 @@ from hal.spec import RobotSpec
 from user_sys.compose import robot_spec
 from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
-from user_sys.console.server import ConsoleServer
 from user_sys.errors import RunError, WireError
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
@@ -34,9 +34,12 @@ from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
 from user_sys.run_folder import RunCard, create, default_name, reopen
 from user_sys.store.store import StoreReader
-from user_sys.topology import Node, RunConfig, RunFolder, topology
+from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
+
+if TYPE_CHECKING:
+    from user_sys.console.server import ConsoleServer
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ class Run:
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
         self._client = _console_client(folder, card)
         self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
-        self._server = ConsoleServer(self._hub, port=config.console.port) if config.console.enabled else None
+        self._server = _console_server(self._hub, config.console)
         self._log = logger
         self._metrics = MetricsWriter(folder.path, "run")
         self._over = threading.Event()
@@ -341,6 +344,14 @@ def _last_words(log_path: Path) -> str:
     except OSError:
         return "its log is on another machine"
     return lines[-1].split(" ", 4)[-1] if lines else "it said nothing"
+
+
+def _console_server(hub: ConsoleHub, config: ConsoleConfig) -> ConsoleServer | None:
+    if not config.enabled:
+        return None
+    from user_sys.console.server import ConsoleServer  # FastAPI: half a second, which an error before need not wait for
+
+    return ConsoleServer(hub, port=config.port)
 
 
 def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:

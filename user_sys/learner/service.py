@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
 from user_sys.messages import WeightsManifest
@@ -108,6 +108,8 @@ class Learner:
             ConfigError: settings that do not fit the robot.
             WireError: the checkpoint is of other settings or another robot.
         """
+        from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
+
         self._config, self._reader, self._clock = config, reader, clock
         self._publish_weights, self._report_scalars = publish, report
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
