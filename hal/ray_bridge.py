@@ -51,6 +51,8 @@ _QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""
 
 
 def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
@@ -222,8 +224,8 @@ def start_local(
 ) -> Cluster:
     """Starts a cluster on this machine; takes some 7 s.
 
-    Ray listens on every interface. A token that is drawn here, for this cluster alone, keeps others out; nodes do not
-    get to see it. Its metrics ports answer without it.
+    Ray listens on loopback only. A token that is drawn here, for this cluster alone, keeps this machine's other users
+    out; nodes do not get to see it. Its metrics ports answer without it.
 
     Raises:
         HalError: Ray cannot start; the message says where its logs are.
@@ -279,8 +281,8 @@ def _require_listener(address: str) -> None:
 
 
 def _import_ray(token: str | None) -> Any:
-    """Ray reads its settings when it is imported, and its processes inherit them."""
-    for name, value in _QUIET.items():
+    """Ray reads its settings when it is imported, and its processes inherit them. `token`: for a cluster of ours."""
+    for name, value in {**_QUIET, **(_LOOPBACK if token is not None else {})}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if token is not None and os.environ["RAY_AUTH_MODE"] == "token":

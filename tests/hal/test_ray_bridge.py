@@ -39,7 +39,14 @@ def test_records_become_ray_resources() -> None:
 def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:
     done = subprocess.run([*_RUN, str(tmp_path)], timeout=200, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["started", "placed", "child restarted", "actor restarted", "stopped"]
+    assert done.stdout.splitlines() == [
+        "started",
+        "placed",
+        "loopback only",
+        "child restarted",
+        "actor restarted",
+        "stopped",
+    ]
     assert done.stderr == ""
     assert (tmp_path / "ray").is_dir() and list((tmp_path / "ray").iterdir())
 
@@ -62,6 +69,19 @@ def environment(process: Path) -> list[bytes]:
         return (process / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
         return []
+
+
+def listening_addresses() -> set[str]:
+    """The local addresses (/proc/net/tcp: hex, in the machine's byte order) on which Ray's processes listen."""
+    inodes: set[str] = set()
+    for pid in family():
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:  # closed meanwhile
+                continue
+    tables = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {row[1].split(":")[0] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
 def scenario(folder: Path) -> None:
@@ -89,6 +109,9 @@ def scenario(folder: Path) -> None:
         eventually(lambda: arm().state is NodeState.RUNNING)
         assert len(family()) > 3
         print("placed")
+        addresses = listening_addresses()
+        assert addresses and all(address.endswith("0100007F") for address in addresses), addresses
+        print("loopback only")
         first = arm().pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
