@@ -218,7 +218,7 @@ def test_a_person_lifts_the_cube_by_keyboard_and_hands_back(
 def check_store(path: Path) -> None:
     """The store has an episode that a person brought to success, with the person's phase and actions."""
     with StoreReader.open(path) as reader:
-        chunks = [reader.read(ref) for ref in reader.refresh()]
+        chunks = [reader.read(row) for row in reader.refresh().chunks]
         by_hand = {e.episode for e in reader.episodes() if e.source == "online" and e.intervention_steps and e.success}
     assert by_hand
     mine = [chunk for chunk in chunks if chunk.header.episode in by_hand]

@@ -2,10 +2,12 @@
 
 A *packet* is one contiguous buffer::
 
-    magic 'USP1' | u32 header length | msgpack header | zero padding to 64 | array bytes, each padded to 64
+    magic 'USP2' | u32 record length | u32 layout length | record | layout | padding to 64 | arrays, each padded to 64
 
-The header holds a typed record (a `msgspec.Struct`) and, for each array, name, dtype, shape, offset and length. Offsets
-count from the start of the packet, so that arrays are read in place. All numbers are little-endian.
+The record is a `msgspec.Struct` in msgpack. The layout is a msgpack list of ``[name, dtype, shape]``, one for each
+array; it alone says where each array lies, so that no two can overlap, and the packet ends where the last one does. It
+holds nothing that changes from one chunk of a robot to the next: a layout seen before costs a look-up. Padding is of
+zeros, all numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -13,49 +15,83 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from crc32c import crc32c
 
 from user_sys.errors import WireError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-MAGIC = b"USP1"
+MAGIC = b"USP2"
 ALIGN_BYTES = 64
-MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 20  # of record and of layout, each
 MAX_PACKET_BYTES = 1 << 30
 MAX_DIMENSIONS = 8
+MAX_CACHED_LAYOUTS = 256
+MAX_CACHED_LAYOUT_BYTES = 4096  # longer ones are parsed each time: what strangers send cannot fill the memory
 DTYPES = frozenset("bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split())
 
-_PREFIX = struct.Struct("<4sI")
+_PREFIX = struct.Struct("<4sII")
 
 
-class _ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+_LAYOUT_DECODER = msgspec.msgpack.Decoder(tuple[_Entry, ...])
+
+
+class ArrayPlace(NamedTuple):
+    """One array of a packet; `offset` counts from the first array."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
     offset: int
-    length: int
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    record: msgspec.Raw
-    arrays: tuple[_ArrayEntry, ...]
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where a packet's arrays lie. Compared by identity; packets of one layout mostly share the object.
+
+    Attributes:
+        arrays: in order, names unique.
+        size_bytes: of all arrays with their padding.
+        fingerprint: CRC32C of the layout's bytes.
+    """
+
+    arrays: tuple[ArrayPlace, ...]
+    size_bytes: int
+    fingerprint: int
+
+
+class OpenPacket(NamedTuple):
+    """A packet whose lengths are all checked: the record's bytes are not decoded yet, the arrays lie within `view`."""
+
+    view: memoryview
+    record: memoryview
+    layout: Layout
+    start: int
+
+    def array(self, place: ArrayPlace) -> Array:
+        """A read-only view of one array of the layout."""
+        return np.ndarray(place.shape, place.dtype, self.view, self.start + place.offset)
+
+    def arrays(self) -> dict[str, Array]:
+        """Read-only views of all arrays by name."""
+        return {place.name: self.array(place) for place in self.layout.arrays}
 
 
 def _aligned(n: int) -> int:
     return -(-n // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _header(record: bytes, arrays: Mapping[str, Array], start: int) -> tuple[bytes, int]:
-    entries, offset = [], start
-    for name, array in arrays.items():
-        entries.append(_ArrayEntry(name, array.dtype.name, array.shape, offset, array.nbytes))
-        offset = _aligned(offset + array.nbytes)
-    return msgspec.msgpack.encode(_Header(msgspec.Raw(record), tuple(entries))), offset
 
 
 def encode_packet(record: msgspec.Struct, arrays: Mapping[str, Array]) -> bytes:
@@ -68,54 +104,85 @@ def encode_packet(record: msgspec.Struct, arrays: Mapping[str, Array]) -> bytes:
         if array.dtype.name not in DTYPES:
             raise WireError(f"{name}: dtype {array.dtype} does not travel; use one of {sorted(DTYPES)}")
     raw = msgspec.msgpack.encode(record)
-    # Offsets are part of the header and change its length: start from a bound that the header cannot exceed.
-    start = _aligned(_PREFIX.size + len(_header(raw, arrays, MAX_PACKET_BYTES)[0]))
-    header, total = _header(raw, arrays, start)
-    packet = bytearray(total)
-    _PREFIX.pack_into(packet, 0, MAGIC, len(header))
-    packet[_PREFIX.size : _PREFIX.size + len(header)] = header
-    offset = start
+    layout = msgspec.msgpack.encode([(name, array.dtype.name, array.shape) for name, array in arrays.items()])
+    offset = _aligned(_PREFIX.size + len(raw) + len(layout))
+    packet = bytearray(offset + sum(_aligned(array.nbytes) for array in arrays.values()))
+    _PREFIX.pack_into(packet, 0, MAGIC, len(raw), len(layout))
+    packet[_PREFIX.size : _PREFIX.size + len(raw) + len(layout)] = raw + layout
     for array in arrays.values():
         if array.nbytes:
-            target = np.frombuffer(packet, array.dtype, array.size, offset).reshape(array.shape)
-            np.copyto(target, array)
-        offset = _aligned(offset + array.nbytes)
+            np.copyto(np.ndarray(array.shape, array.dtype, packet, offset), array)
+        offset += _aligned(array.nbytes)
     return bytes(packet)
+
+
+def open_packet(packet: bytes | memoryview) -> OpenPacket:
+    """Finds record and arrays in `packet`. Every length is checked before it is used; no array is copied.
+
+    Raises:
+        WireError: bad magic, a layout that does not decode, or one that does not end where the packet ends.
+    """
+    view = memoryview(packet).cast("B").toreadonly()
+    if not _PREFIX.size <= len(view) <= MAX_PACKET_BYTES:
+        raise WireError(f"a packet of {len(view)} bytes; allowed are {_PREFIX.size} to {MAX_PACKET_BYTES}")
+    magic, record, layout = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise WireError(f"not a packet: it starts with {bytes(magic)!r}")
+    middle, end = _PREFIX.size + record, _PREFIX.size + record + layout
+    if max(record, layout) > MAX_HEADER_BYTES or end > len(view):
+        raise WireError(f"record of {record} and layout of {layout} bytes in a packet of {len(view)}")
+    raw = bytes(view[middle:end])
+    found = _known_layout(raw) if layout <= MAX_CACHED_LAYOUT_BYTES else _parse_layout(raw)
+    start = _aligned(end)
+    if start + found.size_bytes != len(view):
+        raise WireError(f"arrays of {found.size_bytes} bytes from {start} on in a packet of {len(view)}")
+    return OpenPacket(view, view[_PREFIX.size : middle], found, start)
 
 
 def decode_packet(packet: bytes | memoryview, kind: type[Record]) -> tuple[Record, dict[str, Array]]:
     """The record and read-only views of its arrays, which share memory with `packet`.
 
-    Every length is checked before it is used; nothing is allocated for an array.
-
     Raises:
-        WireError: bad magic, a header that does not decode as `kind`, or an array outside the packet.
+        WireError: as `open_packet`, or a record that does not decode as `kind`.
     """
-    view = memoryview(packet).cast("B").toreadonly()
-    if not _PREFIX.size <= len(view) <= MAX_PACKET_BYTES:
-        raise WireError(f"a packet of {len(view)} bytes; allowed are {_PREFIX.size} to {MAX_PACKET_BYTES}")
-    magic, length = _PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise WireError(f"not a packet: it starts with {bytes(magic)!r}")
-    if length > min(MAX_HEADER_BYTES, len(view) - _PREFIX.size):
-        raise WireError(f"header of {length} bytes in a packet of {len(view)}")
+    parts = open_packet(packet)
+    return decode_record(parts, kind), parts.arrays()
+
+
+def decode_record(parts: OpenPacket, kind: type[Record]) -> Record:
+    """The record of an opened packet. Raises WireError: it does not decode as `kind`."""
     try:
-        header = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + length], type=_Header)
-        record = msgspec.msgpack.decode(header.record, type=kind)
+        record: Record = _decoder(kind).decode(parts.record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"packet header does not decode as {kind.__name__}: {error}") from None
-    return record, {entry.name: _array(view, entry) for entry in header.arrays}
+    return record
 
 
-def _array(view: memoryview, entry: _ArrayEntry) -> Array:
+@lru_cache(maxsize=64)
+def _decoder(kind: type[Record]) -> msgspec.msgpack.Decoder[Record]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def _parse_layout(raw: bytes) -> Layout:
+    try:
+        entries = _LAYOUT_DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"packet layout does not decode: {error}") from None
+    places, offset = [], 0
+    for entry in entries:
+        places.append(_place(entry, offset))
+        offset += _aligned(math.prod(entry.shape) * places[-1].dtype.itemsize)
+    if offset > MAX_PACKET_BYTES or len({place.name for place in places}) < len(places):
+        raise WireError(f"packet layout of {len(places)} arrays and {offset} bytes: too long, or a name twice")
+    return Layout(tuple(places), offset, crc32c(raw))
+
+
+_known_layout = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(_parse_layout)
+
+
+def _place(entry: _Entry, offset: int) -> ArrayPlace:
     if entry.dtype not in DTYPES:
-        raise WireError(f"{entry.name!r}: dtype {entry.dtype!r} is not allowed")
-    dtype = np.dtype(entry.dtype)
-    if len(entry.shape) > MAX_DIMENSIONS or any(n < 0 for n in entry.shape):
-        raise WireError(f"{entry.name!r}: shape {entry.shape} is not allowed")
-    size = math.prod(entry.shape)
-    if size * dtype.itemsize != entry.length:
-        raise WireError(f"{entry.name!r}: {entry.length} bytes do not hold {entry.shape} of {dtype}")
-    if entry.offset < 0 or entry.offset % ALIGN_BYTES or entry.offset + entry.length > len(view):
-        raise WireError(f"{entry.name!r}: bytes {entry.offset}+{entry.length} lie outside the packet of {len(view)}")
-    return np.frombuffer(view, dtype, size, entry.offset if size else 0).reshape(entry.shape)
+        raise WireError(f"{entry.name[:80]!r}: dtype {entry.dtype[:80]!r} is not allowed")
+    if len(entry.shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_PACKET_BYTES for n in entry.shape):
+        raise WireError(f"{entry.name[:80]!r}: shape {entry.shape[:9]} is not allowed")
+    return ArrayPlace(entry.name, np.dtype(entry.dtype), entry.shape, offset)

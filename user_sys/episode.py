@@ -21,8 +21,12 @@ Columns of a chunk of T steps (row t is step ``first_step + t``):
 ``t_command_ns``       int64 (T,)       ... command applied
 ====================== ================ ======================================================================
 
-A camera's frames are two columns: ``observation.images.<camera>`` uint8 (n,), the JPEG files one after the other, and
-``observation.images.<camera>.length`` int32 (T,), their sizes; 0 says that the frame before still stands.
+Only the first two kinds may take any shape that fits; a chunk may leave out columns that nobody measured.
+
+A camera's frames are three columns: ``observation.images.<camera>``, the new frames one after the other, either JPEG
+files joined, uint8 (bytes,), or raw RGB pictures, uint8 (n, height, width, 3); ``observation.images.<camera>.length``
+int32 (T,), the bytes of each step's frame, where 0 says that the frame before still stands; and
+``observation.images.<camera>.crc`` uint32 (T,), their CRC32C, so that a reader can check the one frame it needs.
 """
 
 from __future__ import annotations
@@ -31,18 +35,46 @@ import enum
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from crc32c import crc32c
 
-from user_sys.codec import Array, decode_packet, encode_packet
+from user_sys.codec import (
+    MAX_CACHED_LAYOUTS,
+    Array,
+    ArrayPlace,
+    Layout,
+    OpenPacket,
+    decode_record,
+    encode_packet,
+    open_packet,
+)
 from user_sys.errors import WireError
 
 IMAGES = "observation.images."
 APPLIED = "action.applied"
 FINAL = "final:"  # prefix of the columns that hold the observation after the last step
+LENGTH, CRC = ".length", ".crc"  # suffixes of the columns beside a camera's frames
 MAX_STEPS_PER_CHUNK = 4096
+SCALARS = {
+    "reward": "float32",
+    "terminated": "bool",
+    "truncated": "bool",
+    "phase": "uint8",
+    "safety": "uint16",
+    "policy_version": "int64",
+    "log_prob": "float32",
+    "t_capture_ns": "int64",
+    "t_inference_ns": "int64",
+    "t_command_ns": "int64",
+}
+_MAX_COUNT = 1 << 31
+_MAX_NUMBER = (1 << 62) - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -71,8 +103,13 @@ class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
     reward_source: str = "rule"
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk is part of. `end` is set on an episode's last chunk only."""
+class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a chunk is part of.
+
+    Attributes:
+        end: set on an episode's last chunk only.
+        unix_offset_ns: added to the times of the columns, it gives Unix time.
+    """
 
     episode: str
     index: int
@@ -86,6 +123,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     started_unix_ns: int
     end: EpisodeEnd | None = None
+    unix_offset_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,24 +138,153 @@ class Chunk:
         return encode_packet(self.header, {**self.columns, **{FINAL + k: v for k, v in self.final.items()}})
 
 
+class PackedChunk(NamedTuple):
+    """A chunk that was checked and whose arrays are not unpacked yet."""
+
+    header: ChunkHeader
+    packet: OpenPacket
+
+    @property
+    def schema(self) -> int:
+        """A fingerprint of the columns' names, dtypes and shapes."""
+        return self.packet.layout.fingerprint
+
+    def column(self, name: str) -> Array | None:
+        """A read-only view of one column; None where the chunk has none of that name."""
+        place = _rules(self.packet.layout).scalars.get(name)
+        return None if place is None else self.packet.array(place)
+
+    def unpack(self) -> Chunk:
+        """The chunk; its arrays are read-only views of the packet."""
+        columns: dict[str, Array] = {}
+        final: dict[str, Array] = {}
+        for name, array in self.packet.arrays().items():
+            if name.startswith(FINAL):
+                final[name[len(FINAL) :]] = array
+            else:
+                columns[name] = array
+        return Chunk(self.header, columns, final)
+
+
+class _Camera(NamedTuple):
+    frames: ArrayPlace
+    length: ArrayPlace
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What a valid layout says about a chunk; `rows` is -1 where nothing says how many steps there are."""
+
+    rows: int
+    cameras: tuple[_Camera, ...]
+    scalars: Mapping[str, ArrayPlace]
+
+
 def decode_chunk(packet: bytes | memoryview) -> Chunk:
-    """The chunk in `packet`; its arrays are read-only views of it.
+    """The chunk in `packet`; its arrays are read-only views of it. Raises as `open_chunk`."""
+    return open_chunk(packet).unpack()
+
+
+def open_chunk(packet: bytes | memoryview) -> PackedChunk:
+    """Checks the chunk in `packet` wholly without unpacking it; cheap where chunks of the same layout came before.
 
     Raises:
-        WireError: damaged bytes, a name that could not be a file's, or columns of unlike length.
+        WireError: damaged bytes, a name that could not be a file's, columns of unlike length or of the wrong kind, or
+            frames that do not add up.
     """
-    header, arrays = decode_packet(packet, ChunkHeader)
-    for name in (header.episode, header.robot, header.embodiment, header.task):
+    parts = open_packet(packet)
+    header = decode_record(parts, ChunkHeader)
+    _check_names(header.episode, header.robot, header.embodiment, header.task)
+    if not (
+        0 < header.steps <= MAX_STEPS_PER_CHUNK
+        and 0 <= header.index < _MAX_COUNT
+        and 0 <= header.first_step < _MAX_COUNT
+        and -_MAX_NUMBER <= header.seed <= _MAX_NUMBER
+        and -_MAX_NUMBER <= header.started_unix_ns <= _MAX_NUMBER
+        and -_MAX_NUMBER <= header.unix_offset_ns <= _MAX_NUMBER
+    ):
+        raise WireError(f"episode {header.episode}: chunk {header.index} of {header.steps} steps is out of bounds")
+    rules = _rules(parts.layout)
+    if rules.rows not in (header.steps, -1):
+        raise WireError(f"episode {header.episode}: columns of {rules.rows} rows in a chunk of {header.steps} steps")
+    for camera in rules.cameras:
+        _check_lengths(camera, parts.array(camera.length))
+    return PackedChunk(header, parts)
+
+
+@lru_cache(maxsize=1024)
+def _check_names(*names: str) -> None:
+    for name in names:
         if not _NAME.fullmatch(name):
             raise WireError(f"{name[:80]!r} is not a name (letters, digits, '.', '_', '-')")
-    if not (0 < header.steps <= MAX_STEPS_PER_CHUNK and header.index >= 0 and header.first_step >= 0):
-        raise WireError(f"episode {header.episode}: chunk {header.index} claims {header.steps} steps")
-    columns = {k: v for k, v in arrays.items() if not k.startswith(FINAL)}
-    for name, column in columns.items():
-        ragged = name.startswith(IMAGES) and not name.endswith(".length")
-        if not ragged and (column.ndim == 0 or len(column) != header.steps):
-            raise WireError(f"{name!r} has shape {column.shape} in a chunk of {header.steps} steps")
-    return Chunk(header, columns, {k[len(FINAL) :]: v for k, v in arrays.items() if k.startswith(FINAL)})
+
+
+@lru_cache(maxsize=MAX_CACHED_LAYOUTS)
+def _rules(layout: Layout) -> _Rules:
+    columns = {place.name: place for place in layout.arrays if not place.name.startswith(FINAL)}
+    cameras = tuple(_cameras(columns))
+    ragged = {camera.frames.name for camera in cameras}
+    rows = {place.shape[0] if place.shape else -1 for name, place in columns.items() if name not in ragged}
+    if len(rows) > 1 or (rows and min(rows) < 0):
+        raise WireError(f"columns of unlike length: {[(name[:80], place.shape) for name, place in columns.items()]}")
+    for name in SCALARS.keys() & columns.keys():
+        _expect(columns[name], SCALARS[name])
+    scalars = {name: columns[name] for name in SCALARS if name in columns}
+    return _Rules(rows.pop() if rows else -1, cameras, scalars)
+
+
+def _cameras(columns: Mapping[str, ArrayPlace]) -> Iterator[_Camera]:
+    for name, place in columns.items():
+        if not name.startswith(IMAGES) or name.endswith((LENGTH, CRC)):
+            continue
+        if place.dtype != np.uint8 or len(place.shape) not in (1, 4) or (len(place.shape) == 4 and place.shape[3] != 3):
+            raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} are neither JPEG files nor raw frames")
+        if name + LENGTH not in columns or name + CRC not in columns:
+            raise WireError(f"{name[:80]!r} comes without its columns {LENGTH} and {CRC}")
+        _expect(columns[name + CRC], "uint32")
+        _expect(columns[name + LENGTH], "int32")
+        yield _Camera(place, columns[name + LENGTH])
+
+
+def _expect(place: ArrayPlace, dtype: str) -> None:
+    if place.dtype != dtype or len(place.shape) != 1:
+        raise WireError(f"{place.name[:80]!r} is {place.dtype} {place.shape}; it must be {dtype} and one a step")
+
+
+def _check_lengths(camera: _Camera, lengths: Array) -> None:
+    """Raises WireError unless the frames of a camera's steps take exactly the bytes that there are."""
+    shape = camera.frames.shape
+    whole = lengths.min() >= 0 and int(lengths.sum(dtype=np.int64)) == int(np.prod(shape, dtype=np.int64))
+    if whole and len(shape) == 4:
+        whole = bool(np.isin(lengths, (0, int(np.prod(shape[1:], dtype=np.int64)))).all())
+    if not whole:
+        raise WireError(f"{camera.frames.name[:80]!r}: the lengths do not add up to frames of {shape}")
+
+
+def frame_columns(feature: str, frames: Sequence[bytes | Array | None]) -> dict[str, Array]:
+    """The three columns of a camera.
+
+    Args:
+        feature: ``observation.images.<camera>``.
+        frames: each step's frame, None where the one before still stands: JPEG files, or uint8 (h, w, 3), all of one
+            kind and size. Where all are None the frames count as JPEG.
+
+    Raises:
+        WireError: JPEG files and arrays mixed, or arrays of another kind.
+    """
+    new = [frame for frame in frames if frame is not None]
+    raw = [np.ascontiguousarray(frame) for frame in new if isinstance(frame, np.ndarray)]
+    files = [frame for frame in new if isinstance(frame, bytes)]
+    joined = np.stack(raw) if raw else np.frombuffer(b"".join(files), np.uint8)
+    if raw and (files or raw[0].dtype != np.uint8 or raw[0].ndim != 3):
+        raise WireError(f"{feature}: frames are JPEG files or uint8 (h, w, 3) all through")
+    following = iter(raw or files)
+    flat = [b"" if frame is None else memoryview(next(following)).cast("B") for frame in frames]
+    return {
+        feature: joined,
+        feature + LENGTH: np.array([len(each) for each in flat], np.int32),
+        feature + CRC: np.array([crc32c(each) for each in flat], np.uint32),
+    }
 
 
 def new_episode_id(robot: str) -> str:

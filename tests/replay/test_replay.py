@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
 from user_sys.errors import ConfigError
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.mix import DemoOnlineMix, ReplayMix
@@ -56,9 +56,7 @@ def chunk(
         "policy_version": at.astype(np.int64),
     }
     if frames is not None:
-        pictures = [frames.get(int(step), b"") for step in at]
-        columns[CAMERA] = np.frombuffer(b"".join(pictures), np.uint8)
-        columns[f"{CAMERA}.length"] = np.array([len(picture) for picture in pictures], np.int32)
+        columns |= frame_columns(CAMERA, [frames.get(int(step)) for step in at])
     header = ChunkHeader(
         episode=f"ep-{episode}",
         index=index,

@@ -16,8 +16,9 @@ import pytest
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.inspect import inspect, inspect_main, summarise
+from user_sys.store.labels import SuccessLabel
 from user_sys.store.log import LogWriter, segment_path
-from user_sys.store.store import Label, StoreReader, StoreWriter
+from user_sys.store.store import StoreReader, StoreWriter
 
 
 def chunk(episode: str, index: int = 0, steps: int = 4, *, end: bool = False, success: bool | None = True) -> Chunk:
@@ -45,8 +46,15 @@ def chunk(episode: str, index: int = 0, steps: int = 4, *, end: bool = False, su
     return Chunk(header, columns, {"observation.state": np.zeros(3, np.float32)} if end else {})
 
 
-def label(episode: str, success: bool, labeller: str = "ada") -> Label:
-    return Label(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
+def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
+    return SuccessLabel(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
+
+
+def stored(reader: StoreReader) -> list[tuple[str, int]]:
+    """(episode, index) of every chunk, in order of storage."""
+    index = reader.index
+    names = [index.episodes.ids.names[row] for row in index.chunks.episode]
+    return list(zip(names, index.chunks.index.tolist(), strict=True))
 
 
 def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -> None:
@@ -61,7 +69,8 @@ def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -
         assert not writer.append(packet)
         assert writer.append(chunk("a", 1).encode())
         writer.sync()
-        assert [(ref.header.episode, ref.header.index) for ref in reader.refresh()] == [("a", 0), ("a", 1)]
+        reader.refresh()
+        assert stored(reader) == [("a", 0), ("a", 1)]
 
 
 def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -69,16 +78,17 @@ def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
         writer.append(sent.encode())
         writer.sync()
-        (ref,) = reader.refresh()
-        got = reader.read(ref)
-        assert got.header == sent.header == ref.header
+        change = reader.refresh()
+        assert (change.rows, change.chunks) == (range(4), range(1))
+        got = reader.read(0)
+        assert got.header == sent.header
         for name, column in sent.columns.items():
             np.testing.assert_array_equal(got.columns[name], column)
             assert not got.columns[name].flags.writeable
-        assert reader.refresh() == []
+        assert not reader.refresh().chunks
 
 
-@pytest.mark.parametrize("packet", [b"", b"USP1garbage", chunk("a").encode()[:-64]])
+@pytest.mark.parametrize("packet", [b"", b"USP2garbage", chunk("a").encode()[:-64]])
 def test_what_is_no_chunk_is_not_stored(tmp_path: Path, packet: bytes) -> None:
     with StoreWriter.open(tmp_path) as writer:
         with pytest.raises(WireError):
@@ -117,10 +127,10 @@ def test_the_newest_label_decides_and_is_durable(tmp_path: Path) -> None:
         writer.append(chunk("a", end=True, success=None).encode())
         writer.append_label(label("a", False, "grace"))
     with StoreReader.open(tmp_path) as reader:
-        (ref,) = reader.refresh()
+        reader.refresh()
         (episode,) = reader.episodes()
         assert episode.success is False and episode.labelled_by == "grace"
-        end = reader.read(ref).header.end
+        end = reader.read(0).header.end
         assert end is not None and end.success is False and end.reward_source == "person"
 
 
@@ -129,14 +139,15 @@ def test_a_damaged_chunk_is_reported_and_can_be_sent_again(tmp_path: Path) -> No
         for index in range(3):
             writer.append(chunk("a", index).encode())
     with StoreReader.open(tmp_path) as reader:
-        refs = reader.refresh()
+        reader.refresh()
         with segment_path(tmp_path, 0).open("r+b") as file:
-            file.seek(refs[1].record.offset + 200)
+            file.seek(reader.index.record(1).offset + 200)
             file.write(b"\xff\x00\xff")
         with pytest.raises(StoreCorrupt):
-            reader.read(refs[1])
+            reader.read(1)
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
-        assert [ref.header.index for ref in reader.refresh()] == [0, 2]
+        reader.refresh()
+        assert stored(reader) == [("a", 0), ("a", 2)]
         assert len(reader.damaged) == 1
         assert not writer.append(chunk("a", 0).encode())
         assert writer.append(chunk("a", 1).encode())
@@ -148,7 +159,7 @@ def test_a_record_that_does_not_decode_is_damage_and_other_kinds_are_left_alone(
         log.append(77, b"of a later program")
         log.append(1, chunk("a").encode())
     with StoreReader.open(tmp_path) as reader:
-        assert len(reader.refresh()) == 1 and len(reader.damaged) == 1
+        assert len(reader.refresh().chunks) == 1 and len(reader.damaged) == 1
 
 
 def test_a_reader_can_wait_for_the_store_to_be_created(tmp_path: Path) -> None:
@@ -214,13 +225,14 @@ with StoreWriter.open(room / "store") as writer, StoreReader.open(room / "store"
             full += 1
             assert full < 3
             reader.refresh()
-            assert len(reader.chunks) >= acknowledged and not reader.damaged
+            assert len(reader.index.chunks) >= acknowledged and not reader.damaged
             ballast.unlink()
             continue
         acknowledged = index
 assert full, "the disk never was full"
 with StoreReader.open(room / "store") as reader:
-    assert [ref.header.index for ref in reader.refresh()] == list(range(400)) and not reader.damaged
+    reader.refresh()
+    assert reader.index.chunks.index.tolist() == list(range(400)) and not reader.damaged
 """
 
 

@@ -56,7 +56,7 @@ def test_a_strided_array_is_copied_in_order() -> None:
 @given(st.binary(max_size=300))
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(WireError):
-        decode_packet(b"USP1" + garbage, Note)
+        decode_packet(b"USP2" + garbage, Note)
     with pytest.raises(WireError):
         decode_packet(garbage, Note)
 

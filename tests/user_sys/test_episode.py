@@ -37,6 +37,7 @@ def test_pictures_may_be_of_any_length() -> None:
     pictures = {
         "observation.images.front": np.zeros(999, np.uint8),
         "observation.images.front.length": np.array([999, 0, 0], np.int32),
+        "observation.images.front.crc": np.array([1, 0, 0], np.uint32),
     }
     assert (
         decode_chunk(Chunk(HEADER, {**COLUMNS, **pictures}, {}).encode()).columns.keys()

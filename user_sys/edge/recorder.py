@@ -11,7 +11,17 @@ from numpy.typing import ArrayLike
 
 from hal.spec import ACTION, Array, RobotSpec
 from user_sys.edge.driver import Tick
-from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, new_episode_id
+from user_sys.episode import (
+    APPLIED,
+    IMAGES,
+    Chunk,
+    ChunkHeader,
+    EpisodeEnd,
+    Phase,
+    Source,
+    frame_columns,
+    new_episode_id,
+)
 
 JPEG_QUALITY = 90
 
@@ -52,10 +62,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RecorderConfig:
-    """`chunk_steps` bounds what a crash of the edge can take: the steps since the last chunk."""
+    """What is recorded, and in which pieces.
+
+    Attributes:
+        chunk_steps: bounds what a crash of the edge can take: the steps since the last chunk.
+        cameras: whether pictures are recorded.
+        raw_cameras: names of those whose pictures are kept as they are; the others' become JPEG files.
+    """
 
     chunk_steps: int = 10
     cameras: bool = True
+    raw_cameras: tuple[str, ...] = ()
 
 
 class Recorder:
@@ -77,13 +94,14 @@ class Recorder:
         self._sink, self._config = sink, config
         self.episode = ""
         self._columns: dict[str, list[ArrayLike]] = {}
-        self._pictures: dict[str, list[bytes]] = {}
+        self._pictures: dict[str, list[bytes | Array | None]] = {}
         self._rows = 0
 
     def begin(self, source: Source, seed: int) -> str:
         """Opens an episode and returns its identifier. What was left of one that never ended is cut off."""
         self.episode = new_episode_id(self._robot)
         self._source, self._seed, self._started_unix_ns = source, seed, time.time_ns()
+        self._unix_offset_ns = self._started_unix_ns - time.monotonic_ns()
         self._index = self._first_step = 0
         self._clear()
         return self.episode
@@ -120,7 +138,9 @@ class Recorder:
         if not self._config.cameras:
             return
         for camera in self._spec.cameras:
-            picture = encode_jpeg(frames[camera.name]) if camera.name in frames else b""
+            picture: bytes | Array | None = None
+            if (frame := frames.get(camera.name)) is not None:
+                picture = frame.copy() if camera.name in self._config.raw_cameras else encode_jpeg(frame)
             self._pictures.setdefault(camera.name, []).append(picture)
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
@@ -136,12 +156,12 @@ class Recorder:
             source=self._source,
             seed=self._seed,
             started_unix_ns=self._started_unix_ns,
+            unix_offset_ns=self._unix_offset_ns,
             end=end,
         )
         columns = {name: np.stack(rows) for name, rows in self._columns.items()}
         for camera, pictures in self._pictures.items():
-            columns[IMAGES + camera] = np.frombuffer(b"".join(pictures), np.uint8)
-            columns[f"{IMAGES}{camera}.length"] = np.array([len(p) for p in pictures], np.int32)
+            columns |= frame_columns(IMAGES + camera, pictures)
         self._sink(Chunk(header, columns, dict(final)).encode())
         self._index += 1
         self._first_step += self._rows

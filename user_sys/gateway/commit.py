@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from user_sys.episode import decode_chunk
+from user_sys.episode import open_chunk
 from user_sys.errors import StoreFull, TunnelError, WireError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
@@ -151,7 +151,7 @@ class Committer:
         group.newest[arrival.peer] = arrival.sequence
         group.size_bytes += len(arrival.packet)
         try:
-            chunk = decode_chunk(arrival.packet)
+            chunk = open_chunk(arrival.packet)
             if chunk.header.robot != arrival.peer.name:
                 raise WireError(f"{arrival.peer.name} sent a chunk of {chunk.header.robot[:80]!r}")
             if self._patiently(lambda: self._writer.append(arrival.packet, chunk)):

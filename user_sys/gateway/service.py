@@ -45,7 +45,7 @@ from user_sys.messages import (
     WeightsManifest,
     WeightsReceived,
 )
-from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.store import StoreWriter
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -86,7 +86,7 @@ class Gateway:
         self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
         self._registry = Registry(self._leases)
         self._writer = StoreWriter.open(run_dir / "store")
-        self._steps_before = _stored_steps(run_dir / "store")
+        self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME)
         self._committer = Committer(self._writer, self._answer_chunk, config)
@@ -261,11 +261,6 @@ def _record(peer: Peer) -> ResourceRecord:
         found_by="tunnel",
         embodiment=spec.embodiment if spec else "",
     )
-
-
-def _stored_steps(store: Path) -> int:
-    with StoreReader.open(store) as reader:
-        return sum(ref.header.steps for ref in reader.refresh())
 
 
 def _load_or_make_keys(folder: Path, endpoint: str) -> KeyPair:

@@ -203,7 +203,7 @@ class Learner:
     def _follow(self) -> int:
         """Takes in new chunks, a bounded number; returns how many."""
         self._reader.refresh()
-        chunks = min(len(self._reader.chunks) - self._chunks, CHUNKS_PER_FOLLOW)
+        chunks = min(len(self._reader.index.chunks) - self._chunks, CHUNKS_PER_FOLLOW)
         if chunks:
             self._online_steps += self._replay.follow(self._reader, max_chunks=chunks)
             self._chunks += chunks
@@ -266,9 +266,9 @@ class Learner:
     def _refill(self) -> None:
         """Rebuilds the replay buffer as it was: from the same chunks of the store."""
         self._reader.refresh()
-        if self._chunks > len(self._reader.chunks):
+        if self._chunks > len(self._reader.index.chunks):
             raise ConfigError(
-                f"the checkpoint has seen {self._chunks} chunks and the store holds {len(self._reader.chunks)}: "
+                f"the checkpoint has seen {self._chunks} chunks and the store holds {len(self._reader.index.chunks)}: "
                 "it belongs to another store"
             )
         self._replay.follow(self._reader, max_chunks=self._chunks)

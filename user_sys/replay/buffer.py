@@ -9,8 +9,8 @@ drawn, and no transition crosses from one episode into another.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -105,12 +105,12 @@ class ReplayBuffer:
             reader.refresh()
             stop = None if max_chunks is None else self._cursor + max_chunks
             gained = 0
-            for ref in itertools.islice(reader.chunks, self._cursor, stop):
+            for row in range(self._cursor, min(len(reader.index.chunks), stop or sys.maxsize)):
                 self._cursor += 1
                 try:
-                    gained += self.add(reader.read(ref))
+                    gained += self.add(reader.read(row))
                 except StoreCorrupt as error:
-                    self._skip(ref.header, error)
+                    self._skip(f"chunk row {row}", error)
             return gained
 
     def add(self, chunk: Chunk) -> int:
@@ -125,7 +125,7 @@ class ReplayBuffer:
                 # Decoding is slow and touches no row: samplers need not wait for it.
                 frames, first = decode_frames(chunk, self.features.cameras, before.frames if before else {})
             except WireError as error:
-                self._skip(chunk.header, error)
+                self._skip(f"episode {chunk.header.episode} chunk {chunk.header.index}", error)
                 return 0
             wanted[:first] = False
             with self._lock:
@@ -133,9 +133,9 @@ class ReplayBuffer:
             self._keep_open(chunk.header, newest, {name: array[-1].copy() for name, array in frames.items()})
             return gained
 
-    def _skip(self, header: ChunkHeader, error: Exception) -> None:
+    def _skip(self, what: str, error: Exception) -> None:
         self.skipped += 1
-        _logger.warning("replay.skipped episode=%s chunk=%d: %s", header.episode, header.index, error)
+        _logger.warning("replay.skipped %s: %s", what, error)
 
     def _continued(self, chunk: Chunk) -> _OpenEpisode | None:
         """Takes out what is open of the chunk's episode; None unless the chunk goes on exactly where that stopped."""

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from user_sys.store.frame import Damage
 from user_sys.store.log import segment_numbers, segment_path
-from user_sys.store.store import EpisodeSummary, StoreReader
+from user_sys.store.store import StoreReader
+from user_sys.store.summary import EpisodeSummary
 
 WIDE_COLUMNS = 120
 LAST_EPISODES = 20
@@ -47,7 +48,7 @@ def summarise(path: Path, last: int = LAST_EPISODES) -> StoreSummary:
         StoreError: there is no store at `path`, or it cannot be read.
     """
     with StoreReader.open(path) as reader:
-        chunks = len(reader.refresh())
+        chunks = len(reader.refresh().chunks)
         episodes, damaged = reader.episodes(), reader.damaged
     segments = segment_numbers(path)
     return StoreSummary(

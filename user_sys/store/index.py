@@ -1,0 +1,395 @@
+"""The index of a store in memory: numpy columns of its steps, chunks and episodes, and how they hang together.
+
+Rows are numbered in order of storage and keep their number for the index's life; a row that is deleted or gone is no
+longer ``alive``. The steps of a chunk stand side by side: step row r of chunk row c is step
+``chunks.first_step[c] + r - chunks.first_row[c]`` of its episode. Memory: about 31 bytes a step, 70 a chunk.
+
+The index is built of blocks (`user_sys.store.block`) alone, so that one loaded from footers equals one rebuilt from the
+log. One thread changes it; others may read rows that they were told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.store.block import CHUNK, CHUNK_COLUMNS, STEP_DTYPES, Block, EndRecord, EpisodeRecord
+from user_sys.store.columns import Names, Table
+from user_sys.store.frame import RecordRef
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
+
+NONE = -1  # no row; of `success`: nobody knows
+PERSON = "person"
+
+
+class Steps(Table):
+    """One row a step: what was recorded, or what a label says instead.
+
+    Attributes:
+        time_unix_ns: of capture, by the edge's clock.
+        chunk: row of its chunk.
+        alive: neither deleted nor gone.
+    """
+
+    DTYPES = {**STEP_DTYPES, "chunk": "int32", "alive": "bool"}
+    reward: Array
+    terminated: Array
+    truncated: Array
+    phase: Array
+    policy_version: Array
+    safety: Array
+    time_unix_ns: Array
+    chunk: Array
+    alive: Array
+
+
+class Chunks(Table):
+    """One row a chunk.
+
+    Attributes:
+        episode: row of its episode.
+        index, first_step, steps: as in its header.
+        first_row: row of its first step.
+        segment, offset, length, sequence: where its record was when it was found; `Index.record` makes a reference.
+        schema: fingerprint of its columns.
+        next_chunk: row of the chunk that goes on where this one stops; -1 while there is none.
+        has_final: it is the last one of its episode and has the final observation.
+        gone: its record cannot be read any more.
+        alive: neither deleted nor gone.
+    """
+
+    DTYPES = {
+        **{name: dtype for name, dtype in CHUNK_COLUMNS.items() if name != "end"},
+        "first_row": "int64",
+        "next_chunk": "int32",
+        "has_final": "bool",
+        "gone": "bool",
+        "alive": "bool",
+    }
+    episode: Array
+    index: Array
+    first_step: Array
+    steps: Array
+    segment: Array
+    offset: Array
+    length: Array
+    sequence: Array
+    schema: Array
+    first_row: Array
+    next_chunk: Array
+    has_final: Array
+    gone: Array
+    alive: Array
+
+
+class Episodes(Table):
+    """One row an episode. Names are codes into `robots`, `embodiments` and so on.
+
+    Attributes:
+        steps, chunks, size_bytes: what is stored of it so far.
+        next_index: its chunks below this index are all there.
+        last_chunk: row of chunk ``next_index - 1``; -1 before the first.
+        end_index: index of its last chunk; -1 while unknown.
+        complete: its end and all chunks before it are there.
+        success: 1, 0, or -1 where nobody knows; a label's word where there is one.
+        reward_source: code into `reward_sources` of who gave the verdict.
+        deleted: by a label.
+    """
+
+    DTYPES = {
+        **dict.fromkeys(("robot", "embodiment", "task", "sentence", "source", "reward_source"), "int32"),
+        **dict.fromkeys(("seed", "started_unix_ns", "steps", "size_bytes"), "int64"),
+        **dict.fromkeys(("chunks", "next_index", "last_chunk", "end_index"), "int32"),
+        "success": "int8",
+        "complete": "bool",
+        "deleted": "bool",
+    }
+    robot: Array
+    embodiment: Array
+    task: Array
+    sentence: Array
+    source: Array
+    reward_source: Array
+    seed: Array
+    started_unix_ns: Array
+    steps: Array
+    size_bytes: Array
+    chunks: Array
+    next_index: Array
+    last_chunk: Array
+    end_index: Array
+    success: Array
+    complete: Array
+    deleted: Array
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = Names()
+        self.robots, self.embodiments, self.tasks = Names(), Names(), Names()
+        self.sentences, self.sources, self.reward_sources = Names(), Names(), Names()
+
+    def find(self, episode: str) -> int:
+        """The row of `episode`; -1 where it is not stored."""
+        return self.ids.find(episode)
+
+    def add(self, records: Sequence[EpisodeRecord]) -> None:
+        """Appends episodes that are new."""
+        columns: dict[str, Array | int | bool] = {
+            "robot": np.array([self.robots.code(r.robot) for r in records], np.int32),
+            "embodiment": np.array([self.embodiments.code(r.embodiment) for r in records], np.int32),
+            "task": np.array([self.tasks.code(r.task) for r in records], np.int32),
+            "sentence": np.array([self.sentences.code(r.sentence) for r in records], np.int32),
+            "source": np.array([self.sources.code(r.source) for r in records], np.int32),
+            "reward_source": self.reward_sources.code(""),
+            "seed": np.array([r.seed for r in records], np.int64),
+            "started_unix_ns": np.array([r.started_unix_ns for r in records], np.int64),
+            **dict.fromkeys(("steps", "size_bytes", "chunks", "next_index", "complete", "deleted"), 0),
+            **dict.fromkeys(("last_chunk", "end_index", "success"), NONE),
+        }
+        self.extend(len(records), columns)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What came to an index between two moments.
+
+    Attributes:
+        rows: new steps.
+        chunks: new chunks.
+        relabelled: int64, older rows whose reward, phase or episode's success changed.
+        dropped: int64, older rows that are no longer alive.
+        revived: int64, older rows that are alive again.
+    """
+
+    rows: range
+    chunks: range
+    relabelled: Array
+    dropped: Array
+    revived: Array
+
+
+class Index:
+    """Steps, chunks and episodes of a store; `take` adds blocks in order of storage."""
+
+    def __init__(self) -> None:
+        self.steps, self.chunks, self.episodes = Steps(), Chunks(), Episodes()
+        self._labels: dict[str, list[Label]] = {}
+        self._ends: dict[int, EndRecord] = {}
+        self._strays: dict[tuple[int, int], int] = {}  # chunks behind a gap in their episode: place -> row
+
+    # Finding one's way
+
+    def record(self, chunk: int) -> RecordRef:
+        """Where the record of a chunk row is, as of when it was found."""
+        c = self.chunks
+        return RecordRef(
+            int(c.segment[chunk]), int(c.offset[chunk]), int(c.length[chunk]), CHUNK, int(c.sequence[chunk])
+        )
+
+    def successor(self, rows: Array) -> Array:
+        """Row of the next step of the same episode, int64; -1 at the episode's end and where it is not stored yet."""
+        chunks = self.chunks
+        chunk = self.steps.chunk[rows]
+        at_end = rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1
+        following = chunks.next_chunk[chunk]
+        after: Array = np.where(following >= 0, chunks.first_row[following], NONE)
+        return np.where(at_end, after, np.asarray(rows, np.int64) + 1)
+
+    def is_last(self, rows: Array) -> Array:
+        """Whether a row is its episode's last step, after which its chunk's final observation comes. bool."""
+        chunks = self.chunks
+        chunk = self.steps.chunk[rows]
+        last: Array = chunks.has_final[chunk] & (rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1)
+        return last
+
+    def episode_of(self, rows: Array) -> Array:
+        """The episode rows of step rows."""
+        found: Array = self.chunks.episode[self.steps.chunk[rows]]
+        return found
+
+    def step_of(self, rows: Array) -> Array:
+        """The number within its episode of each step row."""
+        chunk = self.steps.chunk[rows]
+        found: Array = rows - self.chunks.first_row[chunk] + self.chunks.first_step[chunk]
+        return found
+
+    def labels(self, episode: str) -> tuple[Label, ...]:
+        """What was said about an episode, oldest first."""
+        return tuple(self._labels.get(episode, ()))
+
+    # Growing
+
+    def take(self, blocks: Sequence[Block]) -> Change:
+        """Adds blocks that follow in order of storage. A chunk that the index has already is left out."""
+        old_rows, old_chunks = len(self.steps), len(self.chunks)
+        touched: set[str] = set()
+        for block in blocks:
+            self._take_chunks(block, touched)
+            for label in block.labels:
+                self._labels.setdefault(label.episode, []).append(label)
+                touched.add(label.episode)
+        relabelled, before, after = self._relabel(touched)
+        old = np.arange(len(relabelled))[relabelled < old_rows]
+        rows, was, now = relabelled[old], before[old], after[old]
+        return Change(
+            range(old_rows, len(self.steps)),
+            range(old_chunks, len(self.chunks)),
+            rows,
+            rows[was & ~now],
+            rows[~was & now],
+        )
+
+    def _take_chunks(self, block: Block, touched: set[str]) -> None:
+        if not len(block.chunks["steps"]):
+            return
+        touched.update(self._labels.keys() & {record.episode for record in block.episodes})
+        known = np.array([self.episodes.find(record.episode) for record in block.episodes])
+        self.episodes.add([record for record, row in zip(block.episodes, known, strict=True) if row < 0])
+        rows = np.array([self.episodes.ids.code(record.episode) for record in block.episodes], np.int32)
+        episode = rows[block.chunks["episode"]]
+        kept = self._new_ones(episode, block.chunks["index"])
+        if not kept.any():
+            return
+        chunks = {name: column[kept] for name, column in block.chunks.items()} | {"episode": episode[kept]}
+        steps = block.steps
+        if not kept.all():
+            of_step = np.repeat(kept, block.chunks["steps"])
+            steps = {name: column[of_step] for name, column in steps.items()}
+        self._append(chunks, steps, block.ends)
+
+    def _append(self, chunks: dict[str, Array], steps: dict[str, Array], ends: Sequence[EndRecord]) -> None:
+        first_row = len(self.steps) + np.cumsum(chunks["steps"], dtype=np.int64) - chunks["steps"]
+        end = chunks.pop("end")
+        chunks |= {"first_row": first_row, "has_final": end >= 0}
+        rows = self.chunks.extend(len(end), {**chunks, "next_chunk": NONE, "gone": False, "alive": True})
+        of_chunk = np.repeat(np.arange(rows.start, rows.stop, dtype=np.int32), chunks["steps"])
+        self.steps.extend(len(of_chunk), {**steps, "chunk": of_chunk, "alive": True})
+        episodes = self.episodes
+        np.add.at(episodes.steps, chunks["episode"], chunks["steps"])
+        np.add.at(episodes.chunks, chunks["episode"], 1)
+        np.add.at(episodes.size_bytes, chunks["episode"], chunks["length"])
+        self._link(rows)
+        for place in np.flatnonzero(end >= 0):
+            self._take_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
+        seen = np.unique(chunks["episode"])
+        episodes.complete[seen] = (episodes.end_index[seen] >= 0) & (
+            episodes.next_index[seen] > episodes.end_index[seen]
+        )
+
+    def _take_end(self, episode: int, index: int, end: EndRecord) -> None:
+        self._ends[episode] = end
+        self.episodes.end_index[episode] = index
+        self.episodes.success[episode] = NONE if end.success is None else end.success
+        self.episodes.reward_source[episode] = self.episodes.reward_sources.code(end.reward_source)
+
+    # Order within episodes
+
+    def _new_ones(self, episode: Array, index: Array) -> Array:
+        """Which of the chunks are not there yet: bool, the first of equal ones counts."""
+        keys = episode.astype(np.int64) << 32 | index
+        first = np.zeros(len(keys), bool)
+        first[np.unique(keys, return_index=True)[1]] = True
+        new: Array = first & (index >= self.episodes.next_index[episode])
+        if self._strays:
+            for place in np.flatnonzero(new & np.isin(episode, [stray[0] for stray in self._strays])):
+                new[place] = (int(episode[place]), int(index[place])) not in self._strays
+        return new
+
+    def _link(self, rows: range) -> None:
+        """Joins new chunks to those that they continue: all at once where they come in order, else one by one."""
+        chunks, episodes = self.chunks, self.episodes
+        order = rows.start + np.lexsort((chunks.index[rows.start :], chunks.episode[rows.start :]))
+        episode, index = chunks.episode[order], chunks.index[order]
+        starts = np.flatnonzero(np.r_[True, episode[1:] != episode[:-1]])
+        sizes = np.diff(np.r_[starts, len(order)])
+        expected = episodes.next_index[episode] + np.arange(len(order)) - np.repeat(starts, sizes)
+        in_order = np.logical_and.reduceat(index == expected, starts)
+        if self._strays:
+            in_order &= ~np.isin(episode[starts], [stray[0] for stray in self._strays])
+        previous = np.r_[NONE, order[:-1]]
+        previous[starts] = episodes.last_chunk[episode[starts]]
+        plain = np.repeat(in_order, sizes)
+        self._join(previous[plain], order[plain])
+        last = starts + sizes - 1
+        episodes.next_index[episode[last[in_order]]] = index[last[in_order]] + 1
+        episodes.last_chunk[episode[last[in_order]]] = order[last[in_order]]
+        for row in order[~plain].tolist():
+            self._link_one(row)
+
+    def _join(self, before: Array, after: Array) -> None:
+        """Links pairs of chunks, where there is a former and the steps fit."""
+        chunks = self.chunks
+        before, after = before[before >= 0], after[before >= 0]
+        fits = chunks.first_step[before] + chunks.steps[before] == chunks.first_step[after]
+        chunks.next_chunk[before[fits]] = after[fits]
+
+    def _link_one(self, row: int) -> None:
+        episodes = self.episodes
+        episode, index = int(self.chunks.episode[row]), int(self.chunks.index[row])
+        self._strays[episode, index] = row
+        for low, high in ((index - 1, index), (index, index + 1)):
+            before, after = self._strays.get((episode, low)), self._strays.get((episode, high))
+            if low == episodes.next_index[episode] - 1:
+                before = int(episodes.last_chunk[episode])
+            if before is not None and after is not None:
+                self._join(np.array([before]), np.array([after]))
+        while (found := self._strays.pop((episode, int(episodes.next_index[episode])), None)) is not None:
+            episodes.next_index[episode] += 1
+            episodes.last_chunk[episode] = found
+
+    # Labels
+
+    def _relabel(self, names: set[str]) -> tuple[Array, Array, Array]:
+        """Lays the labels of these episodes over the columns; their step rows, and whether each was and is alive."""
+        rows = {row: name for name in names if (row := self.episodes.find(name)) >= 0}
+        mine = np.flatnonzero(np.isin(self.chunks.episode, list(rows))) if rows else np.empty(0, np.int64)
+        mine = mine[np.argsort(self.chunks.episode[mine], kind="stable")]
+        steps = _spans(self.chunks.first_row[mine], self.chunks.steps[mine])
+        before = self.steps.alive[steps].copy()
+        for group in np.split(mine, np.flatnonzero(np.diff(self.chunks.episode[mine])) + 1):
+            if len(group):
+                episode = int(self.chunks.episode[group[0]])
+                self._lay_over(episode, group, self._labels[rows[episode]])
+        return steps, before, self.steps.alive[steps]
+
+    def _lay_over(self, episode: int, chunks: Array, labels: Sequence[Label]) -> None:
+        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        number = self.step_of(steps)
+        for label in labels:
+            match label:
+                case SuccessLabel():
+                    self.episodes.success[episode] = NONE if label.success is None else label.success
+                    self.episodes.reward_source[episode] = self.episodes.reward_sources.code(PERSON)
+                case RewardLabel():
+                    at = number - label.first_step
+                    inside = (at >= 0) & (at < len(label.rewards))
+                    self.steps.reward[steps[inside]] = np.array(label.rewards, np.float32)[at[inside]]
+                case PhaseLabel():
+                    at = number - label.first_step
+                    self.steps.phase[steps[(at >= 0) & (at < label.steps)]] = label.phase
+                case DeleteLabel():
+                    self.episodes.deleted[episode] = label.deleted
+                    self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not label.deleted)
+                    self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
+
+    def drop(self, chunks: Array) -> Array:
+        """Marks chunk rows as gone for good, e.g. when their records cannot be read; returns the step rows that die."""
+        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
+        steps = steps[self.steps.alive[steps]]
+        self.chunks.gone[chunks] = True
+        self.chunks.alive[chunks] = False
+        self.steps.alive[steps] = False
+        leading = np.isin(self.chunks.next_chunk, chunks)
+        self.chunks.next_chunk[leading] = NONE
+        return steps
+
+
+def _spans(starts: Array, sizes: Array) -> Array:
+    """The numbers of each range ``starts[i] .. starts[i] + sizes[i]``, one range after the other, int64."""
+    sizes = np.asarray(sizes, np.int64)
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    spans: Array = np.repeat(np.asarray(starts, np.int64), sizes) + within
+    return spans
