@@ -1,0 +1,183 @@
+"""The index: rows that stay, episodes that hang together however their chunks come, and labels laid over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.errors import WireError
+from user_sys.store.block import CHUNK, Block, BlockBuilder, decode_block
+from user_sys.store.frame import RecordRef
+from user_sys.store.index import Change, Index
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, encode_label
+
+LABEL = 2
+
+
+def chunk(episode: str, index: int, steps: int = 3, *, last: bool = False) -> Chunk:
+    """Chunk `index` of an episode whose chunks all have `steps` steps; the reward of a step is its number."""
+    at = np.arange(index * steps, (index + 1) * steps)
+    header = ChunkHeader(
+        episode=episode,
+        index=index,
+        first_step=index * steps,
+        steps=steps,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift the cube",
+        source=Source.ONLINE,
+        seed=7,
+        started_unix_ns=1000,
+        end=EpisodeEnd(steps=int(at[-1]) + 1, success=True) if last else None,
+        unix_offset_ns=50,
+    )
+    columns = {"reward": at.astype(np.float32), "policy_version": at.astype(np.int64), "t_capture_ns": at * 10}
+    return Chunk(header, columns, {})
+
+
+def block(*records: Chunk | Label, first: int = 0) -> Block:
+    """A block of these records, numbered from `first` on; as it comes back from a segment's footer."""
+    builder = BlockBuilder()
+    for n, record in enumerate(records):
+        payload = record.encode() if isinstance(record, Chunk) else encode_label(record)
+        kind = CHUNK if isinstance(record, Chunk) else LABEL
+        builder.add(RecordRef(0, 100 * (first + n), len(payload), kind, first + n), payload)
+    return decode_block(builder.build().encode())
+
+
+def indexed(*blocks: Block) -> Index:
+    index = Index()
+    index.take(blocks)
+    return index
+
+
+def walk(index: Index, row: int) -> list[int]:
+    """The step numbers that one comes by from a row on."""
+    numbers = []
+    while row >= 0:
+        numbers.append(int(index.step_of(np.array([row]))[0]))
+        row = int(index.successor(np.array([row]))[0])
+    return numbers
+
+
+def say(kind: type[Label], **said: object) -> Label:
+    return kind(episode="a", labeller="ada", at_unix_ns=1, **said)  # type: ignore[arg-type]
+
+
+def test_steps_have_what_was_recorded_and_times_that_compare_between_robots() -> None:
+    index = indexed(block(chunk("a", 0), chunk("b", 0), chunk("a", 1, last=True)))
+    assert index.steps.reward.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert index.steps.time_unix_ns[:3].tolist() == [50, 60, 70]
+    assert index.steps.chunk.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert index.step_of(np.arange(9)).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert index.successor(np.arange(9)).tolist() == [1, 2, 6, 4, 5, -1, 7, 8, -1]
+    assert index.is_last(np.arange(9)).tolist() == [False] * 8 + [True]
+    a, b = index.episodes.find("a"), index.episodes.find("b")
+    assert index.episodes.complete[[a, b]].tolist() == [True, False]
+    assert index.episodes.success[[a, b]].tolist() == [1, -1]
+    assert index.episodes.tasks.names[index.episodes.task[a]] == "lift"
+    assert index.episodes.find("c") == -1
+
+
+@given(order=st.permutations(range(7)), cuts=st.sets(st.integers(1, 6)), twice=st.sets(st.integers(0, 6)))
+def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cuts: set[int], twice: set[int]) -> None:
+    sent: list[Chunk] = []
+    for i in order:
+        sent += [chunk("a", i, last=i == 6)] * (1 + (i in twice))
+    index, at = Index(), 0
+    for stop in [*sorted(cuts), len(sent)]:
+        if stop > at:
+            index.take([block(*sent[at:stop], first=at)])
+            at = stop
+    assert len(index.chunks) == 7 and len(index.steps) == 21
+    first = int(index.chunks.first_row[order.index(0)])
+    assert walk(index, first) == list(range(21))
+    assert index.episodes.complete[0] and index.episodes.steps[0] == 21
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject) -> None:
+    steps = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.booleans())
+    records: list[Chunk | Label] = []
+    for name, i, is_label in data.draw(st.lists(steps, max_size=25)):
+        label = RewardLabel(episode=name, labeller="x", at_unix_ns=0, first_step=i, rewards=(9.0, float(i)))
+        records.append(label if is_label else chunk(name, i, last=i == 4))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(records)))))
+    edges = [0, *cuts, len(records)]
+    parts = [block(*records[a:b], first=a) for a, b in zip(edges, edges[1:], strict=False)]
+    whole, together, apart = indexed(block(*records)), indexed(*parts), Index()
+    for part in parts:
+        apart.take([part])
+    for other in (together, apart):
+        for left, right in ((whole.steps, other.steps), (whole.chunks, other.chunks), (whole.episodes, other.episodes)):
+            for name in left.DTYPES:
+                np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+
+
+def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> None:
+    early = [say(RewardLabel, first_step=2, rewards=(5.0, 6.0)), say(SuccessLabel, success=False)]
+    index = indexed(block(*early, chunk("a", 0), chunk("a", 1, last=True)))
+    assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 5] and index.episodes.success[0] == 0
+    change = index.take([block(say(RewardLabel, first_step=3, rewards=(7.0,)), say(SuccessLabel, success=None))])
+    assert index.steps.reward.tolist() == [0, 1, 5, 7, 4, 5] and index.episodes.success[0] == -1
+    assert change.relabelled.tolist() == list(range(6)) and not change.rows and not len(change.dropped)
+    index.take([block(say(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
+    assert index.steps.phase.tolist() == [0, 2, 2, 0, 0, 0]
+    assert [label.labeller for label in index.labels("a")] == ["ada"] * 5
+
+
+def test_a_deleted_episode_is_dead_and_may_be_called_back() -> None:
+    index = indexed(block(chunk("b", 0), chunk("a", 0)))
+    change = index.take([block(say(DeleteLabel))])
+    assert change.dropped.tolist() == [3, 4, 5] and index.steps.alive.tolist() == [True] * 3 + [False] * 3
+    index.take([block(chunk("a", 1))])
+    assert index.chunks.alive.tolist() == [True, False, False]
+    change = index.take([block(say(DeleteLabel, deleted=False))])
+    assert change.revived.tolist() == [3, 4, 5, 6, 7, 8] and index.steps.alive.all()
+
+
+def test_what_is_gone_stays_gone_and_leads_nowhere() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1), chunk("a", 2, last=True)))
+    assert index.drop(np.array([1])).tolist() == [3, 4, 5]
+    assert index.drop(np.array([1])).tolist() == []
+    assert walk(index, 0) == [0, 1, 2] and walk(index, 6) == [6, 7, 8]
+    index.take([block(say(DeleteLabel)), block(say(DeleteLabel, deleted=False))])
+    assert index.chunks.alive.tolist() == [True, False, True] and index.steps.alive.sum() == 6
+
+
+def test_views_that_were_taken_before_keep_their_rows() -> None:
+    index = indexed(block(chunk("a", 0)))
+    before = index.steps.reward
+    changes: list[Change] = [index.take([block(chunk("a", i + 1), first=i + 1)]) for i in range(600)]
+    assert [change.rows.start for change in changes] == list(range(3, 1803, 3))
+    assert before.tolist() == [0, 1, 2] and index.steps.reward.tolist() == list(range(1803))
+
+
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_a_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
+    raw = bytearray(_encoded((chunk("a", 0), chunk("b", 0, last=True), say(DeleteLabel))))
+    raw[position % len(raw)] = value
+    try:
+        found = decode_block(bytes(raw))
+    except WireError:
+        return
+    assert found.chunks["steps"].sum() == len(found.steps["reward"])
+    assert (found.chunks["episode"] < len(found.episodes)).all()
+
+
+def _encoded(records: Sequence[Chunk | Label]) -> bytes:
+    return block(*records).encode()
+
+
+def test_a_block_of_nothing_is_a_block() -> None:
+    index = indexed(block(), block(chunk("a", 0)), block())
+    assert len(index.steps) == 3
+    with pytest.raises(WireError):
+        decode_block(chunk("a", 0).encode())
