@@ -53,6 +53,7 @@ LIGHT = (
     "user_sys.config",
     "user_sys.console.hub",
     "user_sys.edge.driver_process",
+    "user_sys.edge.main",
     "user_sys.edge.outbox",
     "user_sys.gateway",
     "user_sys.launch",

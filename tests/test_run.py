@@ -23,7 +23,8 @@ from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.monitor import LOST_AFTER_S, RunMonitor
-from user_sys.prepare import free_endpoint, prepare, read_spec
+from user_sys.prepare import free_endpoint, prepare
+from user_sys.robot_cards import read_cards
 from user_sys.run_folder import CARD, RunCard, create, default_name, reopen
 from user_sys.topology import RunConfig, TargetConfig
 from user_sys.tunnel.keys import load_keypair
@@ -129,13 +130,11 @@ def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
     folder, card = create(config, "first", ENDPOINT)
     prepare(config, folder, card)
     state = folder.edge("left")
-    assert read_spec(folder.spec("left")) == robot_spec(config.robots[0])
+    assert [(card.robot, card.spec) for card in read_cards(folder.robots)] == [("left", robot_spec(config.robots[0]))]
     assert load(RobotConfig, state / "robot.yaml") == config.robots[0]
     session = load(SessionConfig, state / "session.yaml")
     assert (session.robot, session.holder, session.endpoint, session.seed) == ("left", "run first", ENDPOINT, 5)
     assert session.state == state.resolve() and session.keys == folder.keys.resolve()
-    with pytest.raises(RunError, match="no robot spec"):
-        read_spec(folder.spec("right"))
 
 
 def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:
@@ -299,7 +298,9 @@ def without_egl(tmp_path: Path) -> dict[str, str]:
     folder.mkdir()
     for number in ("", *(f".{n}" for n in range(10))):
         (folder / f"libEGL.so{number}").write_bytes(b"no library")
-    (tmp_path / "sim.yaml").write_text("console: {port: 0}\nlogging: {wandb: {mode: disabled}}\n")
+    (tmp_path / "sim.yaml").write_text(
+        "robots: [{name: panda-0}]\nconsole: {port: 0}\nlogging: {wandb: {mode: disabled}}\n"
+    )
     return {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 

@@ -17,6 +17,7 @@ from user_sys.tunnel import keys_cli
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
 EXIT_BROKEN_PIPE = 128 + 13
+EDGE_PACKAGES = ("simplejpeg", "safetensors")
 
 _EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by --section.key=value."
 
@@ -45,7 +46,8 @@ def _run(args: argparse.Namespace) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("hal", "robots", "sim", "user_sys"):
             raise
-        raise RunError(f"this needs the package {package!r}: pip install 'user-sys[learner,sim]'") from error
+        extra = "sim" if package in ("mujoco", "gymnasium") else "edge" if package in EDGE_PACKAGES else "learner"
+        raise RunError(f"this needs the package {package!r}: pip install 'user-sys[{extra}]'") from error
     return status
 
 
@@ -58,7 +60,7 @@ def _failed(error: Exception, verbose: int) -> int:
 
 def _interrupted(args: argparse.Namespace) -> int:
     run = getattr(args, "run_dir", None) or getattr(args, "resume", None)
-    hint = f"; continue with: user-sys train --resume {run}" if run else ""
+    hint = f"; continue with: user-sys {args.verb} --resume {run}" if run else ""
     print(f"user-sys: interrupted{hint}", file=sys.stderr)
     return EXIT_INTERRUPTED
 
@@ -104,12 +106,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser, verbs = _parser()
     overrides: list[str] = []
     verb = next((token for token in argv if not token.startswith("-")), "")
-    if verb in ("train", "record"):
+    if verb in verbs:
         argv, overrides = _split_overrides(argv, verbs[verb])
     args = parser.parse_args(argv)
     args.overrides = overrides
     args.verbose = getattr(args, "verbose", 0)
-    if verb == "train" and not args.config and not args.resume:
+    if verb in ("train", "cloud") and not args.config and not args.resume:
         verbs[verb].error("which configuration? Give CONFIG (such as configs/demo.yaml), or --resume RUN")
     return args
 
@@ -137,7 +139,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     parser = _Parser(prog="user-sys", description="Learn robot policies online, in the real world.", epilog=_EPILOG)
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
-    named = {"train": _add_train(verbs), "record": _add_record(verbs)}
+    named = {
+        "train": _add_train(verbs),
+        "cloud": _add_cloud(verbs),
+        "edge": _add_edge(verbs),
+        "record": _add_record(verbs),
+    }
     _add_evaluate(verbs)
     _add_store(verbs)
     _add_hardware(verbs)
@@ -162,13 +169,56 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
         description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume.",
         epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
     )
+    _add_run(verb)
+    verb.add_argument("--keys", type=Path, metavar="FOLDER", help="folder of keys (default: the run makes its own)")
+    verb.set_defaults(runs=("user_sys.launch", "train_main"), verb="train")
+    return verb
+
+
+def _add_cloud(verbs: Any) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "cloud",
+        help="start a run whose robots come in from their own computers",
+        description="Starts gateway, learner and console, and trains with the robots that come in (`user-sys edge`).",
+        epilog="Any setting: --gateway.endpoint=tcp://0.0.0.0:5555. docs/deployment.md goes through it step by step.",
+    )
+    _add_run(verb)
+    _add_keys(verb)
+    verb.set_defaults(runs=("user_sys.launch", "cloud_main"), verb="cloud")
+    return verb
+
+
+def _add_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "config", type=Path, metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml"
     )
     verb.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, where it stood")
     verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
-    verb.set_defaults(runs=("user_sys.launch", "train_main"))
+
+
+def _add_edge(verbs: Any) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "edge",
+        help="drive this computer's robots for a run elsewhere",
+        description="Drives the robots of CONFIG for the run at --connect, until that is over, or Ctrl-C.",
+        epilog="Any setting can be overridden: --section.key=value.",
+    )
+    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that names this computer's robots")
+    verb.add_argument(
+        "--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway, or a relay of this site"
+    )
+    verb.add_argument(
+        "--folder", type=Path, default=Path("edge"), metavar="FOLDER", help="outboxes, e-stops, logs (default: edge)"
+    )
+    _add_keys(verb)
+    verb.set_defaults(runs=("user_sys.edge.main", "edge_main"))
     return verb
+
+
+def _add_keys(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--keys", type=Path, default=Path("keys"), metavar="FOLDER", help="folder of keys (default: keys)"
+    )
 
 
 def _add_record(verbs: Any) -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,13 @@ class RobotConfig:
             raise ConfigError(f"robot {self.name}: frame_stride must be at least 1")
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"robot name {self.name!r}: use letters, digits, '-' and '_'")
+
+
+def require_unique_names(robots: Sequence[RobotConfig]) -> None:
+    """Raises ConfigError where two robots have the same name."""
+    names = [robot.name for robot in robots]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"robots: the name {min(twice)!r} is given twice; names are unique in a fleet")
 
 
 @dataclass(frozen=True)

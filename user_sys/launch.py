@@ -19,24 +19,28 @@ from rich.table import Table
 
 from hal.discovery import configured_robots, discover, installed_probes
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
+from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import robot_spec
 from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
+from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.errors import RunError, WireError
+from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
-from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
+from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, local_endpoint, prepare, require_keys, share_keys
 from user_sys.progress import ProgressDisplay
-from user_sys.record import SEEDS_PER_ROBOT, record_demonstrations
+from user_sys.record import record_demonstrations
 from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
+from user_sys.robot_cards import read_cards
 from user_sys.run_folder import RunCard, create, default_name, reopen
 from user_sys.store.store import StoreReader
 from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 
 if TYPE_CHECKING:
     from user_sys.console.server import ConsoleServer
@@ -54,17 +58,28 @@ STARTS_OF_A_ROBOT = 3  # a robot that nobody has heard of after so many failed s
 
 def train_main(args: Namespace) -> int:
     """``user-sys train``: a new run, or one that goes on. The exit status is 130 when a person stopped it."""
+    return _launch(args, "train")
+
+
+def cloud_main(args: Namespace) -> int:
+    """``user-sys cloud``: as `train_main`, for robots that come in over the network from their own computers."""
+    return _launch(args, "cloud")
+
+
+def _launch(args: Namespace, verb: str) -> int:
     console = Console()
-    folder, config, card = _open(args)
+    folder, config, card = _open(args, verb)
     args.run_dir = folder.path
     specs = prepare(config, folder, card)
     point_latest(folder.path)
     _demonstrate(config, folder, console)
+    if verb == "cloud":
+        _invite(folder, card, console)
     with RunLogger(folder.path, config, config.logging) as logger:
         with Run(config, folder, card, specs, logger, console) as run:
             interrupted = run.train()
         if interrupted:
-            console.print(f"stopped; go on with: user-sys train --resume {folder.path}")
+            console.print(f"stopped; go on with: user-sys {verb} --resume {folder.path}")
             return 130
         summary = conclude(config, folder, run.monitor.points, run.summary(), console)
         logger.close(summary.as_json())
@@ -88,7 +103,7 @@ def hardware_main(args: Namespace) -> int:
     return 0
 
 
-def _open(args: Namespace) -> tuple[RunFolder, RunConfig, RunCard]:
+def _open(args: Namespace, verb: str) -> tuple[RunFolder, RunConfig, RunCard]:
     """The run's folder, made or found; what cannot work is said before anything is made."""
     if args.resume:
         folder, config, card = reopen(Path(args.resume), args.overrides)
@@ -97,12 +112,35 @@ def _open(args: Namespace) -> tuple[RunFolder, RunConfig, RunCard]:
             save(config, folder.config)
         return folder, config, card
     config = load(RunConfig, Path(args.config), args.overrides)
+    if verb == "train" and not config.robots:
+        raise RunError(
+            f"{args.config}: robots: a run needs at least one robot; "
+            "where they come in from computers of their own, run it with `user-sys cloud`"
+        )
     _require_port(config)
+    require_keys(config.gateway.endpoint, args.keys)
     for robot in config.robots:
         robot_spec(robot)
     name = args.name or config.name or default_name(Path(args.config))
     folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
+    if args.keys:
+        share_keys(folder, args.keys)
     return folder, config, card
+
+
+def _invite(folder: RunFolder, card: RunCard, console: Console) -> None:
+    """Tells people how robots come in."""
+    ring = Keyring(folder.keys)
+    allowed = ", ".join(entry.name for entry in ring.list() if entry.role not in ("learner", "console"))
+    public = load_public_key(folder.keys / f"{GATEWAY}.pub")
+    _, _, port = card.endpoint.rpartition(":")
+    reached = f"tcp://{local_node()}:{port}" if local_endpoint(card.endpoint) != card.endpoint else card.endpoint
+    for line in (
+        f"listening on {card.endpoint}; this gateway's public key is {public}",
+        f"let in: {allowed or 'no robot yet; user-sys keys allow NAME --role robot --folder ' + str(folder.keys)}",
+        f"on a robot's computer: user-sys edge CONFIG --connect {reached}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _require_port(config: RunConfig) -> None:
@@ -122,9 +160,7 @@ def _demonstrate(config: RunConfig, folder: RunFolder, console: Console) -> None
     wanted = config.demonstrations
     for number, robot in enumerate(config.robots):
         seed = config.seed + number * SEEDS_PER_ROBOT
-        recorded = record_demonstrations(
-            robot, folder.store, wanted.episodes, config.recorder, seed=seed, noise=wanted.noise
-        )
+        recorded = record_demonstrations(robot, folder.store, wanted, config.recorder, seed=seed)
         steps = [episode.steps for episode in recorded]
         if steps:
             console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
@@ -250,6 +286,8 @@ class Run:
         """Blocks for the first message only."""
         message = self._client.receive(wait_s)
         while message is not None:
+            if isinstance(message, RobotStatus) and message.robot not in self.monitor.heard:
+                self._introduce(message.robot)
             if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
                 self._show(self._hub.feed, message)
             match message:
@@ -261,6 +299,12 @@ class Run:
                     self.monitor.on_metrics(message)
                     self._log.log(message.node, message.count, message.scalars)
             message = self._client.receive(0.0)
+
+    def _introduce(self, robot: str) -> None:
+        """A robot is heard of for the first time in this launch: the console learns what it is."""
+        spec = next((card.spec for card in read_cards(self._folder.robots) if card.robot == robot), None)
+        if spec is not None:
+            self._show(self._hub.introduce, robot, spec)
 
     def _log_scalars(self, node: str, count: int, scalars: dict[str, float]) -> None:
         self._metrics.write(count, scalars)
@@ -308,10 +352,17 @@ class Run:
                 self._missing.pop(robot.name, None)
             elif gone and robot.name not in self._missing:
                 path = self._folder.log(f"{robot.name}-driver")
-                self._missing[robot.name] = f"{robot.name} cannot be driven: {_last_words(path)}; see {path}"
+                self._missing[robot.name] = (
+                    f"{robot.name} cannot be driven: {last_words(path) or 'it said nothing here'}; see {path}"
+                )
                 display.say(self._missing[robot.name])
-        if len(self._missing) == len(self._config.robots):
+        if self._missing and len(self._missing) == len(self._config.robots):
             raise RunError("; ".join(self._missing.values()))
+
+    def _guests(self) -> int:
+        """Robots that came in from computers of their own and are connected still."""
+        own = {robot.name for robot in self._config.robots}
+        return self.monitor.robots_connected if self.monitor.heard - own else 0
 
     def _target_reached(self) -> bool:
         target = self._config.target
@@ -326,24 +377,15 @@ class Run:
         leaving = {name for name in nodes if name.endswith("-session") or name == LEARNER} - self._failed
         leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S
-        while leaving and time.monotonic() < deadline:
+        while (leaving or self._guests()) and time.monotonic() < deadline:
             self._take_messages(TICK_S)
             display.show(self.monitor.progress("stopping"))
             statuses = self._cluster.statuses()
             leaving -= {name for name in leaving if statuses[name].state in (NodeState.STOPPED, NodeState.FAILED)}
-        if leaving:
-            log.warning("run.left_behind nodes=%s", sorted(leaving))
+        if leaving or self._guests():
+            log.warning("run.left_behind nodes=%s guests=%d", sorted(leaving), self._guests())
         self._cluster.stop(*[name for name in nodes if name != GATEWAY])
         self._cluster.stop(GATEWAY)
-
-
-def _last_words(log_path: Path) -> str:
-    """The message of the last line of a process's log."""
-    try:
-        lines = log_path.read_text(errors="replace").splitlines()
-    except OSError:
-        return "its log is on another machine"
-    return lines[-1].split(" ", 4)[-1] if lines else "it said nothing"
 
 
 def _console_server(hub: ConsoleHub, config: ConsoleConfig) -> ConsoleServer | None:
@@ -357,7 +399,7 @@ def _console_server(hub: ConsoleHub, config: ConsoleConfig) -> ConsoleServer | N
 def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:
     keys = load_keypair(folder.keys / f"{CONSOLE}.key")
     hello = Hello(protocol=PROTOCOL_VERSION, role="console", name=CONSOLE)
-    return TunnelClient(card.endpoint, keys, load_public_key(folder.keys / f"{GATEWAY}.pub"), hello)
+    return TunnelClient(local_endpoint(card.endpoint), keys, load_public_key(folder.keys / f"{GATEWAY}.pub"), hello)
 
 
 def _history(folder: RunFolder) -> tuple[int, int, int]:

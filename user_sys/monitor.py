@@ -41,6 +41,7 @@ class RunMonitor:
     Attributes:
         env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`).
         updates, version, training_s: as the learner last reported.
+        robots_connected: as the gateway last reported.
         points: each autonomous online episode against training time.
     """
 
@@ -50,6 +51,7 @@ class RunMonitor:
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
         self.version = -1
+        self.robots_connected = 0
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
@@ -78,6 +80,8 @@ class RunMonitor:
             self._alone.append(bool(report.success))
 
     def on_metrics(self, report: MetricsReport) -> None:
+        if report.node == "gateway":
+            self.robots_connected = int(report.scalars.get("robots", 0))
         if report.node != "learner":
             return
         self.updates = report.count

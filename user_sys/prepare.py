@@ -6,14 +6,13 @@ import logging
 import socket
 from pathlib import Path
 
-import msgspec
-
-from hal.durable import replace_durably
 from hal.spec import RobotSpec
 from user_sys.compose import robot_spec
-from user_sys.config import save
 from user_sys.edge.session import SessionConfig
+from user_sys.edge.stations import write_station
 from user_sys.errors import RunError
+from user_sys.gateway.service import is_loopback
+from user_sys.robot_cards import keep_card
 from user_sys.run_folder import RunCard
 from user_sys.topology import RunConfig, RunFolder
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
@@ -28,14 +27,12 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
     _keys(config, folder)
     specs = {robot.name: robot_spec(robot) for robot in config.robots}
     for robot in config.robots:
+        keep_card(folder.robots, robot.name, specs[robot.name])
         state = folder.edge(robot.name)
-        state.mkdir(parents=True, exist_ok=True)
-        replace_durably(folder.spec(robot.name), msgspec.json.encode(specs[robot.name]))
-        save(robot, state / "robot.yaml")
         session = SessionConfig(
             robot=robot.name,
             holder=f"run {card.name}",
-            endpoint=card.endpoint,
+            endpoint=local_endpoint(card.endpoint),
             keys=folder.keys.resolve(),
             state=state.resolve(),
             seed=config.seed,
@@ -43,8 +40,33 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
             recorder=config.recorder,
             policy=config.policy,
         )
-        save(session, state / "session.yaml")
+        write_station(state, robot, session)
     return specs
+
+
+def require_keys(endpoint: str, keys: Path | None) -> None:
+    """Raises RunError where a gateway that others can reach would have no key pair that a person made for it.
+
+    Args:
+        keys: the folder of keys; None for a run's own, which is made with the run.
+    """
+    if is_loopback(endpoint) or (keys is not None and (keys / f"{GATEWAY}.key").exists()):
+        return
+    folder = keys or Path("keys")
+    raise RunError(
+        f"gateway.endpoint: {endpoint} can be reached from outside, and there are no keys for it: make some with "
+        f"`user-sys keys new {GATEWAY} --folder {folder}` and give --keys {folder}"
+    )
+
+
+def share_keys(folder: RunFolder, keys: Path) -> None:
+    """Has the run use the keys in `keys`, so that the gateway is known by the same key in every run."""
+    keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.keys.is_symlink() or not folder.keys.exists():
+        folder.keys.unlink(missing_ok=True)
+        folder.keys.symlink_to(keys.resolve(), target_is_directory=True)
+    elif not folder.keys.samefile(keys):
+        raise RunError(f"{folder.path} has keys of its own, in {folder.keys}; leave --keys away")
 
 
 def _keys(config: RunConfig, folder: RunFolder) -> None:
@@ -60,6 +82,12 @@ def _keys(config: RunConfig, folder: RunFolder) -> None:
             ring.allow(load_keypair(path).public, name, roles[name])
 
 
+def local_endpoint(endpoint: str) -> str:
+    """How this machine's own processes reach a gateway that listens on `endpoint`, be it all of its addresses."""
+    host, _, port = endpoint.rpartition(":")
+    return f"tcp://127.0.0.1:{port}" if host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]") else endpoint
+
+
 def free_endpoint(endpoint: str) -> str:
     """`endpoint` with a free port of this machine in place of port 0, so that it stays the same over restarts."""
     host, _, port = endpoint.rpartition(":")
@@ -67,11 +95,3 @@ def free_endpoint(endpoint: str) -> str:
         return endpoint
     with socket.create_server((host.removeprefix("tcp://"), 0)) as server:
         return f"{host}:{server.getsockname()[1]}"
-
-
-def read_spec(path: Path) -> RobotSpec:
-    """A spec that `prepare` wrote. Raises RunError where there is none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RobotSpec)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise RunError(f"no robot spec at {path}: {error}") from None

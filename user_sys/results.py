@@ -54,6 +54,8 @@ def conclude(
 ) -> Summary:
     """Evaluates the run's policy, and writes summary, plot and video.
 
+    A run without a robot of its own has nothing to evaluate on: its summary holds the counts alone.
+
     Args:
         points: the training episodes, for the plot.
         counts: the run's counts; its evaluation is filled in here.
@@ -61,6 +63,9 @@ def conclude(
     Raises:
         RunError: there is no policy to evaluate, or a file cannot be written.
     """
+    if not config.robots:
+        write_report(folder.path, counts, points, console)
+        return counts
     episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console)
     summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
     if pictures:
@@ -72,6 +77,10 @@ def conclude(
 def evaluate_main(args: Namespace) -> int:
     """``user-sys evaluate RUN``: autonomous success with its confidence interval."""
     folder, config, _ = reopen(Path(args.run))
+    if not config.robots:
+        raise RunError(
+            f"{folder.path} has no robot to evaluate on: name a simulated one under robots: in {folder.config}"
+        )
     console = Console(stderr=True)
     config = replace(config, evaluation=EvaluationConfig(video_episodes=0))
     episodes, _, manifest = run_evaluation(config, folder, args.episodes, console)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from user_sys.compose import PolicyConfig, RobotConfig
+from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
+from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.recorder import RecorderConfig
+from user_sys.edge.stations import module_argv, station_argv
 from user_sys.errors import ConfigError
 from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.learner.service import LearnerConfig
 from user_sys.metrics import LoggingConfig
-
-
-@dataclass(frozen=True)
-class DemonstrationConfig:
-    """`episodes` of the scripted expert, for each robot, are in the store before training starts.
-
-    `noise` spreads them: the standard deviation of what is added to the expert's action, as a share of its bounds.
-    """
-
-    episodes: int = 20
-    noise: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -58,12 +48,15 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up."""
+    """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
+
+    `robots` are those that the run itself drives; others come in over the tunnel.
+    """
 
     name: str = ""
     runs: Path = Path("runs")
     seed: int = 0
-    robots: tuple[RobotConfig, ...] = (RobotConfig(),)
+    robots: tuple[RobotConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -76,11 +69,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        names = [robot.name for robot in self.robots]
-        if not names:
-            raise ConfigError("robots: a run needs at least one robot")
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"robots: the name {min(twice)!r} is given twice; names are unique in a fleet")
+        require_unique_names(self.robots)
 
 
 @dataclass(frozen=True)
@@ -113,8 +102,10 @@ class RunFolder:
         """State of one robot's computer: outbox, fence, e-stop latch, and its two configurations."""
         return self.path / "edge" / robot
 
-    def spec(self, robot: str) -> Path:
-        return self.edge(robot) / "spec.json"
+    @property
+    def robots(self) -> Path:
+        """What is known of each robot (`robot_cards`), of those too that came in over the tunnel."""
+        return self.path / "robots"
 
     def log(self, node: str) -> Path:
         return self.path / "logs" / f"{node}.log"
@@ -143,22 +134,13 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
     """
     beside_folder = {here: 0.01}
     root = folder.path.resolve()
-    gateway = Node("gateway", _module("user_sys.gateway", "--run", root), beside_folder, folder.log("gateway"))
-    learner = Node("learner", _module("user_sys.learner", root), beside_folder, folder.log("learner"))
+    gateway = Node("gateway", module_argv("user_sys.gateway", "--run", root), beside_folder, folder.log("gateway"))
+    learner = Node("learner", module_argv("user_sys.learner", root), beside_folder, folder.log("learner"))
     edges = []
     for robot in config.robots:
         state = root / "edge" / robot.name
         resource = f"robot:{robot.name}"
         place = {resource: 0.5} if declared(resource) or not robot.simulated else beside_folder
-        driver, session = f"{robot.name}-driver", f"{robot.name}-session"
-        edges += [
-            Node(
-                driver, _module("user_sys.edge.driver_process", state / "robot.yaml", state), place, folder.log(driver)
-            ),
-            Node(session, _module("user_sys.edge.session", state / "session.yaml"), place, folder.log(session)),
-        ]
+        for name, argv in station_argv(robot.name, state):
+            edges.append(Node(name, argv, place, folder.log(name)))
     return (gateway, *edges, learner)
-
-
-def _module(name: str, *args: object) -> tuple[str, ...]:
-    return (sys.executable, "-m", name, *map(str, args))

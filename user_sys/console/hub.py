@@ -143,6 +143,11 @@ class ConsoleHub:
                     self._feed_metrics(report)
         self._tell(report)
 
+    def introduce(self, robot: str, spec: RobotSpec) -> None:
+        """Says what a robot is that the run did not expect. Raises WireError: one robot too many."""
+        with self._lock:
+            self._robot(robot).spec = spec
+
     def feed_picture(self, preview: Preview, jpeg: bytes) -> None:
         """Takes in a camera's frame in the place of its former one.
 

@@ -29,6 +29,7 @@ from user_sys.edge.outbox import Outbox, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
+from user_sys.edge.session_report import SessionReporter
 from user_sys.episode import Source
 from user_sys.errors import UserSysError
 from user_sys.logs import configure_logging
@@ -43,7 +44,7 @@ from user_sys.messages import (
     WatchRequest,
     WeightsApplied,
 )
-from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.weights.swap import PolicySwapper
 
@@ -279,14 +280,17 @@ def _run(config: SessionConfig) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: leaving.set())
             lease = LeaseKeeper(config.robot, config.holder, client)
-            driver.token = lease.acquire(leaving)
-            try:
-                if driver.token:
-                    driver.attach(DRIVER_DEADLINE_S)
-                    Session(config, client, outbox, driver, leaving).run(lease)
-            finally:
-                _drain(client)
-                lease.release()
+            with SessionReporter(config.robot, client, outbox) as reporter:
+                driver.token = lease.acquire(leaving)
+                try:
+                    if driver.token:
+                        driver.attach(DRIVER_DEADLINE_S)
+                        reporter.doing = "driving"
+                        Session(config, client, outbox, driver, leaving).run(lease)
+                finally:
+                    reporter.doing = "delivering"
+                    _drain(client)
+                    lease.release()
 
 
 def _start(config: SessionConfig, count: int) -> int:
@@ -296,7 +300,8 @@ def _start(config: SessionConfig, count: int) -> int:
 
 
 def _drain(client: TunnelClient) -> None:
-    if left := client.drain(DRAIN_DEADLINE_S):
+    """With the link down there is nothing to wait for."""
+    if left := client.drain(DRAIN_DEADLINE_S if client.state is TunnelState.OPEN else 0.0):
         log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
 
 

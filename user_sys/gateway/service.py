@@ -45,6 +45,7 @@ from user_sys.messages import (
     WeightsManifest,
     WeightsReceived,
 )
+from user_sys.robot_cards import keep_card
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
@@ -168,11 +169,19 @@ class Gateway:
         if peer.role == "robot":
             with self._lock:
                 self._registry.announce(_record(peer))
+            self._keep_card(peer)
             self._weights.robot_opened(peer.name)
         elif peer.role == "console":
             self._previews.console_opened(peer.name)
         if self._stop_run is not None:
             self.server.send(peer.name, self._stop_run)
+
+    def _keep_card(self, peer: Peer) -> None:
+        try:
+            if peer.spec is not None and keep_card(self.run_dir / "robots", peer.name, peer.spec):
+                logger.info("gateway.robot_known robot=%s model=%s", peer.name, peer.spec.model)
+        except OSError as error:
+            logger.error("gateway.card_not_kept robot=%s: %s", peer.name, error)
 
     def peer_closed(self, peer: Peer, reason: str) -> None:
         self._committer.forget(peer)

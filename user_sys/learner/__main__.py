@@ -16,7 +16,8 @@ from user_sys.learner.service import Learner
 from user_sys.logs import configure_logging
 from user_sys.messages import PROTOCOL_VERSION, Hello, MetricsReport, StopRun
 from user_sys.metrics import MetricsWriter
-from user_sys.prepare import GATEWAY, LEARNER, read_spec
+from user_sys.prepare import GATEWAY, LEARNER, local_endpoint
+from user_sys.robot_cards import await_first_card
 from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
 from user_sys.tunnel.client import TunnelClient
@@ -39,19 +40,20 @@ def main(argv: list[str]) -> int:
 
 
 def _run(path: Path) -> int:
-    folder, config, card = reopen(path)
+    folder, config, run = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
-    spec = read_spec(folder.spec(config.robots[0].name))
     keys = load_keypair(folder.keys / f"{LEARNER}.key")
     gateway_key = load_public_key(folder.keys / f"{GATEWAY}.pub")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name=LEARNER)
+    if (card := await_first_card(folder.robots, stop)) is None:
+        return 0
     with (
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
-        TunnelClient(card.endpoint, keys, gateway_key, hello) as client,
+        TunnelClient(local_endpoint(run.endpoint), keys, gateway_key, hello) as client,
         MetricsWriter(folder.path, LEARNER) as metrics,
     ):
 
@@ -62,7 +64,7 @@ def _run(path: Path) -> int:
         threading.Thread(target=_listen, args=(client, stop), name="inbox", daemon=True).start()
         learner = Learner(
             config.learner,
-            spec,
+            card.spec,
             reader,
             publish=client.publish_weights,
             report=report,

@@ -1,0 +1,55 @@
+"""What the tests of several sites share: a gateway's process, the keys of those it lets in, what its store holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from run_kit import until
+
+from user_sys.episode import ChunkHeader, decode_chunk
+from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK
+from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
+
+
+def allow(run: Path, keys: Path, name: str) -> None:
+    """Gives `name` a key pair in `keys`, as on its own computer, and has the gateway of `run` let it in as a robot."""
+    pair = new_keypair()
+    save_keypair(pair, keys, name)
+    Keyring(run / "keys").allow(pair.public, name, "robot")
+
+
+@contextmanager
+def gateway(run: Path) -> Iterator[GatewayAddress]:
+    """A gateway in a process of its own; it has the same address at each start."""
+    run.mkdir(exist_ok=True)
+    with (run / "gateway.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "user_sys.gateway", "--run", str(run)], stdout=log, stderr=log
+        )
+    try:
+        yield until(lambda: read_address(run), "the gateway listens", 20)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def headers(log: Path) -> list[ChunkHeader]:
+    """Of every chunk in a store or outbox, as often as it is there."""
+    if not any(log.glob("*.seg")):
+        return []
+    with LogReader.open(log) as reader:
+        return [decode_chunk(bytes(reader.read(ref))).header for ref in reader.refresh() if ref.kind == CHUNK]
+
+
+def require_delivered(run: Path, outbox: Path) -> None:
+    """The run's store holds every chunk that the robot recorded, and each once."""
+    stored = Counter((header.episode, header.index) for header in headers(run / "store"))
+    assert set(stored.values()) == {1}
+    assert {(header.episode, header.index) for header in headers(outbox)} <= set(stored)

@@ -1,0 +1,156 @@
+"""``user-sys edge`` and ``user-sys cloud``: what people read, and what becomes of robots and experience."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from run_kit import Launch, until, user_sys
+from site_kit import allow, gateway, headers, require_delivered
+
+from hal.supervision import NodeState, NodeStatus
+from user_sys.edge.session_report import Doing, SessionReport
+from user_sys.edge.watch import OVER, condition
+from user_sys.gateway.service import GatewayAddress
+from user_sys.robot_cards import read_cards
+
+LEFT = """
+robots: [{name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}]
+demonstrations: {episodes: 1}
+"""
+CLOUD = """
+learner: {max_training_s: 8, batch_size: 64, checkpoint_interval_s: 2, warmup_updates: 50}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+@contextmanager
+def edge(folder: Path, address: GatewayAddress) -> Iterator[Launch]:
+    (folder / "robots.yaml").write_text(LEFT)
+    (folder / "keys" / "gateway.pub").write_text(address.public_key)
+    with user_sys(folder, "edge", "robots.yaml", "--connect", address.endpoint) as launch:
+        yield launch
+
+
+@pytest.fixture
+def robot(tmp_path: Path) -> Path:
+    folder = tmp_path / "robot"
+    allow(tmp_path / "run", folder / "keys", "left")
+    return folder
+
+
+def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ExitStack() as stack:
+        with gateway(run) as address:
+            launch = stack.enter_context(edge(robot, address))
+            until(lambda: len(headers(run / "store")) > 5, "it records and delivers", 60)
+            assert headers(run / "store")[0].source == "demo"
+            assert [card.robot for card in read_cards(run / "robots")] == ["left"]
+        stored = len(headers(run / "store"))
+        until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "it says that it is alone", 30)
+        until(lambda: len(headers(robot / "edge" / "left" / "outbox")) > stored + 2, "it works on alone", 30)
+        with gateway(run):
+            until(lambda: "left: within reach again" in launch.out, "it says that it is back", 30)
+            until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again", 30)
+            for module in ("user_sys.edge.session", "user_sys.edge.driver_process"):
+                pid = until(lambda m=module: launch.pid_of(m), f"{module} runs", 30)  # type: ignore[misc]
+                os.kill(pid, signal.SIGKILL)
+                until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again", 30)  # type: ignore[misc]
+            allow(run, robot / "keys", "left")
+            until(lambda: "left: it has a new key" in launch.out, "it notices its new key", 30)
+            stored = len(headers(run / "store"))
+            until(lambda: len(headers(run / "store")) > stored + 3, "it delivers under its new key", 60)
+            os.kill(launch.process.pid, signal.SIGTERM)
+            assert launch.wait(60) == 0, launch.err
+            launch.require_nothing_left()
+        assert launch.out.rstrip().endswith("left: stopped; its outbox is empty") and launch.err == "", launch.out
+    require_delivered(run, robot / "edge" / "left" / "outbox")
+
+
+NO_ROBOTS = "robots: []\n"
+STRANGER = "robots: [{name: right, driver: fake, task: reach}]\n"
+MISTAKES = {
+    "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
+    "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
+    "this computer has nothing to drive": (NO_ROBOTS, "tcp://localhost:5555"),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_what_cannot_work_is_said_before_a_robot_moves(said: str, robot: Path) -> None:
+    config, endpoint = MISTAKES[said]
+    (robot / "robots.yaml").write_text(config)
+    with user_sys(robot, "edge", "robots.yaml", "--connect", endpoint) as launch:
+        assert launch.wait(30) == 2
+        assert launch.err.startswith("user-sys: error: ") and said in launch.err and launch.err.count("\n") == 1
+
+
+def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:
+    (tmp_path / "cloud.yaml").write_text(CLOUD)
+    with user_sys(tmp_path, "cloud", "cloud.yaml", "--gateway.endpoint=tcp://0.0.0.0:0") as launch:
+        assert launch.wait(30) == 2
+        assert "there are no keys for it: make some with `user-sys keys new gateway --folder keys`" in launch.err
+    assert not (tmp_path / "runs").exists()
+
+
+RUNNING = NodeStatus(state=NodeState.RUNNING, pid=7)
+WAITING = NodeStatus(state=NodeState.WAITING, restarts=3, last_exit=4)
+KILLED = NodeStatus(state=NodeState.WAITING, restarts=3, last_exit=-9)
+LEFT_FOR_GOOD = NodeStatus(state=NodeState.STOPPED, last_exit=0)
+
+
+def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
+    return SessionReport(pid=7, link=link, reason=reason, doing=doing, waiting_chunks=0, waiting_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "session", "said", "text"),
+    [
+        (RUNNING, RUNNING, None, "its processes start"),
+        (RUNNING, RUNNING, report("connecting", "waiting for its lease"), "connects to tcp://desk:1"),
+        (RUNNING, RUNNING, report("open", "waiting for its lease"), "waiting until the robot is free"),
+        (RUNNING, RUNNING, report("open", "driving"), "the run drives the robot"),
+        (RUNNING, RUNNING, report("lost", "driving", "silent"), "out of reach (silent): the robot works on"),
+        (RUNNING, RUNNING, report("lost", "waiting for its lease", "closed"), "trying again; the robot is held"),
+        (WAITING, RUNNING, None, "its driver process has ended and is started again: no such device"),
+        (RUNNING, KILLED, None, "its session process has ended and is started again: killed by signal 9"),
+        (RUNNING, WAITING, None, "its session process has ended and is started again: this key is not allowed"),
+    ],
+)
+def test_how_a_robot_fares_is_told_in_plain_words(
+    driver: NodeStatus, session: NodeStatus, said: SessionReport | None, text: str
+) -> None:
+    words = {"driver": "no such device", "session": "this key is not allowed"}
+    assert text in condition("tcp://desk:1", driver, session, said, words).text
+    assert condition("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is OVER
+
+
+@pytest.mark.slow
+def test_two_sites_train_together_and_conclude(robot: Path, tmp_path: Path) -> None:
+    """The whole way: keys made and exchanged by command, cloud in one folder, robot in another."""
+    cloud = tmp_path / "cloud"
+    cloud.mkdir()
+    (cloud / "cloud.yaml").write_text(CLOUD)
+    for argv in (["keys", "new", "gateway"], ["keys", "allow", "left", "--role", "robot", "--public"]):
+        public = [(robot / "keys" / "left.pub").read_text().strip()] if argv[1] == "allow" else []
+        with user_sys(cloud, *argv, *public) as launch:
+            assert launch.wait(30) == 0, launch.err
+    with user_sys(cloud, "cloud", "cloud.yaml", "--name=pair", "--gateway.endpoint=tcp://0.0.0.0:0") as launch:
+        until(lambda: "on a robot's computer" in launch.out, "it invites robots", 30)
+        endpoint = next(line.split()[-1] for line in launch.out.splitlines() if "--connect" in line)
+        local = f"tcp://127.0.0.1:{endpoint.rpartition(':')[2]}"
+        public_key = (cloud / "keys" / "gateway.pub").read_text()
+        with edge(robot, GatewayAddress(endpoint=local, public_key=public_key)) as far:
+            assert launch.wait(120) == 0, launch.err
+            assert far.wait(60) == 0, far.err
+            assert "left: the run is over" in far.out
+            far.require_nothing_left()
+        assert "everything of this run is in runs/pair" in launch.out and launch.err == ""
+        launch.require_nothing_left()
+    require_delivered(cloud / "runs" / "pair", robot / "edge" / "left" / "outbox")

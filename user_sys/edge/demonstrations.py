@@ -1,0 +1,73 @@
+"""Demonstrations by the scripted expert of a task, on the robot's own computer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from user_sys.compose import RobotConfig, build_station
+from user_sys.edge.local import local_driver
+from user_sys.edge.loop import EpisodeSummary, run_episode
+from user_sys.edge.pilots import ExpertPilot
+from user_sys.edge.recorder import Recorder, RecorderConfig
+from user_sys.episode import Source
+from user_sys.errors import ConfigError
+
+MAX_ATTEMPTS_PER_DEMONSTRATION = 5
+DEMONSTRATION_SEED = 7_000_000  # starts apart from those of acting and evaluation
+SEEDS_PER_ROBOT = 100  # robots of one fleet show different things
+
+
+@dataclass(frozen=True)
+class DemonstrationConfig:
+    """`episodes` of the scripted expert, for each robot, come before any that the policy drives.
+
+    `noise` spreads them: the standard deviation of what is added to the expert's action, as a share of its bounds.
+    """
+
+    episodes: int = 20
+    noise: float = 0.1
+
+
+def demonstrate(
+    config: RobotConfig,
+    wanted: DemonstrationConfig,
+    there: int,
+    keep: Callable[[Sequence[bytes]], None],
+    recorder: RecorderConfig,
+    *,
+    seed: int,
+) -> Iterator[EpisodeSummary]:
+    """Has the expert show what is missing of `wanted`, and yields each success, after `keep` has taken its chunks.
+
+    Args:
+        there: how many there are already; an interrupted recording is simply repeated.
+        keep: makes the chunks of one whole episode durable before it returns. Demonstrations that fail are not kept.
+
+    Raises:
+        ConfigError: the task has no scripted expert, or the expert fails too often.
+    """
+    missing = wanted.episodes - there
+    if missing <= 0:
+        return
+    station = build_station(config)
+    if station.expert is None:
+        raise ConfigError(
+            f"no scripted expert knows the task {config.task!r}; give a store with demonstrations instead"
+        )
+    with local_driver(station, config.frame_stride) as driver:
+        chunks: list[bytes] = []
+        task = station.task
+        record = Recorder(driver.spec, config.name, task.name, task.sentence, chunks.append, recorder)
+        for attempt in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
+            start = DEMONSTRATION_SEED + 1000 * seed + there + attempt
+            expert = station.expert(start, wanted.noise)
+            summary = run_episode(driver, ExpertPilot(expert, task.max_steps), record, source=Source.DEMO, seed=start)
+            if summary.success:
+                keep(chunks)
+                missing -= 1
+                yield summary
+            chunks.clear()
+            if missing == 0:
+                return
+    raise ConfigError(f"the scripted expert of {config.task!r} failed too often; {missing} demonstrations are missing")

@@ -1,0 +1,185 @@
+"""``user-sys edge``: drives the robots of one computer for a run elsewhere. It needs the `edge` extra only.
+
+It starts two processes for each robot and keeps them running, whatever becomes of the network. It listens on nothing:
+the sessions dial out to one port. SIGTERM or Ctrl-C ends the sessions first, so that the robots are held, and then the
+drivers, so that they do their documented stop; what has not been delivered stays in the outboxes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from hal.durable import replace_durably
+from hal.lease import MachineLock
+from hal.resource import local_node
+from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
+from user_sys.config import load
+from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
+from user_sys.edge.outbox import MAX_BYTES, Outbox
+from user_sys.edge.recorder import RecorderConfig
+from user_sys.edge.session import SessionConfig
+from user_sys.edge.stations import write_station
+from user_sys.edge.watch import RobotWatch
+from user_sys.errors import ConfigError
+from user_sys.tunnel.keys import load_keypair, load_public_key
+
+LOOK_EVERY_S = 0.5
+GATEWAY = "gateway"
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EdgeConfig:
+    """The robots of one computer, and how they act. Each key means what it means in a run's configuration.
+
+    Attributes:
+        demonstrations: shown by the scripted expert, once, before the robot is first driven by a policy.
+        policy: the same as in the run's configuration; weights of another one are refused.
+        outbox_max_bytes: of each robot; recording pauses, visibly, when it is full.
+    """
+
+    robots: tuple[RobotConfig, ...] = ()
+    seed: int = 0
+    demonstrations: DemonstrationConfig = field(default_factory=lambda: DemonstrationConfig(episodes=0))
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    outbox_max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        require_unique_names(self.robots)
+
+
+def edge_main(args: Namespace) -> int:
+    """``user-sys edge CONFIG --connect tcp://HOST:PORT``: exit status 0 when the run is over or stopped.
+
+    Raises:
+        RunError, ConfigError, LeaseHeld: what cannot work is said before any robot moves.
+    """
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if not args.verbose:
+        logging.getLogger("hal.supervision").setLevel(logging.ERROR)  # what it would say is said in plain words
+    config = load(EdgeConfig, args.config, args.overrides)
+    _require_sound(config, args.connect, args.keys)
+    folder = args.folder.resolve()
+    for robot in config.robots:
+        write_station(folder / robot.name, robot, _session(config, robot, args.connect, args.keys, folder))
+    with _stop_on_signals() as stop:
+        for number, robot in enumerate(config.robots):
+            _demonstrate(config, number, robot, folder / robot.name, say, stop)
+        watches = [RobotWatch(r.name, folder / r.name, folder / "logs", args.connect, say) for r in config.robots]
+        _run(watches, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, say)
+    return 0
+
+
+def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
+    if not _ENDPOINT.fullmatch(connect):
+        raise ConfigError(f"--connect {connect}: expected tcp://HOST:PORT, as the run's command says at its start")
+    if not config.robots:
+        raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
+    load_public_key(keys / f"{GATEWAY}.pub")
+    for robot in config.robots:
+        load_keypair(keys / f"{robot.name}.key")
+        robot_spec(robot)
+        with MachineLock(robot.name, "user-sys edge"):
+            pass  # nobody else drives it on this computer
+
+
+def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, folder: Path) -> SessionConfig:
+    return SessionConfig(
+        robot=robot.name,
+        holder=f"edge on {local_node()}",
+        endpoint=connect,
+        keys=keys.resolve(),
+        state=folder / robot.name,
+        seed=config.seed,
+        real_time=robot.real_time,
+        outbox_max_bytes=config.outbox_max_bytes,
+        recorder=config.recorder,
+        policy=config.policy,
+    )
+
+
+def _demonstrate(
+    config: EdgeConfig, number: int, robot: RobotConfig, state: Path, say: Say, stop: threading.Event
+) -> None:
+    """Shows what is missing, into the robot's outbox: the demonstrations travel before everything else."""
+    wanted, counter = config.demonstrations, state / "demonstrations"
+    there = int(counter.read_text()) if counter.exists() else 0
+    if there >= wanted.episodes:
+        return
+    say(f"{robot.name}: the scripted expert shows {wanted.episodes - there} demonstrations")
+    with (
+        MachineLock(robot.name, "demonstrations"),
+        Outbox.open(state / "outbox", max_bytes=config.outbox_max_bytes) as outbox,
+    ):
+
+        def keep(chunks: Sequence[bytes]) -> None:
+            for chunk in chunks:
+                outbox.append(chunk, sync=False)
+            outbox.sync()
+
+        shown = demonstrate(robot, wanted, there, keep, config.recorder, seed=config.seed + 100 * number)
+        for count, _ in enumerate(shown, there + 1):
+            replace_durably(counter, str(count).encode())
+            if stop.is_set():
+                return
+
+
+def _run(watches: Sequence[RobotWatch], keys: Sequence[Path], stop: threading.Event, say: Say) -> None:
+    """Keeps the robots going until the run is over for all of them or `stop` is set; then stops them."""
+    versions = [path.stat().st_mtime_ns for path in keys]
+    try:
+        for watch in watches:
+            watch.start()
+        while not stop.is_set() and not all(watch.over for watch in watches):
+            stop.wait(LOOK_EVERY_S)
+            for index, watch in enumerate(watches):
+                watch.look()
+                if (version := _version(keys[index], versions[index])) != versions[index]:
+                    versions[index] = version
+                    watch.renew_session("it has a new key")
+    finally:
+        say("stopping: the robots are held, what was recorded is delivered")
+        _each(watches, RobotWatch.stop_session)
+        _each(watches, RobotWatch.stop_driver)
+
+
+def _version(key: Path, known: int) -> int:
+    try:
+        return key.stat().st_mtime_ns
+    except FileNotFoundError:  # while it is replaced, or for good: the session has its own
+        return known
+
+
+def _each(watches: Sequence[RobotWatch], act: Callable[[RobotWatch], None]) -> None:
+    with ThreadPoolExecutor(len(watches)) as pool:
+        for done in [pool.submit(act, watch) for watch in watches]:
+            done.result()
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """The event is set by Ctrl-C or SIGTERM. A second one changes nothing: stopping has its deadlines."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

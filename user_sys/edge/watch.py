@@ -1,0 +1,153 @@
+"""One robot on its own computer: its two processes, and what is said of them in plain words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
+from user_sys.edge.session_report import Doing, SessionReport, read_report
+from user_sys.edge.stations import station_argv
+from user_sys.logs import last_words
+from user_sys.tunnel.client import TunnelState
+
+REMIND_EVERY_S = 60.0
+MAX_LOG_BYTES = 16 << 20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Nobody may be near: it never gives up. A session has time to deliver its outbox before it is killed.
+RESTART = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=30.0)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a robot fares. `kind` changes where that is news to a person; `text` says it."""
+
+    kind: str
+    text: str
+
+
+AWAY = "away"
+_DOING: dict[Doing, str] = {
+    "waiting for its lease": "waiting until the robot is free",
+    "driving": "the run drives the robot",
+    "delivering": "what was recorded is delivered",
+}
+OVER = Condition("over", "the run is over")
+
+
+def condition(
+    gateway: str,
+    driver: NodeStatus,
+    session: NodeStatus,
+    report: SessionReport | None,
+    words: Mapping[str, str],
+) -> Condition:
+    """Args:
+    report: the running session's, None where it has said nothing yet.
+    words: the last ones of ``driver`` and ``session``, which tell why they ended.
+    """
+    if session.state is NodeState.STOPPED and session.last_exit == 0:
+        return OVER
+    for name, status in (("driver", driver), ("session", session)):
+        if status.state is not NodeState.RUNNING:
+            code = status.last_exit or 0
+            why = f"killed by signal {-code}" if code < 0 else words[name] or "it said nothing"
+            return Condition(f"{name} {why}", f"its {name} process has ended and is started again: {why}")
+    if report is None:
+        return Condition("starting", "its processes start")
+    if report.link == TunnelState.OPEN.value:
+        return Condition(report.doing, f"connected to {gateway}: {_DOING[report.doing]}")
+    if not report.reason:
+        return Condition("starting", f"connects to {gateway}")
+    if report.doing == "driving":
+        text = "the robot works on, and what it records is kept in its outbox"
+        return Condition(AWAY, f"{gateway} is out of reach ({report.reason}): {text}")
+    return Condition("unreachable", f"cannot reach {gateway} ({report.reason}): trying again; the robot is held")
+
+
+class RobotWatch:
+    """Starts a robot's driver and session, keeps them running, and tells `say` what a person would want to know.
+
+    One thread calls it.
+    """
+
+    def __init__(self, robot: str, state: Path, logs: Path, gateway: str, say: Callable[[str], None]) -> None:
+        self.robot = robot
+        self._gateway, self._say = gateway, say
+        self._logs: dict[str, Path] = {}
+        supervisors = []
+        for part, (name, argv) in zip(("driver", "session"), station_argv(robot, state), strict=True):
+            self._logs[part] = _begun(logs / f"{name}.log")
+            supervisors.append(Supervisor(argv, ENVIRONMENT, self._logs[part], RESTART))
+        self._driver, self._session = supervisors
+        self._told = Condition("", "")
+        self._since_s = self._remind_at_s = 0.0
+        self._waiting = (0, 0)
+
+    @property
+    def over(self) -> bool:
+        """The run has ended and the session has left."""
+        return self._told is OVER
+
+    def start(self) -> None:
+        """Raises SupervisionError: a process cannot be started at all, or its log cannot be written."""
+        self._driver.start()
+        self._session.start()
+
+    def renew_session(self, why: str) -> None:
+        """Has the session start again; the driver holds the robot meanwhile. Blocks until the old one has left."""
+        self._tell(f"{why}: its session starts again")
+        self._session.stop()
+        self._session.start()
+
+    def look(self) -> None:
+        """Says what has changed since the last look."""
+        session = self._session.status()
+        report = read_report(self.robot, session.pid)
+        if report is not None:
+            self._waiting = (report.waiting_chunks, report.waiting_bytes)
+        words = {part: last_words(path) for part, path in self._logs.items()}
+        now = condition(self._gateway, self._driver.status(), session, report, words)
+        if now.kind != self._told.kind:
+            if self._told.kind == AWAY and report is not None:
+                self._tell(f"within reach again after {_duration(self._now() - self._since_s)}; {self._kept()}")
+            self._tell(now.text)
+            self._since_s = self._now()
+            self._remind_at_s = self._since_s + REMIND_EVERY_S
+        elif now.kind == AWAY and self._now() >= self._remind_at_s:
+            self._remind_at_s += REMIND_EVERY_S
+            self._tell(f"still out of reach, for {_duration(self._now() - self._since_s)}; {self._kept()}")
+        self._told = now
+
+    def stop_session(self) -> None:
+        """Ends the session: it cuts its episode off, delivers what it can, and gives the lease back. Blocks."""
+        self._session.stop()
+
+    def stop_driver(self) -> None:
+        """Ends the driver: the robot, held since its session left, does its documented safe stop. Blocks."""
+        self._driver.stop()
+        self._tell(f"stopped; {self._kept()}")
+
+    def _kept(self) -> str:
+        chunks, size = self._waiting
+        return f"{chunks:,} chunks ({size / 1e6:.1f} MB) wait in its outbox" if chunks else "its outbox is empty"
+
+    def _tell(self, text: str) -> None:
+        self._say(f"{self.robot}: {text}")
+
+    @staticmethod
+    def _now() -> float:
+        return time.monotonic()
+
+
+def _begun(log: Path) -> Path:
+    """`log`, with what an earlier start wrote into it out of the way where that had grown large."""
+    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    return log
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

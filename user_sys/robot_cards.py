@@ -1,0 +1,65 @@
+"""What a run knows of its robots: one small file each, written when the robot is first named or first comes in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from hal.durable import replace_durably
+from hal.spec import RobotSpec
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_SUFFIX = ".json"
+
+
+class RobotCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A robot of a run. `known_since_unix_ns` stays when its spec changes."""
+
+    robot: str
+    spec: RobotSpec
+    known_since_unix_ns: int
+
+
+def keep_card(folder: Path, robot: str, spec: RobotSpec) -> bool:
+    """Keeps `robot`'s spec, durably; True where that was news. `robot` is safe as a file name. Raises OSError."""
+    path = folder / f"{robot}{_SUFFIX}"
+    known = _read(path)
+    if known is not None and known.spec == spec:
+        return False
+    since = known.known_since_unix_ns if known is not None else time.time_ns()
+    replace_durably(path, msgspec.json.encode(RobotCard(robot=robot, spec=spec, known_since_unix_ns=since)))
+    return True
+
+
+def read_cards(folder: Path) -> tuple[RobotCard, ...]:
+    """The robots of a run, those known longest first. A damaged card is reported and left out."""
+    cards = [card for path in folder.glob(f"*{_SUFFIX}") if (card := _read(path)) is not None]
+    return tuple(sorted(cards, key=lambda card: (card.known_since_unix_ns, card.robot)))
+
+
+def await_first_card(folder: Path, stop: threading.Event) -> RobotCard | None:
+    """Blocks until a robot is known, and returns the one known longest; None where `stop` was set first."""
+    said = False
+    while not (cards := read_cards(folder)):
+        if not said:
+            log.info("robots.awaited folder=%s", folder)
+            said = True
+        if stop.wait(POLL_S):
+            return None
+    return cards[0]
+
+
+def _read(path: Path) -> RobotCard | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RobotCard)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        log.warning("robots.damaged_card file=%s: %s", path, error)
+        return None
