@@ -16,7 +16,7 @@ from hal.lease import Fence, LeaseTable
 from hal.ray_bridge import start_local
 from hal.robot import Observation
 from hal.safety import SafetyKernel
-from hal.spec import STATE, ArraySpec, RobotSpec, SafetyLimits
+from hal.spec import STATE, ArraySpec, Box, RobotSpec, SafetyLimits
 
 KERNEL_BUDGET_US = 100.0
 RAY_BUDGET_S = 30.0
@@ -49,6 +49,12 @@ def arm() -> RobotSpec:
             joint_high=(3.0,) * 7,
             joint_velocity=tuple(range(7, 14)),
             joint_velocity_max=(2.0,) * 7,
+            keep_out=(Box((0.3, -0.1, -0.1), (0.4, 0.1, 0.1)), Box((-0.4, -0.1, -0.1), (-0.3, 0.1, 0.1))),
+            tool_speed_max=0.4,
+            tool_acceleration_max=3.0,
+            tool_jerk_max=40.0,
+            tool_force=(14, 15, 16),
+            tool_force_max=20.0,
             action_rate_max=(0.03, 0.03, 0.03, 0.08),
         ),
         neutral=(0.0, 0.0, 0.0, 0.08),

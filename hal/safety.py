@@ -3,22 +3,20 @@
 The kernel stands in the driver process, between whoever proposes actions and ``Robot.command``. It is a software guard
 and not safety-rated: it does not replace the robot's own limits, its brakes or a hardware e-stop.
 
-A proposed action is either applied, reduced to the nearest action within all limits, or answered by a stop. Limits are
-intervals for each element of the action; every interval holds the element's neutral value, so they always intersect:
+A proposed action is either applied, reduced to the nearest action within all limits, or answered by a stop. What can
+be met by reducing it (`hal.motion.ActionLimits`): the action spec's bounds, as float32; ``action_rate_max`` around the
+last applied action; speed, acceleration and jerk of the tool's steps and of joint targets; the workspace, forbidden
+boxes and the force on the tool. Going back to rest is never limited, because a stop does the same: a robot may always
+brake. A tool or a joint that is out of its range may come back and not go farther. The first gripper command after
+`settle` is free, since nobody knows where it stands.
 
-- the action spec's bounds, as float32;
-- ``action_rate_max`` around the last applied action. Going back to neutral is never limited, because a stop does the
-  same: a robot may always brake. The first gripper command after `settle` is free, since nobody knows where it stands;
-- the workspace: the tool's position plus its step stays in the box. A tool outside may come back and not go farther.
-
-Limits that cannot be met by reducing the action (a joint at its limit or too fast, a reading that is stale or broken)
-lead to a stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to
-one rounding to float32.
+Limits that cannot be met so (a measured joint at its limit or too fast, a reading that is stale or broken) lead to a
+stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to one
+rounding to float32.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -30,33 +28,16 @@ import numpy as np
 
 from hal.durable import remove_durably, replace_durably
 from hal.errors import SpecError
+from hal.motion import NO_REASON, ActionLimits, Reason, StateLimits
 from hal.robot import Observation, StopLevel
 from hal.spec import STATE, Array, RobotSpec
+
+__all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
 
 logger = logging.getLogger(__name__)
 
 _NS = 1_000_000_000
-_UNSET = np.nan  # an element without a neutral value, or never applied
-
-
-class Reason(enum.IntFlag):
-    """Why the applied action differs from the proposed one; fits uint16. 0 where they are equal."""
-
-    SHAPE = 1
-    DTYPE = 2
-    NOT_FINITE = 4
-    BOUND = 8
-    RATE = 16
-    WORKSPACE = 32
-    JOINT_POSITION = 64
-    JOINT_VELOCITY = 128
-    STALE = 256
-    WATCHDOG = 512
-    ESTOP = 1024
-    TOKEN = 2048
-
-
-NO_REASON = Reason(0)
+_EMPTY: Array = np.empty(0)
 
 
 def _nothing() -> str:
@@ -98,6 +79,9 @@ class SafetyKernel:
 
     A driver's loop: `settle` once the robot stands still (after connect, after a task's reset); then, every period,
     `filter` where an action came in, `hold` where the session asks for that, and `tick` where nothing came.
+
+    Attributes:
+        reduced: a person teleoperates or is near: only ``limits.reduced_speed`` of each commanded speed is allowed.
     """
 
     def __init__(
@@ -111,11 +95,13 @@ class SafetyKernel:
         Raises:
             SpecError: the limits contradict the specs, so that nothing could be enforced.
         """
-        self.spec = spec
+        self.spec, self.reduced = spec, False
         self._clock = clock
         self._latch_path = latch_path
-        self._action = _ActionLimits(spec)
-        self._joints = _JointLimits(spec)
+        self._action = ActionLimits(spec)
+        self._joints = StateLimits(spec)
+        if not 0 < spec.limits.reduced_speed <= 1:
+            raise SpecError(f"{spec.model}: reduced_speed is {spec.limits.reduced_speed}; it is a share in (0, 1]")
         self._stale_ns = round(spec.limits.stale_after_s * _NS)
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
@@ -147,7 +133,8 @@ class SafetyKernel:
         reason = self._joints.check(state)
         if reason:
             return self._refuse(reason, now, lambda: self._joints.explain(state))
-        applied, reason = self._action.limit(proposed, state)
+        share = self.spec.limits.reduced_speed if self.reduced else 1.0
+        applied, reason = self._action.limit(proposed, state, share)
         self._last_applied_ns = now
         self._count(reason)
         return Verdict(applied, None, reason, lambda: _describe_change(reason, proposed, applied) if reason else "")
@@ -248,157 +235,6 @@ class SafetyKernel:
     def _explain_estop(self) -> str:
         stopped = self._stopped
         return f"the e-stop was pressed by {stopped.by}; a person must re-arm the robot" if stopped else "e-stop"
-
-
-class _ActionLimits:
-    """The intervals for each element of an action, and the last applied action."""
-
-    def __init__(self, spec: RobotSpec) -> None:
-        size, limits = len(spec.action.labels), spec.limits
-        if spec.action.dtype != "float32":
-            raise SpecError(f"{spec.model}: actions are float32; the spec says {spec.action.dtype}")
-        self._shape = (size,)
-        self._low: Array = np.array(spec.action.low, np.float32).astype(np.float64)
-        self._high: Array = np.array(spec.action.high, np.float32).astype(np.float64)
-        self._neutral = _neutral(spec)
-        self._last: Array = self._neutral.copy()
-        self._rate = _vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
-        self._box_low, self._box_high = _box(spec)
-        self.needs_state = bool(limits.tool_position)
-        self._tool = _indices(limits.tool_position, _state_size(spec), "tool_position")
-        self._delta = _indices(spec.tool_delta, size, "tool_delta")
-        if not (self._low <= self._high).all() or np.isnan(self._rate).any() or (self._rate < 0).any():
-            raise SpecError(f"{spec.model}: the action's bounds or rates are not in order")
-        if ((self._neutral < self._low) | (self._neutral > self._high)).any():
-            raise SpecError(f"{spec.model}: the neutral action is out of the action's bounds")
-
-    def check(self, action: object) -> tuple[Array | None, Reason]:
-        """A private float64 copy of `action`, or None and the reason why it is not an action."""
-        if type(action) is not np.ndarray or action.dtype != np.float32:
-            return None, Reason.DTYPE
-        if action.shape != self._shape:
-            return None, Reason.SHAPE
-        proposed = action.astype(np.float64)
-        return (proposed, NO_REASON) if np.isfinite(proposed).all() else (None, Reason.NOT_FINITE)
-
-    def limit(self, proposed: Array, state: Array) -> tuple[Array, Reason]:
-        """The nearest action within all limits as float32, and which limits changed it."""
-        low = np.fmin(self._last - self._rate, self._neutral)
-        high = np.fmax(self._last + self._rate, self._neutral)
-        reasons = Reason.BOUND if _outside(proposed, self._low, self._high) else NO_REASON
-        within = np.clip(proposed, self._low, self._high)
-        if _outside(within, low, high):
-            reasons |= Reason.RATE
-            within = np.fmax(np.fmin(within, high), low)
-        if self.needs_state:
-            step, tool = within[self._delta], state[self._tool]
-            reachable = np.clip(step, np.fmin(self._box_low - tool, 0.0), np.fmax(self._box_high - tool, 0.0))
-            if (reachable != step).any():
-                reasons |= Reason.WORKSPACE
-                within[self._delta] = reachable
-        self._last = within
-        applied = within.astype(np.float32)
-        return applied, NO_REASON if (applied == proposed).all() else reasons
-
-    def remember(self, applied: Array) -> None:
-        if applied.shape == self._shape and np.isfinite(applied).all():
-            self._last = np.clip(applied.astype(np.float64), self._low, self._high)
-
-    def hold(self) -> None:
-        """The robot was stopped: moving elements are neutral, the others stay where they were."""
-        self._last = np.where(np.isnan(self._neutral), self._last, self._neutral)
-
-    def forget(self) -> None:
-        self._last = self._neutral.copy()
-
-
-class _JointLimits:
-    """Position and velocity limits of the joints, checked on the last reading."""
-
-    def __init__(self, spec: RobotSpec) -> None:
-        limits, size = spec.limits, _state_size(spec)
-        self._labels = spec.feature(STATE).labels if size else ()
-        self._position = _indices(limits.joint_position, size, "joint_position")
-        self._low = _vector(limits.joint_low, len(self._position), "joint_low")
-        self._high = _vector(limits.joint_high, len(self._position), "joint_high")
-        self._velocity = _indices(limits.joint_velocity, size, "joint_velocity")
-        self._fastest = _vector(limits.joint_velocity_max, len(self._velocity), "joint_velocity_max")
-        self.needs_state = bool(limits.joint_position or limits.joint_velocity)
-
-    def check(self, state: Array) -> Reason:
-        if not self.needs_state:
-            return NO_REASON
-        reasons = NO_REASON
-        angles = state[self._position]
-        if not ((angles > self._low) & (angles < self._high)).all():
-            reasons |= Reason.JOINT_POSITION
-        if not (np.abs(state[self._velocity]) <= self._fastest).all():
-            reasons |= Reason.JOINT_VELOCITY
-        return reasons
-
-    def explain(self, state: Array) -> str:
-        angles, speeds = state[self._position], np.abs(state[self._velocity])
-        at_limit = zip(self._position, angles, self._low, self._high, strict=True)
-        parts = [
-            f"{self._labels[i]} is at {angle:.4f} rad; it may be between {low:.4f} and {high:.4f}"
-            for i, angle, low, high in at_limit
-            if not low < angle < high
-        ]
-        parts += [
-            f"{self._labels[i]} moves at {speed:.3f} rad/s; it may reach {fastest:.3f}"
-            for i, speed, fastest in zip(self._velocity, speeds, self._fastest, strict=True)
-            if not speed <= fastest
-        ]
-        return "; ".join(parts)
-
-
-_EMPTY: Array = np.empty(0)
-
-
-def _outside(value: Array, low: Array, high: Array) -> bool:
-    """True where an element is out of its interval; a bound that is NaN is no bound."""
-    return bool(((value < low) | (value > high)).any())
-
-
-def _state_size(spec: RobotSpec) -> int:
-    return next((len(s.labels) for s in spec.observation if s.name == STATE), 0)
-
-
-def _neutral(spec: RobotSpec) -> Array:
-    """Each element's value that keeps the robot still; NaN where that depends on where it is."""
-    size = len(spec.action.labels)
-    neutral = _vector(spec.neutral or (_UNSET,) * size, size, "neutral")
-    if spec.gripper >= 0:
-        _indices((spec.gripper,), size, "gripper")
-        neutral[spec.gripper] = _UNSET
-    for element in _indices(spec.tool_delta, size, "tool_delta"):
-        if neutral[element] != 0.0 and not np.isnan(neutral[element]):
-            raise SpecError(f"{spec.model}: element {element} is a step of the tool; its neutral value must be 0")
-        neutral[element] = 0.0
-    return neutral
-
-
-def _box(spec: RobotSpec) -> tuple[Array, Array]:
-    limits, axes = spec.limits, len(spec.limits.tool_position)
-    if axes != len(spec.tool_delta) and axes:
-        raise SpecError(f"{spec.model}: tool_position names {axes} axes and tool_delta {len(spec.tool_delta)}")
-    low = _vector(limits.workspace_low or (-np.inf,) * axes, axes, "workspace_low")
-    high = _vector(limits.workspace_high or (np.inf,) * axes, axes, "workspace_high")
-    if not (low <= high).all():
-        raise SpecError(f"{spec.model}: the workspace is empty: {low.tolist()} to {high.tolist()}")
-    return low, high
-
-
-def _vector(values: tuple[float, ...], size: int, name: str) -> Array:
-    if len(values) != size:
-        raise SpecError(f"{name} has {len(values)} elements; it must have {size}")
-    return np.array(values, dtype=np.float64)
-
-
-def _indices(values: tuple[int, ...], size: int, name: str) -> Array:
-    if not all(0 <= i < size for i in values):
-        raise SpecError(f"{name} is {values}; the vector that it points into has {size} elements")
-    return np.array(values, dtype=np.intp)
 
 
 def _read_latch(path: Path | None) -> EmergencyStop | None:

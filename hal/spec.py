@@ -87,32 +87,60 @@ class CameraSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.height, self.width, 3)
 
 
+class Box(msgspec.Struct, frozen=True):
+    """An axis-aligned box in the base frame, m."""
+
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+
+
 class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the safety kernel enforces on a Cartesian or joint action, besides the action spec's own bounds.
 
     Attributes:
         workspace_low, workspace_high: box for the tool centre point, metres in the base frame; empty where unknown.
+        keep_out: boxes that the tool centre point may not enter.
         tool_position: indices of the tool's x, y, z in ``observation.state``; empty where it has none.
+        tool_speed_max: limit of the tool's commanded speed (Euclidean norm), m/s.
+        tool_acceleration_max, tool_jerk_max: limits of the tool's commanded motion along each axis, m/s^2 and m/s^3.
+        tool_force: indices of the force that the surroundings exert on the tool, x, y, z in the base frame, in
+            ``observation.state``; empty where it is not measured.
+        tool_force_max: limit of that force (Euclidean norm), N.
         joint_position: indices of the joint angles in ``observation.state``.
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty where it has none.
-        joint_velocity_max: limit of each joint's speed, rad/s.
-        action_rate_max: the largest change of each action element between two control periods, in its own unit. Going
-            back towards the neutral action is not limited: a robot may always brake.
+        joint_velocity_max: limit of each joint's speed, rad/s: of the measured one where there is `joint_velocity`, and
+            of the commanded one where the action has `RobotSpec.joint_target`.
+        joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
+            none, and only with `RobotSpec.joint_target`.
+        action_rate_max: the largest change of each action element between two control periods, in its own unit.
+        reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1].
         stale_after_s: an observation older than this is not acted upon.
         watchdog_periods: control periods without a command before the robot holds.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
+
+    Limits of acceleration and rate bound how motion builds up, those of jerk how acceleration does. Going back towards
+    rest is never limited by them: a robot may always brake.
     """
 
     workspace_low: tuple[float, ...] = ()
     workspace_high: tuple[float, ...] = ()
+    keep_out: tuple[Box, ...] = ()
     tool_position: tuple[int, ...] = ()
+    tool_speed_max: float | None = None
+    tool_acceleration_max: float | None = None
+    tool_jerk_max: float | None = None
+    tool_force: tuple[int, ...] = ()
+    tool_force_max: float | None = None
     joint_position: tuple[int, ...] = ()
     joint_low: tuple[float, ...] = ()
     joint_high: tuple[float, ...] = ()
     joint_velocity: tuple[int, ...] = ()
     joint_velocity_max: tuple[float, ...] = ()
+    joint_acceleration_max: tuple[float, ...] = ()
+    joint_jerk_max: tuple[float, ...] = ()
     action_rate_max: tuple[float, ...] = ()
+    reduced_speed: float = 1.0
     stale_after_s: float = 0.5
     watchdog_periods: int = 2
     safe_stop_after_s: float = 5.0
@@ -121,9 +149,11 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
 class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a policy, a store or a console needs to know about a robot.
 
-    `tool_delta` names the action elements that move the tool by a Cartesian step (x, y, z) and `neutral` is the action
-    that keeps the robot where it is, with the gripper element (index `gripper`, -1 where there is none) left to the
-    caller. `safe_stop` says in words what the robot does in its safe stop.
+    `tool_delta` names the action elements that move the tool by a Cartesian step (x, y, z); `joint_target` those that
+    are the joint angles to be reached at the end of the control period, in the order of ``limits.joint_position``.
+    `neutral` is the action that keeps the robot where it is, with the gripper element (index `gripper`, -1 where there
+    is none) left to the caller; what it says of joint targets has no meaning, see `rest_action`. `safe_stop` says in
+    words what the robot does in its safe stop.
     """
 
     model: str
@@ -134,6 +164,7 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: SafetyLimits = SafetyLimits()
     neutral: tuple[float, ...] = ()
     tool_delta: tuple[int, ...] = ()
+    joint_target: tuple[int, ...] = ()
     gripper: int = -1
     safe_stop: str = "holds its position"
 
@@ -145,6 +176,19 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     def embodiment(self) -> str:
         """Fingerprint of the specs: 16 hex digits that are equal exactly where the specs are."""
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=8).hexdigest()
+
+    def rest_action(self, observation: Mapping[str, Array]) -> Array:
+        """The action that keeps the robot where `observation` has it: float32, the action's shape, the caller's own.
+
+        Raises:
+            SpecError: the spec names no neutral action.
+        """
+        if len(self.neutral) != len(self.action.labels):
+            raise SpecError(f"{self.model}: the spec has no neutral action")
+        action: Array = np.array(self.neutral, np.float32)
+        if self.joint_target:
+            action[list(self.joint_target)] = observation[STATE][list(self.limits.joint_position)]
+        return action
 
     def feature(self, name: str) -> ArraySpec:
         """The observation spec called `name`; raises SpecError and lists the names there are."""

@@ -22,6 +22,7 @@ from hal.teleoperator import Teleoperator, TeleopInput
 HALF_RANGE_M = 0.5  # the point moves in a cube of this half width around the base
 STEP_M = 0.1
 GRIPPER_M = 0.08
+REDUCED_SPEED = 0.25  # while a person drives
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ def fake_spec(config: FakeRobotConfig) -> RobotSpec:
         observation=(state, goal),
         action=action,
         cameras=tuple(CameraSpec(name=n, height=size, width=size, rate_hz=config.rate_hz) for n in config.cameras),
-        limits=SafetyLimits(workspace_low=lowest, workspace_high=span, tool_position=(0, 1, 2)),
+        limits=SafetyLimits(
+            workspace_low=lowest, workspace_high=span, tool_position=(0, 1, 2), reduced_speed=REDUCED_SPEED
+        ),
         neutral=(0.0, 0.0, 0.0, GRIPPER_M),
         tool_delta=(0, 1, 2),
         gripper=3,

@@ -67,6 +67,17 @@ def test_the_newest_token_drives_even_after_a_restart(tmp_path: Path) -> None:
             assert same.command(STILL).applied is not None
 
 
+def test_while_a_person_drives_the_robot_is_slower(driver: NodeProcess) -> None:
+    with session(1) as client:
+        client.reset(seed=0)
+        client.reduced = True
+        slow = client.command(RIGHT)
+        np.testing.assert_allclose(slow.applied[:3], RIGHT[:3] * 0.5, atol=1e-6)
+        assert slow.reasons == Reason.SPEED
+        client.reduced = False
+        np.testing.assert_array_equal(client.command(RIGHT).applied, RIGHT)
+
+
 def test_what_is_no_action_is_answered_and_not_obeyed(driver: NodeProcess) -> None:
     with session(1) as client:
         before = client.reset(seed=0).observation

@@ -29,6 +29,7 @@ class RemoteDriver:
     Attributes:
         spec, task: known after `describe` or `attach`.
         real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
+        reduced: a person drives or is near: the safety kernel allows ``limits.reduced_speed`` of each speed only.
     """
 
     spec: RobotSpec
@@ -37,7 +38,7 @@ class RemoteDriver:
     def __init__(self, robot: str, *, token: int = 0) -> None:
         self.robot, self.token = robot, token
         self.session = f"pid {os.getpid()}"
-        self.real_time = False
+        self.real_time = self.reduced = False
         self._socket: zmq.Socket[bytes] | None = None
         self._address = endpoint(robot)
         self._life_sign = MachineLock(robot)  # the driver process has it as long as it lives
@@ -106,7 +107,13 @@ class RemoteDriver:
     ) -> tuple[Reply, dict[str, Array]]:
         socket = self._connect()
         request = Request(
-            order=order, session=self.session, token=self.token, seed=seed, real_time=self.real_time, person=person
+            order=order,
+            session=self.session,
+            token=self.token,
+            seed=seed,
+            real_time=self.real_time,
+            reduced=self.reduced,
+            person=person,
         )
         socket.send(encode_packet(request, arrays or {}))
         self._await_reply(socket, order, deadline_s)

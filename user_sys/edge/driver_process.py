@@ -141,6 +141,7 @@ class DriverServer:
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
     ) -> tuple[Reply, dict[str, Array]]:
         self._driver.real_time = request.real_time
+        self._driver.kernel.reduced = request.reduced
         self._driver.pace = lambda: self._await_period(socket)
         held, self._held = self._held, 0
         if request.order == "reset":

@@ -23,13 +23,17 @@ ERRORS: dict[str, type[HalError]] = {
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One order. `token` fences it; ``e-stop`` is obeyed from anyone. ``command`` carries the array ``action``."""
+    """One order. `token` fences it; ``e-stop`` is obeyed from anyone. ``command`` carries the array ``action``.
+
+    `reduced` asks for the speed that is allowed while a person drives or is near.
+    """
 
     order: Order
     session: str
     token: int = 0
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     real_time: bool = False
+    reduced: bool = False
     person: str = ""
 
 

@@ -187,6 +187,7 @@ class Session:
 
     def _pace(self, tick: Tick, decision: Decision | None) -> None:
         self._driver.real_time = self._config.real_time or self._pilot.people_matter
+        self._driver.reduced = self._pilot.people_matter
 
     def _keep(self, packet: bytes) -> None:
         """Makes a chunk durable. With a full outbox the robot holds, visibly, until there is room again."""

@@ -1,0 +1,255 @@
+"""Speed, acceleration, jerk, forbidden boxes and force: for steps of a tool and for joint targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hal.errors import SpecError
+from hal.robot import Observation, StopLevel
+from hal.safety import Reason, SafetyKernel, Verdict
+from hal.spec import STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
+
+RATE_HZ = 10.0
+ROUNDING = 1e-5
+TOOL_LABELS = ("x", "y", "z", "fx", "fy", "fz")
+TOOL = RobotSpec(
+    model="tool",
+    rate_hz=RATE_HZ,
+    observation=(
+        ArraySpec(name=STATE, labels=TOOL_LABELS, units=("m",) * 3 + ("N",) * 3, low=(-99.0,) * 6, high=(99.0,) * 6),
+    ),
+    action=ArraySpec(
+        name="action", labels=("dx", "dy", "dz", "width"), units=("m",) * 4, low=(-0.1,) * 3 + (0.0,), high=(0.1,) * 4
+    ),
+    limits=SafetyLimits(
+        tool_position=(0, 1, 2),
+        keep_out=(Box((0.2, -0.1, -0.1), (0.4, 0.1, 0.1)),),
+        tool_speed_max=0.8,
+        tool_acceleration_max=5.0,
+        tool_jerk_max=40.0,
+        tool_force=(3, 4, 5),
+        tool_force_max=20.0,
+        reduced_speed=0.25,
+    ),
+    neutral=(0.0, 0.0, 0.0, 0.1),
+    tool_delta=(0, 1, 2),
+    gripper=3,
+)
+JOINTS = RobotSpec(
+    model="joints",
+    rate_hz=RATE_HZ,
+    observation=(ArraySpec(name=STATE, labels=("q0", "q1"), units=("rad",) * 2, low=(-9.0,) * 2, high=(9.0,) * 2),),
+    action=ArraySpec(name="action", labels=("q0", "q1", "grip"), units=("rad",) * 3, low=(-9.0,) * 3, high=(9.0,) * 3),
+    limits=SafetyLimits(
+        joint_position=(0, 1),
+        joint_low=(-2.0, -1.0),
+        joint_high=(2.0, 1.0),
+        joint_velocity_max=(2.0, 1.0),
+        joint_acceleration_max=(8.0, 8.0),
+        joint_jerk_max=(60.0, 60.0),
+        reduced_speed=0.5,
+    ),
+    neutral=(0.0, 0.0, 0.0),
+    joint_target=(0, 1),
+    gripper=2,
+)
+
+
+def filtered(kernel: SafetyKernel, action: Any, *state: float) -> Verdict:
+    return kernel.filter(np.array(action, np.float32), Observation({STATE: np.array(state, np.float32)}, 0))
+
+
+def kernel_of(spec: RobotSpec) -> SafetyKernel:
+    return SafetyKernel(spec, clock=lambda: 0)
+
+
+def applied(verdict: Verdict) -> Array:
+    assert verdict.applied is not None, verdict.text
+    return verdict.applied
+
+
+def test_the_tools_motion_builds_up_within_acceleration_and_jerk_and_may_stop_at_once() -> None:
+    kernel, steps = kernel_of(TOOL), []
+    for _ in range(4):
+        verdict = filtered(kernel, (0.1, 0, 0, 0), 0, 0, 0, 0, 0, 0)
+        steps.append(float(applied(verdict)[0]))
+    # jerk: 40 m/s3 * (0.1 s)^3 = 0.04 m more a period; acceleration: 0.05 m; speed: 0.08 m
+    np.testing.assert_allclose(steps, (0.04, 0.08, 0.08, 0.08), atol=ROUNDING)
+    assert verdict.reasons == Reason.SPEED
+    assert applied(filtered(kernel, (0.0, 0, 0, 0), 0, 0, 0, 0, 0, 0))[0] == 0
+
+
+def test_the_speed_limit_is_one_on_the_whole_step() -> None:
+    kernel = kernel_of(TOOL)
+    for _ in range(5):
+        step = applied(filtered(kernel, (0.1, 0.1, -0.1, 0), 0, 0, 0, 0, 0, 0))[:3]
+    assert np.linalg.norm(step) == pytest.approx(0.08, abs=ROUNDING)
+    np.testing.assert_allclose(step / step[0], (1, 1, -1), atol=ROUNDING)
+
+
+def test_a_person_at_the_robot_slows_it_down() -> None:
+    kernel = kernel_of(TOOL)
+    kernel.reduced = True
+    for _ in range(5):
+        verdict = filtered(kernel, (0.1, 0, 0, 0), 0, 0, 0, 0, 0, 0)
+    assert applied(verdict)[0] == pytest.approx(0.02, abs=ROUNDING)
+    assert Reason.SPEED in verdict.reasons
+
+
+@pytest.mark.parametrize(
+    ("tool", "step", "reaches"),
+    [
+        ((0.19, 0.0, 0.0), (0.03, 0, 0), (0.01, 0, 0)),
+        ((0.19, 0.0, 0.0), (-0.03, 0, 0), (-0.03, 0, 0)),
+        ((0.41, 0.0, 0.05), (-0.03, 0, 0), (-0.01, 0, 0)),
+        ((0.19, 0.2, 0.0), (0.03, 0, 0), (0.03, 0, 0)),
+        ((0.2, 0.0, 0.0), (0, 0.03, 0), (0, 0.03, 0)),
+        ((0.39, 0.0, 0.0), (0.03, 0, 0), (0.03, 0, 0)),
+        ((0.39, 0.0, 0.0), (-0.03, 0, 0), (0, 0, 0)),
+    ],
+)
+def test_the_tool_does_not_enter_a_forbidden_box_and_may_leave_it(
+    tool: tuple[float, ...], step: tuple[float, ...], reaches: tuple[float, ...]
+) -> None:
+    verdict = filtered(kernel_of(TOOL), (*step, 0), *tool, 0, 0, 0)
+    np.testing.assert_allclose(applied(verdict)[:3], reaches, atol=ROUNDING)
+    assert (verdict.reasons == Reason.WORKSPACE) == (step != reaches)
+
+
+def test_a_pressed_tool_may_only_give_way() -> None:
+    kernel = kernel_of(TOOL)
+    against = filtered(kernel, (0, 0, -0.03, 0.05), 0, 0, 0.5, 0, 0, 21)
+    np.testing.assert_allclose(applied(against), (0, 0, 0, 0.05), atol=ROUNDING)
+    assert against.reasons == Reason.FORCE
+    away = filtered(kernel, (0, 0, 0.03, 0.05), 0, 0, 0.5, 0, 0, 21)
+    np.testing.assert_allclose(applied(away), (0, 0, 0.03, 0.05), atol=ROUNDING)
+
+
+def test_joint_targets_are_reached_within_speed_acceleration_and_jerk() -> None:
+    kernel, angle, angles = kernel_of(JOINTS), 0.5, []
+    for _ in range(5):
+        angle = float(applied(filtered(kernel, (5, 0, 0), angle, 0))[0])
+        angles.append(angle)
+    # jerk: 60 * 0.001 = 0.06 rad more a period; acceleration: 0.08; speed: 0.2; the joint ends at 2 rad
+    np.testing.assert_allclose(np.diff([0.5, *angles]), (0.06, 0.14, 0.2, 0.2, 0.2), atol=ROUNDING)
+    for _ in range(10):
+        verdict = filtered(kernel, (5, 0, 0), angle, 0)
+        angle = float(applied(verdict)[0])
+    assert angle == pytest.approx(2.0, abs=ROUNDING) and Reason.JOINT_POSITION in verdict.reasons
+
+
+def test_after_a_stop_joint_targets_start_from_the_measured_angles() -> None:
+    kernel = kernel_of(JOINTS)
+    filtered(kernel, (1, 0, 0), 0, 0)
+    kernel.hold()
+    assert applied(filtered(kernel, (1, 0, 0), 0.9, 0))[0] == pytest.approx(0.96, abs=ROUNDING)
+
+
+def test_a_joint_out_of_its_range_may_come_back() -> None:
+    kernel = kernel_of(JOINTS)
+    assert applied(filtered(kernel, (3, 0, 0), 2.5, 0))[0] == pytest.approx(2.5)
+    assert applied(filtered(kernel, (0, 0, 0), 2.5, 0))[0] < 2.5
+
+
+def test_what_the_hardware_made_of_a_target_is_where_the_next_starts() -> None:
+    kernel = kernel_of(JOINTS)
+    filtered(kernel, (1, 0, 0), 0, 0)
+    kernel.correct(np.array([0.01, 0, 0], np.float32))
+    assert applied(filtered(kernel, (1, 0, 0), 0, 0))[0] == pytest.approx(0.01 + 0.01 + 0.01 + 0.06, abs=ROUNDING)
+
+
+def test_a_robot_whose_action_does_not_say_where_its_tool_goes_stops_in_a_forbidden_place() -> None:
+    state = ArraySpec(name=STATE, labels=TOOL_LABELS, units=("1",) * 6, low=(-99.0,) * 6, high=(99.0,) * 6)
+    action = ArraySpec(name="action", labels=("u",), units=("1",), low=(-1.0,), high=(1.0,))
+    limits = SafetyLimits(
+        tool_position=(0, 1, 2), keep_out=TOOL.limits.keep_out, tool_force=(3, 4, 5), tool_force_max=9
+    )
+    kernel = kernel_of(RobotSpec(model="u", rate_hz=10, observation=(state,), action=action, limits=limits))
+    assert filtered(kernel, (1,), 0, 0, 0, 0, 0, 0).stop is None
+    for state_values, reason in (((0.3, 0, 0, 0, 0, 0), Reason.WORKSPACE), ((0, 0, 0, 0, 0, 10), Reason.FORCE)):
+        verdict = filtered(kernel, (1,), *state_values)
+        assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, reason) and "the tool is at" in verdict.text
+
+
+def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
+    rest = JOINTS.rest_action({STATE: np.array([0.3, -0.4], np.float32)})
+    np.testing.assert_array_equal(rest, np.array([0.3, -0.4, 0.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"limits": SafetyLimits(tool_speed_max=0.0)},
+        {"limits": SafetyLimits(tool_acceleration_max=-1.0)},
+        {"limits": SafetyLimits(tool_position=(0, 1, 2), keep_out=(Box((0, 0, 0), (0, 1, 1)),))},
+        {"limits": SafetyLimits(keep_out=TOOL.limits.keep_out)},
+        {"limits": SafetyLimits(tool_force_max=1.0)},
+        {"limits": SafetyLimits(tool_force=(0,), tool_force_max=1.0)},
+        {"limits": SafetyLimits(reduced_speed=0.0)},
+        {"joint_target": (3,)},
+        {"joint_target": (9,)},
+    ],
+)
+def test_limits_of_motion_that_contradict_the_specs_are_refused(wrong: dict[str, Any]) -> None:
+    base = {name: getattr(TOOL, name) for name in TOOL.__struct_fields__}
+    with pytest.raises(SpecError):
+        SafetyKernel(RobotSpec(**(base | wrong)))
+
+
+class JointWatch:
+    """The limits of JOINTS, written down a second time, on the targets that were applied."""
+
+    def __init__(self) -> None:
+        self.target: Array | None = None
+        self.step = self.change = np.zeros(2)
+
+    def stopped(self) -> None:
+        self.target, self.step, self.change = None, np.zeros(2), np.zeros(2)
+
+    def check(self, target: Array, measured: Array, share: float) -> None:
+        base = measured if self.target is None else self.target
+        step = target - base
+        low, high = np.minimum((-2, -1), base), np.maximum((2, 1), base)
+        assert ((target >= low - ROUNDING) & (target <= high + ROUNDING)).all()
+        assert (np.abs(step) <= np.array((0.2, 0.1)) * share + ROUNDING).all()
+        outward, braking = np.sign(step), np.abs(step) <= np.abs(self.step) + ROUNDING
+        turned = step * self.step < -ROUNDING
+        grows = outward * (step - self.step)
+        assert ((braking & ~turned) | (grows <= 0.08 + 3 * ROUNDING)).all()
+        assert ((braking & ~turned) | (grows - outward * self.change <= 0.06 + 3 * ROUNDING)).all()
+        self.change = np.where(np.abs(step) > np.abs(self.step), step - self.step, 0)
+        self.target, self.step = target, step
+
+
+def attack(seed: int, rounds: int) -> int:
+    """Hostile joint targets, stops and modes in turn; returns how many were let through after checking each."""
+    rng, kernel, watch, admitted = np.random.default_rng(seed), kernel_of(JOINTS), JointWatch(), 0
+    measured = np.zeros(2)
+    for number in range(rounds):
+        action = (rng.standard_normal(3) * 10.0 ** rng.integers(-3, 2)).astype(np.float32)
+        if number % 11 == 0:
+            action[rng.integers(3)] = rng.choice([np.nan, np.inf, -np.inf, 3e38])
+        if number % 97 == 0:
+            kernel.hold()
+            watch.stopped()
+        kernel.reduced = bool(number % 500 < 100)
+        verdict = filtered(kernel, action, *measured)
+        if verdict.applied is None:
+            watch.stopped()
+            continue
+        watch.check(verdict.applied[:2].astype(np.float64), measured, 0.5 if kernel.reduced else 1.0)
+        measured = verdict.applied[:2].astype(np.float32).astype(np.float64)
+        admitted += 1
+    return admitted
+
+
+def test_twenty_thousand_hostile_joint_targets() -> None:
+    assert attack(0, 20_000) > 10_000
+
+
+@pytest.mark.slow
+def test_a_million_hostile_joint_targets() -> None:
+    assert attack(1, 1_000_000) > 500_000
