@@ -42,7 +42,7 @@ def chunks(store: Path) -> list[Chunk]:
     if not store.exists():
         return []
     with LogReader.open(store) as reader:
-        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.refresh() if ref.kind == CHUNK]
+        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK]
 
 
 def keys(log: Path) -> Counter[tuple[str, int]]:

@@ -7,6 +7,7 @@ UserSysError
 ├── StoreError         stop and look: the durable log cannot be used as asked
 │   ├── StoreLocked    another process writes this store; the message names it
 │   ├── StoreCorrupt   a record is damaged; its neighbours stay readable
+│   ├── StoreGone      the record was dropped by retention or compaction
 │   ├── StoreFull      the disk is full: free some; nothing that was acknowledged is lost
 │   └── StoreVersion   another format version wrote it
 ├── TunnelError        reconnect
@@ -44,6 +45,10 @@ class StoreLocked(StoreError):
 
 class StoreCorrupt(StoreError):
     """A record is damaged."""
+
+
+class StoreGone(StoreError):
+    """The record was dropped by retention or compaction: forget it."""
 
 
 class StoreFull(StoreError):

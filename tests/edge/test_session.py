@@ -87,7 +87,7 @@ class Site:
 
 def _chunks(log: Path) -> list[Chunk]:
     with LogReader.open(log) as reader:
-        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.refresh() if ref.kind == CHUNK]
+        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK]
 
 
 def key(chunk: Chunk) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersion
+from user_sys.store.files import REAL
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
     RECORD_MAGIC,
@@ -40,7 +41,7 @@ def write(path: Path, contents: list[bytes], segment_bytes: int = 1 << 20) -> li
 
 def read(path: Path) -> list[bytes]:
     with LogReader.open(path) as reader:
-        return [bytes(reader.read(ref)) for ref in reader.refresh()]
+        return [bytes(reader.read(ref)) for ref in reader.records()]
 
 
 @settings(max_examples=50, deadline=None)
@@ -51,10 +52,10 @@ def test_what_is_appended_is_read_back(
     path = fresh(tmp_path_factory)
     refs = write(path, contents, segment_bytes)
     with LogReader.open(path) as reader:
-        assert reader.refresh() == refs
+        assert reader.records() == refs
         assert [ref.sequence for ref in refs] == list(range(len(contents)))
         assert [bytes(reader.read(ref)) for ref in refs] == contents
-        assert reader.refresh() == [] and reader.damaged == []
+        assert reader.records() == [] and reader.damaged == []
 
 
 def test_a_log_cut_anywhere_in_its_tail_keeps_the_whole_records_and_goes_on(tmp_path: Path) -> None:
@@ -65,11 +66,11 @@ def test_a_log_cut_anywhere_in_its_tail_keeps_the_whole_records_and_goes_on(tmp_
     for cut in range(last.offset, last.offset + RECORD_HEADER_BYTES + last.length):
         file.write_bytes(raw[:cut])
         with LogReader.open(tmp_path) as reader:
-            assert reader.refresh() == refs[:-1] and reader.damaged == [], "a torn tail is no damage"
+            assert reader.records() == refs[:-1] and reader.damaged == [], "a torn tail is no damage"
             with LogWriter.open(tmp_path) as writer:
                 assert writer.sequence == last.sequence and writer.cut_bytes == cut - last.offset
                 added = writer.append(1, b"instead")
-            assert reader.refresh() == [added]
+            assert reader.records() == [added]
     assert read(tmp_path) == [*contents[:-1], b"instead"]
 
 
@@ -101,7 +102,7 @@ def test_a_flipped_bit_costs_one_record_at_most_and_is_reported(
     hit = {i for i, ref in enumerate(refs) if ref.offset <= at < ref.offset + RECORD_HEADER_BYTES + ref.length}
     in_padding = not hit and at >= SEGMENT_HEADER_BYTES
     with LogReader.open(path) as reader:
-        got = [bytes(reader.read(ref)) for ref in reader.refresh()]
+        got = [bytes(reader.read(ref)) for ref in reader.records()]
         assert got == [content for i, content in enumerate(contents) if i not in hit] + [b"the last"]
         assert bool(reader.damaged) != in_padding
     with LogWriter.open(path) as writer:
@@ -115,9 +116,9 @@ def test_damage_in_the_last_record_is_kept_for_the_expert_and_not_cut_off(tmp_pa
         file.write(b"X")
     before = segment_path(tmp_path, 0).read_bytes()
     assert write(tmp_path, [b"three"])[0].segment == 1
-    assert segment_path(tmp_path, 0).read_bytes() == before
+    assert segment_path(tmp_path, 0).read_bytes().startswith(before)
     with LogReader.open(tmp_path) as reader:
-        assert [bytes(reader.read(ref)) for ref in reader.refresh()] == [b"one", b"three"]
+        assert [bytes(reader.read(ref)) for ref in reader.records()] == [b"one", b"three"]
         assert [damage.offset for damage in reader.damaged] == [refs[1].offset]
 
 
@@ -137,7 +138,7 @@ def test_a_damaged_segment_header_costs_no_record(tmp_path: Path) -> None:
         file.write(b"?")
     write(tmp_path, [b"three"])
     with LogReader.open(tmp_path) as reader:
-        refs = reader.refresh()
+        refs = reader.records()
         assert [bytes(reader.read(ref)) for ref in refs] == [b"one", b"two", b"three"]
         assert [ref.sequence for ref in refs] == [0, 1, 2]
         assert len(reader.damaged) == 1
@@ -150,7 +151,7 @@ def test_a_segment_under_the_name_of_another_yields_nothing(tmp_path: Path) -> N
     two.rename(one)
     (tmp_path / "aside").rename(two)
     with LogReader.open(tmp_path) as reader:
-        assert [bytes(reader.read(ref))[0] for ref in reader.refresh()] == [0, 3, 4, 5]
+        assert [bytes(reader.read(ref))[0] for ref in reader.records()] == [0, 3, 4, 5]
         assert {damage.segment for damage in reader.damaged} >= {1, 2}
 
 
@@ -167,7 +168,7 @@ def test_a_record_that_holds_another_log_is_one_record_even_when_damaged(tmp_pat
 def test_a_record_damaged_after_it_was_found_is_not_handed_out(tmp_path: Path) -> None:
     write(tmp_path, [b"payload"])
     with LogReader.open(tmp_path) as reader:
-        (ref,) = reader.refresh()
+        (ref,) = reader.records()
         with segment_path(tmp_path, 0).open("r+b") as file:
             file.seek(ref.offset + RECORD_HEADER_BYTES)
             file.write(b"X")
@@ -178,7 +179,7 @@ def test_a_record_damaged_after_it_was_found_is_not_handed_out(tmp_path: Path) -
 def test_a_view_outlives_the_reader_and_the_segment(tmp_path: Path) -> None:
     write(tmp_path, [b"payload" * 1000, b"more"], segment_bytes=100)
     reader = LogReader.open(tmp_path)
-    view = reader.read(reader.refresh()[0])
+    view = reader.read(reader.records()[0])
     reader.close()
     with LogWriter.open(tmp_path) as writer:
         writer.drop_before(1)
@@ -198,7 +199,7 @@ def test_numbers_go_on_when_all_old_segments_are_dropped(tmp_path: Path) -> None
 
 def test_another_format_version_is_refused_in_words(tmp_path: Path) -> None:
     write(tmp_path, [b"x"])
-    header = bytearray(SegmentHeader(0, 0, 0, bytes(16)).encode())
+    header = bytearray(SegmentHeader(0, 0, 0, 0, bytes(16)).encode())
     header[8] = 9
     header[60:64] = crc32c(bytes(header[:60])).to_bytes(4, "little")
     with segment_path(tmp_path, 0).open("r+b") as file:
@@ -281,11 +282,11 @@ FULL = """
         else:
             raise AssertionError("the disk was full")
     reader = LogReader.open(path)
-    seen = reader.refresh()
+    seen = reader.records()
     assert 2 <= len(seen) <= 3 and not reader.damaged, (seen, reader.damaged)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     writer.sync()
-    seen += reader.refresh()
+    seen += reader.records()
     assert [bytes(reader.read(ref)) for ref in seen] == contents and not reader.damaged
 """
 
@@ -350,7 +351,7 @@ def test_a_reader_follows_a_writer_in_another_process(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     with LogReader.open(tmp_path) as reader:
         while len(refs) < 3000 and time.monotonic() < deadline:
-            for ref in reader.refresh():
+            for ref in reader.records():
                 number = len(refs)
                 assert bytes(reader.read(ref)) == number.to_bytes(4, "little") * (number % 100)
                 refs.append(ref)
@@ -363,7 +364,7 @@ def test_a_scan_never_yields_a_sequence_number_twice(tmp_path: Path) -> None:
     assert second.offset == first.offset + record_bytes(8)
     fd = os.open(segment_path(tmp_path, 0), os.O_RDONLY)
     try:
-        scan = SegmentScan(fd, 0, sequence=1)
+        scan = SegmentScan(REAL, fd, 0, sequence=1)
         assert [found for found in scan if isinstance(found, RecordRef)] == [second]
     finally:
         os.close(fd)

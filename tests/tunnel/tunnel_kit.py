@@ -84,7 +84,7 @@ def prepare(run: Path) -> dict[str, KeyPair]:
 def stored(run: Path) -> list[tuple[str, int]]:
     """(episode, index) of every chunk in the store's log, as often as it is there."""
     with LogReader.open(run / "store") as reader:
-        headers = [decode_chunk(reader.read(ref)).header for ref in reader.refresh() if ref.kind == CHUNK]
+        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK]
         assert not reader.damaged
     return [(header.episode, header.index) for header in headers]
 

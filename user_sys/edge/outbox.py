@@ -55,7 +55,7 @@ class Outbox:
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
         self._position = os.open(path / "acknowledged", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._acknowledged = _read_position(self._position)
-        self._refs = [ref for ref in reader.refresh() if ref.sequence > self._acknowledged]
+        self._refs = [ref for ref in reader.records() if ref.sequence > self._acknowledged]
         self._unsynced: list[RecordRef] = []
         self._last_unsynced: bytes | None = None
         self._sealed_bytes = {number: segment_path(path, number).stat().st_size for number in segment_numbers(path)}
@@ -70,7 +70,7 @@ class Outbox:
             StoreFull, StoreVersion, StoreError: as `LogWriter.open`.
         """
         segment_bytes = max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
-        writer = LogWriter.open(path, segment_bytes=segment_bytes)
+        writer = LogWriter.open(path, segment_bytes=segment_bytes, background=False)
         try:
             return cls(path, writer, LogReader.open(path), max_bytes)
         except BaseException:

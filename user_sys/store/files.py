@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 Buffer = bytes | memoryview
+
+MAX_BUFFERS_PER_WRITE = 1024  # IOV_MAX
+WRITE_BYTES = 256 << 10
 
 # A write that fails with one of these took nothing that a later attempt could not take.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -94,3 +99,41 @@ class Files:
 
 
 REAL = Files()
+
+
+def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> int:
+    """Writes all of `buffers`, joined, at `offset`, and returns where they end. Raises OSError.
+
+    In steps of `WRITE_BYTES`: a single write of megabytes takes five times as long now and then (ext4, measured).
+    """
+    queue = deque(buffer for buffer in buffers if buffer)
+    while queue:
+        written = files.pwritev(fd, next_buffers(queue), offset)
+        offset += written
+        consume(queue, written)
+    return offset
+
+
+def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
+    """The head of `queue`, as much as one write should take."""
+    buffers: list[Buffer] = []
+    size = 0
+    for buffer in itertools.islice(queue, MAX_BUFFERS_PER_WRITE):
+        buffers.append(buffer)
+        size += len(buffer)
+        if size >= WRITE_BYTES:
+            break
+    return buffers
+
+
+def consume(queue: deque[Buffer], count: int) -> None:
+    """Takes `count` written bytes off `queue`; a buffer written in part stays in part. Raises OSError for none."""
+    if count <= 0:
+        raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
+    while count:
+        head = queue[0]
+        if len(head) > count:
+            queue[0] = memoryview(head)[count:]
+            return
+        count -= len(head)
+        queue.popleft()

@@ -196,7 +196,7 @@ class StoreReader:
 
 def _new_blocks(log: LogReader) -> Sequence[Block]:
     """What the log has that `log` has not told of yet."""
-    records = log.refresh()
+    records = log.records()
     return [_block_of(log, records)] if records else []
 
 

@@ -1,0 +1,203 @@
+"""What stands at a sealed segment's end: the index of its records, its owner's summary, and the trailer."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from user_sys.errors import StoreCorrupt
+from user_sys.store.files import Buffer, Files
+from user_sys.store.frame import (
+    FORMAT_VERSION,
+    INDEX_KIND,
+    MAX_PAYLOAD_BYTES,
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SUMMARY_KIND,
+    Damage,
+    RecordRef,
+    check_version,
+    decode_record_header,
+    encode_record_header,
+    place_crc,
+    record_bytes,
+)
+from user_sys.store.segments import SegmentName
+
+TRAILER_MAGIC = b"USEREND\n"
+TRAILER_BYTES = 64
+# magic, version, records, index at, summary at, first sequence, next sequence, bytes of the file, zero
+_TRAILER = struct.Struct("<8sIIQQQQQI")
+_CRC = struct.Struct("<I")
+_COLUMNS = (("offset", "<u8"), ("sequence", "<u8"), ("length", "<u4"), ("schema", "<u4"), ("kind", "<u2"))
+_ROW_BYTES = sum(np.dtype(code).itemsize for _, code in _COLUMNS)
+
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Some records of one segment in ascending order, as columns of n int64 each, with the meaning of `RecordRef`'s."""
+
+    segment: int
+    offset: Column
+    length: Column
+    kind: Column
+    sequence: Column
+    schema: Column
+
+    @classmethod
+    def of(cls, segment: int, refs: Iterable[RecordRef]) -> Self:
+        flat = array("q")
+        for ref in refs:
+            flat.extend(ref)
+        return cls.from_flat(segment, flat)
+
+    @classmethod
+    def from_flat(cls, segment: int, flat: array[int]) -> Self:
+        """From the fields of one reference after the other."""
+        table = np.array(flat, np.int64).reshape(-1, len(RecordRef._fields))
+        _, offset, length, kind, sequence, schema = table.T.copy()
+        return cls(segment, offset, length, kind, sequence, schema)
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def __getitem__(self, index: int) -> RecordRef:
+        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
+        return RecordRef(self.segment, *(int(column[index]) for column in columns))
+
+    def __iter__(self) -> Iterator[RecordRef]:
+        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
+        return (RecordRef(self.segment, *row) for row in zip(*(column.tolist() for column in columns), strict=True))
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> Records:
+        """Those where `mask` is true."""
+        columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
+        return Records(self.segment, *(column[mask] for column in columns))
+
+    def find(self, sequence: int) -> RecordRef | None:
+        """The record of that number."""
+        at = int(np.searchsorted(self.sequence, sequence))
+        return self[at] if at < len(self) and self.sequence[at] == sequence else None
+
+    def encode(self) -> bytes:
+        return b"".join(getattr(self, name).astype(code).tobytes() for name, code in _COLUMNS)
+
+    @classmethod
+    def decode(cls, segment: int, payload: Buffer, count: int) -> Self:
+        """From what `encode` made. Raises StoreCorrupt where that is not `count` records long."""
+        if len(payload) != count * _ROW_BYTES:
+            raise StoreCorrupt(f"an index of {len(payload)} bytes for {count} records")
+        columns, at = {}, 0
+        for name, code in _COLUMNS:
+            columns[name] = np.frombuffer(payload, code, count, at).astype(np.int64)
+            at += columns[name].size * np.dtype(code).itemsize
+        return cls(segment, **columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Footer:
+    """What a sealed segment says of itself.
+
+    Attributes:
+        summary: of its owner; None where the footer is damaged and this was made by a scan.
+        end: where its records end and the index begins, in bytes.
+        next_sequence: the number of the first record after it; numbers between may be missing.
+        size: of the file, in bytes.
+    """
+
+    records: Records
+    summary: bytes | None
+    end: int
+    first_sequence: int
+    next_sequence: int
+    size: int
+
+    def gaps(self, name: SegmentName) -> Iterator[Damage]:
+        """The places between its records that hold no record."""
+        starts = np.append(self.records.offset, self.end)
+        padded = RECORD_HEADER_BYTES + (self.records.length + 7) // 8 * 8
+        stops = np.append(SEGMENT_HEADER_BYTES, self.records.offset + padded)
+        before = np.append(self.first_sequence, self.records.sequence + 1)
+        for at in np.flatnonzero(starts > stops):
+            start, length = int(stops[at]), int(starts[at] - stops[at])
+            yield Damage(name.number, start, length, "no whole record", int(before[at]), name.generation)
+
+
+def encode_footer(name: SegmentName, records: Records, summary: bytes, end: int, sequences: range) -> list[Buffer]:
+    """The bytes that seal a segment whose records end at `end`; the file's end is theirs.
+
+    Args:
+        sequences: from the segment's first number to the first number after it.
+    """
+    index = _framed(name, INDEX_KIND, records.encode(), end, sequences.stop)
+    summary_at = end + sum(map(len, index))
+    framed = _framed(name, SUMMARY_KIND, summary, summary_at, sequences.stop)
+    size = summary_at + sum(map(len, framed)) + TRAILER_BYTES
+    body = _TRAILER.pack(
+        TRAILER_MAGIC,
+        FORMAT_VERSION,
+        len(records),
+        end,
+        summary_at,
+        sequences.start,
+        sequences.stop,
+        size,
+        0,
+    )
+    crc = place_crc(body, name.number, name.generation, size - TRAILER_BYTES)
+    return [*index, *framed, body + _CRC.pack(crc)]
+
+
+def _framed(name: SegmentName, kind: int, payload: bytes, offset: int, sequence: int) -> list[Buffer]:
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise StoreCorrupt(f"a footer of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} fit")
+    ref = RecordRef(name.number, offset, len(payload), kind, sequence)
+    header = encode_record_header(ref, crc32c(payload), name.generation)
+    return [header, payload, bytes(record_bytes(len(payload)) - RECORD_HEADER_BYTES - len(payload))]
+
+
+def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
+    """The footer of a segment's file; None where it does not end in a trailer, which is to say that it is not sealed.
+
+    Raises:
+        StoreCorrupt: it is sealed, and the footer is damaged.
+        OSError: it cannot be read.
+    """
+    size = files.size(fd)
+    at = size - TRAILER_BYTES
+    raw = files.pread(fd, TRAILER_BYTES, at) if at >= SEGMENT_HEADER_BYTES else b""
+    if raw[:8] != TRAILER_MAGIC:
+        return None
+    if len(raw) < TRAILER_BYTES or place_crc(raw[: _TRAILER.size], name.number, name.generation, at) != int.from_bytes(
+        raw[_TRAILER.size :], "little"
+    ):
+        raise StoreCorrupt("the trailer is damaged")
+    _, version, count, end, summary_at, first, following, written, _ = _TRAILER.unpack_from(raw)
+    check_version(version, f"segment {name.number}")
+    if written != size or not SEGMENT_HEADER_BYTES <= end <= summary_at <= at:
+        raise StoreCorrupt("the trailer does not fit the file")
+    block = memoryview(files.pread(fd, at - end, end))
+    records = Records.decode(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
+    summary = _unframed(name, SUMMARY_KIND, block, summary_at - end, end)
+    return Footer(records, bytes(summary), end, first, following, size)
+
+
+def _unframed(name: SegmentName, kind: int, block: memoryview, at: int, start: int) -> memoryview:
+    """The payload of the footer's record at `at` of `block`, which begins at `start` in the file."""
+    found = decode_record_header(block[at : at + RECORD_HEADER_BYTES], name.number, name.generation, start + at)
+    what = {INDEX_KIND: "index", SUMMARY_KIND: "summary"}[kind]
+    if found is None or found[0].kind != kind:
+        raise StoreCorrupt(f"the header of the {what} is damaged")
+    payload = block[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + found[0].length]
+    if len(payload) != found[0].length or crc32c(payload) != found[1]:
+        raise StoreCorrupt(f"the {what} is damaged")
+    return payload
