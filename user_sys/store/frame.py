@@ -23,6 +23,7 @@ ALIGN_BYTES = 8
 SEGMENT_HEADER_BYTES = 64
 RECORD_HEADER_BYTES = 32
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_SEGMENT_BYTES = 1 << 31  # where a segment's records end is written in 32 bits, and one record may go beyond this
 READ_AHEAD_BYTES = 4 << 20
 
 RESERVED_KINDS = 0xFF00  # from here on kinds are the log's own, and their records have no sequence number of their own

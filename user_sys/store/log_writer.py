@@ -20,35 +20,30 @@ from typing import NamedTuple, Self
 import msgspec
 from crc32c import crc32c
 
-from user_sys.errors import StoreCorrupt, StoreError, StoreFull
-from user_sys.store import compaction, manifest
+from user_sys.errors import StoreError, StoreFull
+from user_sys.store import compaction
 from user_sys.store.files import NO_SPACE, REAL, Buffer, Files, consume, next_buffers, write_all
 from user_sys.store.frame import (
     MAX_PAYLOAD_BYTES,
+    MAX_SEGMENT_BYTES,
     RECORD_HEADER_BYTES,
     RESERVED_KINDS,
     SEGMENT_HEADER_BYTES,
-    Damage,
     RecordRef,
     SegmentHeader,
-    SegmentScan,
-    aligned,
     encode_record_header,
     record_bytes,
 )
-from user_sys.store.manifest import LOG_ID_BYTES, Catalog, Entry, Manifest, footer_or_none
-from user_sys.store.sealing import Finished, Summarise, find_finished, seal
+from user_sys.store.manifest import LOG_ID_BYTES, Catalog, Entry, Manifest
+from user_sys.store.recovery import recover
+from user_sys.store.sealing import Finished, Summarise, seal
 from user_sys.store.segments import (
     TEMPORARY,
     SegmentName,
     WriterLock,
-    choose,
-    list_segments,
-    read_header,
 )
 
 SEGMENT_BYTES = 64 << 20
-MAX_SEGMENT_BYTES = 1 << 31  # where a segment's records end is written in 32 bits, and one record may go beyond this
 MAX_PENDING_BYTES = 8 << 20  # appended records are written out once this many wait, synced or not
 JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload beside its header costs less than two more buffers
 SEAL_TIMEOUT_S = 60.0
@@ -141,133 +136,21 @@ class LogWriter:
     # A writer's life: recover once, then append, sync and rotate.
 
     def _recover(self) -> None:
-        """Finds the log's end, and makes durable what a killed writer had written and readers have seen."""
-        names = self._clean(list_segments(self._path, self._files))
-        if names:
-            self._adopt(names)
-        if self._fd < 0:
-            self._create_segment(names[-1].stop if names else 0)
-        self._catalog.switch(lambda old: _with_entries(old, (), self._segment))
+        found = recover(self._files, self._path, self._catalog.manifest)
+        self._catalog.manifest = found.manifest
+        self._finished.extend(found.finished)
+        self.sequence, self.cut_bytes, self._end = found.sequence, found.cut_bytes, found.last_bytes
+        if found.tail is None:
+            self._create_segment(found.next_number)
+        else:
+            self._resume(found.tail)
+        self._catalog.switch(functools.partial(_with_entries, entries=[], tail=self._segment))
         self._start_sealing()
 
-    def _clean(self, names: list[SegmentName]) -> list[SegmentName]:
-        """Reads or rebuilds the manifest; returns the files that count, and deletes the leftovers of a crash."""
-        known = self._load_manifest()
-        if known is None and names:
-            known = manifest.rebuild(self._files, self._path, choose(names)[0])
-        self._catalog.manifest = known or self._catalog.manifest
-        first = self._catalog.manifest.first
-        chosen, leftovers = choose(name for name in names if name.number >= first)
-        leftovers += [name for name in names if name.number < first]
-        # A rename that a killed process had not made durable must be, before anything relies on it: what it replaced
-        # is deleted here, and what is appended is acknowledged by a sync of the file, not of its name.
-        self._files.sync_folder(self._path)
-        temporaries = [name for name in self._files.listdir(self._path) if name.endswith(TEMPORARY)]
-        for doomed in [*map(str, leftovers), *temporaries]:
-            self._files.unlink(self._path / doomed)
-        return chosen
-
-    def _load_manifest(self) -> Manifest | None:
-        try:
-            return manifest.load(self._files, self._path)
-        except StoreCorrupt as error:
-            _logger.warning("store.manifest-damaged path=%s: %s", self._path, error)
-            return None
-
-    def _adopt(self, names: list[SegmentName]) -> None:
-        """Takes up the log that is there. The last segment stays open unless it can take no more records."""
-        listed = {entry.name for entry in self._catalog.manifest.segments}
-        for name in names:
-            if name not in listed and (entry := self._unlisted_entry(name)) is not None:
-                self._catalog.manifest = self._catalog.manifest.with_entry(entry)
-        sealed = {entry.name: entry.next_sequence for entry in self._catalog.manifest.segments}
-        self.sequence = max(sealed.values(), default=0)
-        for name, following in zip(names, names[1:], strict=False):
-            if name not in sealed:
-                self._take_unsealed(name, following)
-        if names[-1] not in sealed:
-            self._open_last(names[-1])
-
-    def _unlisted_entry(self, name: SegmentName) -> Entry | None:
-        """The entry of a segment that was sealed and not listed; None where it is not sealed."""
-        fd = self._files.open(self._path / str(name), os.O_RDWR)
-        try:
-            footer = footer_or_none(self._files, fd, name)
-            if footer is None:
-                return None
-            self._files.fsync(fd)  # its writer may have been killed before the sync that a manifest's entry relies on
-            return Entry.of(name, footer)
-        finally:
-            self._files.close(fd)
-
-    def _take_unsealed(self, name: SegmentName, following: SegmentName) -> None:
-        """Finds the records of a segment that has a successor and no footer, to be sealed."""
-        next_header, header = self._header(following), self._header(name)
-        if self._is_foreign(header, name):
-            return
-        end = next_header.previous_bytes if next_header else 0
-        finished = find_finished(self._files, self._path, name, end)
-        self._finished.append(finished)
-        self.sequence = max(self.sequence, finished.sequences.stop)
-
-    def _header(self, name: SegmentName) -> SegmentHeader | None:
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        try:
-            return read_header(self._files, fd)
-        finally:
-            self._files.close(fd)
-
-    def _is_foreign(self, header: SegmentHeader | None, name: SegmentName) -> bool:
-        """Whether the file is another segment's or another log's, and so must be left alone."""
-        if header is None or header.belongs(name, self._catalog.manifest.log_id):
-            return False
-        _logger.warning("store.foreign-segment path=%s segment=%s: left alone", self._path, name)
-        return True
-
-    def _open_last(self, name: SegmentName) -> None:
-        """Opens the last segment at its end, having cut off an unfinished append.
-
-        Where damage must stay behind, or its header is damaged, it is left to be sealed.
-        """
-        header = self._header(name)
-        if self._is_foreign(header, name):
-            return
-        files = self._files
-        self._fd = files.open(self._path / str(name), os.O_RDWR)
-        scan = SegmentScan(files, self._fd, name.number, sequence=header.first_sequence if header else self.sequence)
-        self._segment, self._first_sequence = name.number, scan.sequence
-        for found in scan:
-            if isinstance(found, Damage):
-                _logger.warning("store.damaged %s", found)
-            else:
-                self._flat.extend(found)
-        self.sequence = max(self.sequence, scan.sequence)
-        whole = self._cut(scan)
-        if not whole:  # the numbers of records that may have been there are not given again
-            self.sequence += (files.size(self._fd) - scan.end) // RECORD_HEADER_BYTES
-        files.fsync(self._fd)
-        self._end = self._written = self._synced = aligned(files.size(self._fd))
-        if not whole or header is None:
-            self._finished.append(self._finish())
-            self._fd = -1
-
-    def _finish(self) -> Finished:
-        sequences = range(self._first_sequence, self.sequence)
-        return Finished(SegmentName(self._segment), self._fd, self._end, self._flat, sequences)
-
-    def _cut(self, scan: SegmentScan) -> bool:
-        """Cuts off an append that was never finished; False where what follows the last record may be more."""
-        size = self._files.size(self._fd)
-        if size <= scan.end:
-            return True
-        place = f"segment={scan.number} offset={scan.end} bytes={size - scan.end}"
-        if not scan.unfinished():
-            _logger.warning("store.damaged path=%s %s: kept", self._path, place)
-            return False
-        self.cut_bytes = size - scan.end
-        _logger.warning("store.cut path=%s %s", self._path, place)
-        self._files.ftruncate(self._fd, scan.end)
-        return True
+    def _resume(self, tail: Finished) -> None:
+        self._fd, self._segment, self._flat = tail.fd, tail.name.number, tail.flat
+        self._first_sequence = tail.sequences.start
+        self._end = self._written = self._synced = tail.end
 
     def _create_segment(self, number: int) -> None:
         """Begins segment `number`; the one before ends at `_end` and is durable.
@@ -366,7 +249,8 @@ class LogWriter:
 
     def _rotate(self) -> None:
         self.sync()
-        finished = self._finish()
+        sequences = range(self._first_sequence, self.sequence)
+        finished = Finished(SegmentName(self._segment), self._fd, self._end, self._flat, sequences)
         with self._syncing:
             self._create_segment(self._segment + 1)
         self._finished.append(finished)

@@ -1,0 +1,124 @@
+"""A log's life: segments are sealed, listed, rewritten and dropped, and no reader fails because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.errors import StoreError, StoreGone
+from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.segments import list_segments
+
+WAIT_S = 20.0
+
+
+def summarise(records: Iterable[tuple[RecordRef, memoryview]]) -> bytes:
+    return b",".join(b"%d:%s" % (ref.sequence, bytes(payload[:3])) for ref, payload in records)
+
+
+def content(number: int) -> bytes:
+    return b"%03d" % number * 30
+
+
+def filled(path: Path, count: int = 20, segment_bytes: int = 600) -> LogWriter:
+    """A writer that has stored so many records, four a segment."""
+    writer = LogWriter.open(path, segment_bytes=segment_bytes, summarise=summarise, background=False)
+    for number in range(count):
+        writer.append(1 + number % 3, content(number), schema=number)
+    writer.sync()
+    return writer
+
+
+def files(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()} - {"LOCK"}
+
+
+def test_a_sealed_segment_tells_its_records_and_its_summary_without_a_scan(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, LogReader.open(tmp_path) as reader:
+        batches = reader.refresh()
+        assert [batch.segment for batch in batches] == [0, 1, 2, 3, 4]
+        assert [entry.number for entry in writer.sealed()] == [0, 1, 2, 3]
+        assert batches[1].summary == b"4:004,5:005,6:006,7:007"
+        assert batches[4].summary is None and len(batches[4].records) == 4
+        refs = [ref for batch in batches for ref in batch.records]
+        assert [(ref.sequence, ref.kind, ref.schema) for ref in refs] == [(n, 1 + n % 3, n) for n in range(20)]
+        assert [bytes(reader.read(ref)) for ref in refs] == [content(number) for number in range(20)]
+        assert not reader.damaged and not reader.refresh()
+
+
+def test_what_was_scanned_is_not_told_again_when_its_segment_is_sealed(tmp_path: Path) -> None:
+    with filled(tmp_path, 2) as writer, LogReader.open(tmp_path) as reader:
+        seen = [ref.sequence for ref in reader.records()]
+        for number in range(2, 11):
+            writer.append(1, content(number))
+            writer.sync()
+            if number % 3 == 0:
+                seen += [ref.sequence for ref in reader.records()]
+        seen += [ref.sequence for ref in reader.records()]
+        assert seen == list(range(11)) and not reader.damaged
+
+
+def test_sealing_in_the_background_ends_up_the_same(tmp_path: Path) -> None:
+    with LogWriter.open(tmp_path, segment_bytes=600, summarise=summarise) as writer:
+        for number in range(20):
+            writer.append(1, content(number))
+    with LogReader.open(tmp_path) as reader:
+        assert [batch.summary is not None for batch in reader.refresh()] == [True] * 4 + [False]
+
+
+def test_a_rewritten_segment_keeps_what_is_wanted_under_its_number(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive, LogReader.open(tmp_path) as idle:
+        refs = alive.records()
+        idle_refs = idle.records()
+        view = alive.read(refs[5])
+        entry = writer.rewrite([1, 2], lambda ref: ref.sequence % 2 == 0)
+        assert (entry.number, entry.span, entry.first_sequence, entry.next_sequence) == (1, 2, 4, 12)
+        assert view == content(5), "a view outlives the file"
+        (batch,) = alive.refresh()
+        assert batch.dropped.tolist() == [5, 7, 9, 11] and not len(batch.records)
+        for reader, old in ((alive, refs), (idle, idle_refs)):
+            for ref in old:
+                if ref.sequence in (5, 7, 9, 11):
+                    with pytest.raises(StoreGone):
+                        reader.read(ref)
+                else:
+                    assert reader.read(ref) == content(ref.sequence)
+        writer.append(1, content(20))
+    expected = [number for number in range(21) if number not in (5, 7, 9, 11)]
+    with LogReader.open(tmp_path) as fresh:
+        batches = fresh.refresh()
+        assert [ref.sequence for batch in batches for ref in batch.records] == expected
+        assert batches[1].summary == b"4:004,6:006,8:008,10:010"
+        assert not fresh.damaged
+    assert files(tmp_path) >= {"0000000001-00002.00001.seg", "MANIFEST"} and len(list_segments(tmp_path)) == 5
+
+
+def test_segments_are_rewritten_again_and_down_to_nothing(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive:
+        alive.refresh()
+        writer.rewrite([1], lambda ref: ref.sequence != 6)
+        writer.rewrite([0, 1, 2], lambda ref: False)
+        dropped = np.concatenate([batch.dropped for batch in alive.refresh()])
+        assert sorted(dropped.tolist()) == list(range(12))
+        with pytest.raises(StoreError, match="not all sealed"):
+            writer.rewrite([4], lambda ref: True)
+
+
+def test_only_neighbours_are_rewritten_into_one(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, pytest.raises(StoreError, match="no neighbours"):
+        writer.rewrite([0, 2], lambda ref: True)
+
+
+def test_dropped_segments_are_gone_for_a_reader_that_had_seen_them(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive:
+        refs = alive.records()
+        writer.drop_before(2)
+        assert sorted(np.concatenate([batch.dropped for batch in alive.refresh()]).tolist()) == list(range(8))
+        with pytest.raises(StoreGone):
+            alive.read(refs[0])
+        assert alive.read(refs[8]) == content(8) and not alive.damaged
+    with LogWriter.open(tmp_path) as writer:
+        assert writer.sequence == 20 and [entry.number for entry in writer.sealed()] == [2, 3]
