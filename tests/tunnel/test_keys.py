@@ -9,7 +9,7 @@ import pytest
 
 from user_sys.errors import ConfigError, RunError
 from user_sys.tunnel import keys_cli
-from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.tunnel.keys import KeyPair, Keyring, fingerprint, load_keypair, load_public_key, new_keypair, save_keypair
 
 
 def run_keys(*argv: str) -> int:
@@ -100,7 +100,7 @@ def test_the_commands_make_allow_list_rotate_and_revoke(tmp_path: Path, capsys: 
     with pytest.raises(RunError, match="rotate"):
         run_keys("new", "panda-0", *folder)
     assert run_keys("allow", "panda-0", "--role", "robot", *folder) == 0
-    assert run_keys("rotate", "panda-0", *folder) == 0
+    assert run_keys("rotate", "panda-0", "--overlap", "0s", *folder) == 0
     capsys.readouterr()
     assert run_keys("list", "--json", *folder) == 0
     listed = capsys.readouterr().out
@@ -108,3 +108,82 @@ def test_the_commands_make_allow_list_rotate_and_revoke(tmp_path: Path, capsys: 
     assert run_keys("revoke", "panda-0", *folder) == 0
     with pytest.raises(ConfigError, match="not allowed"):
         run_keys("revoke", "panda-0", *folder)
+
+
+def test_a_file_with_halves_of_two_pairs_is_refused(tmp_path: Path) -> None:
+    one, other = new_keypair(), new_keypair()
+    save_keypair(KeyPair(one.public, other.secret), tmp_path, "panda-0")
+    with pytest.raises(RunError, match="do not belong together"):
+        load_keypair(tmp_path / "panda-0.key")
+
+
+def test_a_key_file_cut_anywhere_is_refused_and_never_half_believed(tmp_path: Path) -> None:
+    save_keypair(new_keypair(), tmp_path, "panda-0")
+    path = tmp_path / "panda-0.key"
+    whole = path.read_bytes().rstrip()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(RunError, match="holds no key pair"):
+            load_keypair(path)
+
+
+def test_both_keys_are_let_in_while_a_rotation_lasts_and_then_the_new_one_alone(tmp_path: Path) -> None:
+    now = [1000.0]
+    ring, old, new = Keyring(tmp_path, unix_s=lambda: now[0]), new_keypair(), new_keypair()
+    ring.allow(old.public, "panda-0", "robot")
+    ring.allow(new.public, "panda-0", "robot", overlap_s=60)
+    ring.allow(new.public, "panda-0", "robot")  # said twice: the overlap stays
+    with pytest.raises(ConfigError, match="already belongs to 'panda-0'"):
+        ring.allow(old.public, "panda-1", "robot")
+    assert [entry.name for entry in ring.list()] == ["panda-0"]
+    now[0] += 59
+    assert ring.find(old.public) is not None and ring.find(new.public) is not None
+    now[0] += 1
+    assert ring.find(old.public) is None and ring.find(new.public) is not None
+
+
+def test_a_relay_speaks_for_its_robots_and_for_nobody_else(tmp_path: Path) -> None:
+    ring, keys = Keyring(tmp_path), new_keypair()
+    with pytest.raises(ConfigError, match="relay"):
+        ring.allow(keys.public, "lab", "relay")
+    with pytest.raises(ConfigError, match="relay"):
+        ring.allow(keys.public, "panda-0", "robot", robots=("panda-1",))
+    lab = ring.allow(keys.public, "lab", "relay", robots=("panda-0",))
+    assert lab.may_be("lab", "relay") and lab.may_be("panda-0", "robot")
+    assert not lab.may_be("panda-1", "robot") and not lab.may_be("panda-0", "console")
+    robot = ring.allow(new_keypair().public, "panda-1", "robot")
+    assert not robot.may_be("lab", "relay") and not robot.may_be("panda-0", "robot")
+
+
+def test_a_key_is_rotated_between_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    robot, desk = tmp_path / "robot", tmp_path / "desk"
+    run_keys("new", "panda-0", "--folder", str(robot))
+    old = load_keypair(robot / "panda-0.key")
+    run_keys("allow", "panda-0", "--role", "robot", f"--public={old.public}", "--folder", str(desk))
+    with pytest.raises(ConfigError, match="rotate it there"):
+        run_keys("rotate", "panda-0", "--folder", str(desk))
+    run_keys("rotate", "panda-0", "--folder", str(robot))
+    new = load_keypair(robot / "panda-0.next.key")
+    assert new.public in capsys.readouterr().out
+    assert load_keypair(robot / "panda-0.key") == old, "the old key is used until the gateway knows the new one"
+    run_keys("rotate", "panda-0", f"--public={new.public}", "--overlap=30min", "--folder", str(desk))
+    run_keys("rotate", "panda-0", "--finish", "--folder", str(robot))
+    assert load_keypair(robot / "panda-0.key") == new and load_public_key(robot / "panda-0.pub") == new.public
+    assert sorted(path.name for path in robot.iterdir()) == ["panda-0.key", "panda-0.pub"]
+    ring = Keyring(desk)
+    assert [entry.public for entry in ring.list()] == [new.public] and ring.find(old.public) is not None
+    with pytest.raises(RunError, match="keys rotate panda-0"):
+        run_keys("rotate", "panda-0", "--finish", "--folder", str(robot))
+    with pytest.raises(ConfigError, match="nothing to rotate"):
+        run_keys("rotate", "panda-7", "--folder", str(desk))
+
+
+def test_the_list_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ring, key = Keyring(tmp_path), new_keypair().public
+    ring.allow(key, "lab", "relay", robots=("panda-0", "panda-1"))
+    ring.allow(new_keypair().public, "lab", "relay", robots=("panda-0", "panda-1"), overlap_s=3600)
+    (tmp_path / "allowed" / "broken.json").write_text("{")
+    run_keys("list", "--folder", str(tmp_path))
+    shown = capsys.readouterr()
+    assert "speaks for panda-0, panda-1" in shown.out and f"former key too, {fingerprint(key)}, until" in shown.out
+    assert "broken.json is damaged" in shown.err

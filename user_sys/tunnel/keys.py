@@ -3,16 +3,20 @@
 A key pair is two files: ``<name>.key`` (private; mode 0600, refused when others can read it) and ``<name>.pub`` (one
 line, public). A ring is a folder ``allowed/`` with one JSON file a peer, which binds a public key to a name and a role.
 Every write replaces a file atomically, so that a ring may change while a gateway reads it.
+
+A key is rotated without an outage: for a while the ring lets in both the new key and the one before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,10 +25,10 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from hal.durable import replace_durably, sync_folder
+from hal.durable import remove_durably, replace_durably, sync_folder
 from user_sys.errors import ConfigError, RunError
 
-Role = Literal["robot", "learner", "console"]
+Role = Literal["robot", "learner", "console", "relay"]
 ROLES: tuple[Role, ...] = get_args(Role)
 KEY_CHARS = 40
 MAX_FILE_BYTES = 4096
@@ -40,16 +44,36 @@ class KeyPair:
 
 
 class AllowedKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a ring: who holds `public`, and what it may do."""
+    """One entry of a ring: who holds `public`, and what it may do.
+
+    Attributes:
+        robots: of a relay: those for which it may speak.
+        former, former_until_unix_s: the key before this one, let in until then.
+    """
 
     public: str
     name: str
     role: Role
+    robots: tuple[str, ...] = ()
+    former: str = ""
+    former_until_unix_s: float = 0.0
+
+    def may_be(self, name: str, role: Role) -> bool:
+        """Whether the holder of this key may open a session under `name` and `role`."""
+        return (name, role) == (self.name, self.role) or (
+            self.role == "relay" and role == "robot" and name in self.robots
+        )
 
 
 def new_keypair() -> KeyPair:
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
+
+
+def fingerprint(public: str) -> str:
+    """A public key in short, for people and logs: 16 hexadecimal digits of its BLAKE2b."""
+    digits = hashlib.blake2b(public.encode(), digest_size=8).hexdigest()
+    return "-".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
 def checked_name(name: str) -> str:
@@ -88,7 +112,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 def save_keypair(keys: KeyPair, folder: Path, name: str) -> None:
     """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`, which is made when missing."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = msgspec.json.encode({"public": keys.public, "secret": keys.secret})
     _write_private(folder / f"{checked_name(name)}.key", private + b"\n")
     replace_durably(folder / f"{name}.pub", keys.public.encode() + b"\n")
@@ -98,7 +122,7 @@ def load_keypair(path: Path) -> KeyPair:
     """The key pair in a ``.key`` file.
 
     Raises:
-        RunError: there is no such file, others can read it, or it holds no key pair.
+        RunError: there is no such file, others can read it, or it holds no key pair: half written, or mixed of two.
     """
     try:
         with path.open("rb") as stream:
@@ -114,6 +138,28 @@ def load_keypair(path: Path) -> KeyPair:
         checked_public_key(keys.secret)
     except (msgspec.MsgspecError, ConfigError):
         raise RunError(f"{path} holds no key pair; make one with `user-sys keys new`") from None
+    if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
+        raise RunError(f"{path} holds two halves that do not belong together; make a new key with `user-sys keys new`")
+    return keys
+
+
+def stage_keypair(folder: Path, name: str) -> KeyPair:
+    """The pair that is to follow ``<name>.key``: the one in ``<name>.next.key``, made where it is missing."""
+    path = folder / f"{checked_name(name)}.next.key"
+    if not path.exists():
+        save_keypair(new_keypair(), folder, f"{name}.next")
+    return load_keypair(path)
+
+
+def promote_keypair(folder: Path, name: str) -> KeyPair:
+    """Puts the staged pair in the place of ``<name>.key``. Raises RunError where none is staged."""
+    path = folder / f"{checked_name(name)}.next.key"
+    if not path.exists():
+        raise RunError(f"there is no {path}; `user-sys keys rotate {name}` makes it")
+    keys = load_keypair(path)
+    save_keypair(keys, folder, name)
+    for staged in (path, path.with_suffix(".pub")):
+        remove_durably(staged)
     return keys
 
 
@@ -134,8 +180,9 @@ class Keyring:
     `find` answers from memory; `refresh` looks at the folder and costs one directory listing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, unix_s: Callable[[], float] = time.time) -> None:
         self.folder = folder / "allowed"
+        self._unix_s = unix_s
         self._lock = threading.Lock()
         self._seen: tuple[tuple[str, int, int], ...] | None = None
         self._by_key: dict[str, AllowedKey] = {}
@@ -146,17 +193,39 @@ class Keyring:
         """Files in the ring that hold no entry; whom they name is not let in."""
         return self._unreadable
 
-    def allow(self, public: str, name: str, role: Role) -> AllowedKey:
-        """Lets `public` in as `name`; a key that `name` had before is out. Raises ConfigError for a bad argument."""
+    def allow(
+        self, public: str, name: str, role: Role, *, robots: Sequence[str] = (), overlap_s: float = 0.0
+    ) -> AllowedKey:
+        """Lets `public` in as `name`; a key that `name` had before is out once `overlap_s` have passed.
+
+        Raises:
+            ConfigError: a bad argument, or a key that belongs to another name.
+        """
         if role not in ROLES:
             raise ConfigError(f"{role!r} is not a role; there are {', '.join(ROLES)}")
-        entry = AllowedKey(public=checked_public_key(public), name=checked_name(name), role=role)
+        if bool(robots) != (role == "relay"):
+            raise ConfigError("a relay, and nothing else, is allowed together with the robots that it speaks for")
+        entry = AllowedKey(
+            public=checked_public_key(public),
+            name=checked_name(name),
+            role=role,
+            robots=tuple(checked_name(robot) for robot in robots),
+        )
         for other in self.list():
-            if other.public == public and other.name != name:
+            if other.name == name:
+                entry = self._succeed(other, entry, overlap_s)
+            elif public in (other.public, other.former):
                 raise ConfigError(f"this key already belongs to {other.name!r}; every peer has a key of its own")
         replace_durably(self.folder / f"{name}.json", msgspec.json.encode(entry) + b"\n")
         self.refresh()
         return entry
+
+    def _succeed(self, before: AllowedKey, entry: AllowedKey, overlap_s: float) -> AllowedKey:
+        if before.public == entry.public:
+            former, until = before.former, before.former_until_unix_s
+        else:
+            former, until = (before.public, self._unix_s() + overlap_s) if overlap_s > 0 else ("", 0.0)
+        return msgspec.structs.replace(entry, former=former, former_until_unix_s=until)
 
     def revoke(self, name: str) -> None:
         """Shuts `name` out. Raises ConfigError when it was not in."""
@@ -170,11 +239,14 @@ class Keyring:
         """All entries, by name."""
         self.refresh()
         with self._lock:
-            return tuple(sorted(self._by_key.values(), key=lambda entry: entry.name))
+            return tuple(sorted({e.name: e for e in self._by_key.values()}.values(), key=lambda entry: entry.name))
 
     def find(self, public: str) -> AllowedKey | None:
-        """The entry of a public key as of the last `refresh`."""
-        return self._by_key.get(public)
+        """The entry that lets a public key in, as of the last `refresh`."""
+        entry = self._by_key.get(public)
+        if entry is None or (public != entry.public and self._unix_s() >= entry.former_until_unix_s):
+            return None
+        return entry
 
     def refresh(self) -> bool:
         """Reads the folder again if it changed; True if it did."""
@@ -183,12 +255,11 @@ class Keyring:
             if seen == self._seen:
                 return False
             self._seen = seen
-            entries, unreadable = [], []
-            for name, _, _ in seen:
-                entry = self._read(name)
-                entries.append(entry) if entry else unreadable.append(name)
-            self._by_key = {entry.public: entry for entry in entries if entry}
-            self._unreadable = tuple(unreadable)
+            read = {name: self._read(name) for name, _, _ in seen}
+            entries = [entry for entry in read.values() if entry is not None]
+            self._by_key = {entry.former: entry for entry in entries if entry.former}
+            self._by_key |= {entry.public: entry for entry in entries}
+            self._unreadable = tuple(name for name, entry in read.items() if entry is None)
             return True
 
     def _signatures(self) -> Iterator[tuple[str, int, int]]:

@@ -268,7 +268,7 @@ class TunnelServer:
         now = time.monotonic()
         for session in list(self._sessions.values()):
             entry = self._keyring.find(session.peer.public_key)
-            if entry is None or (entry.name, entry.role) != (session.peer.name, session.peer.role):
+            if entry is None or not entry.may_be(session.peer.name, session.peer.role):
                 self._refuse(session, "this key was revoked")
             elif now - session.heard_s > self._limits.dead_after_s:
                 self._end(session, f"silent for {now - session.heard_s:.1f} s")
@@ -401,7 +401,7 @@ class TunnelServer:
             why = _other_version(hello.protocol)
         elif entry is None:
             why = "this key is not allowed"
-        elif (hello.name, hello.role) != (entry.name, entry.role):
+        elif not entry.may_be(hello.name, hello.role):
             why = f"this key belongs to the {entry.role} {entry.name!r}, not to the {hello.role} {hello.name[:80]!r}"
         elif len(routing_id) != 1 + SESSION_BYTES or (session is None) != (channel is Channel.CONTROL):
             why = "this Hello opens no session"
@@ -412,12 +412,12 @@ class TunnelServer:
             self._turn_away(routing_id, hello.name[:80], public, why)
             return
         if session is None:
-            session = self._begin(Peer(entry.name, entry.role, public, address, routing_id[1:], hello.spec))
+            session = self._begin(Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec))
         session.open.add(channel)
         welcome = Welcome(protocol=PROTOCOL_VERSION, gateway=self.name)
         send_frames(self._router, [routing_id, *encode(Envelope(welcome))])
         if channel is Channel.EXPERIENCE:
-            logger.info("tunnel.opened peer=%s role=%s address=%s", entry.name, entry.role, address)
+            logger.info("tunnel.opened peer=%s role=%s address=%s", session.peer.name, session.peer.role, address)
             self._handler.peer_opened(session.peer)
 
     def _begin(self, peer: Peer) -> _Session:

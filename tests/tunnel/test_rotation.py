@@ -1,0 +1,79 @@
+"""Keys change while a gateway runs: by the commands that people use, seen by peers that are connected."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+import pytest
+from tunnel_kit import QUICK, Site, hello, prepare, serving, until
+
+from user_sys.errors import Refused
+from user_sys.tunnel import keys_cli
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, load_keypair, new_keypair
+
+
+def keys(run: Path, *argv: str) -> None:
+    parser = argparse.ArgumentParser()
+    keys_cli.add_parser(parser.add_subparsers())
+    keys_cli.run(parser.parse_args(["keys", *argv, "--folder", str(run / "keys")]))
+
+
+def dial(site: Site, name: str, pair: KeyPair) -> TunnelClient:
+    client = TunnelClient(site.address.endpoint, pair, site.address.public_key, hello(name), limits=QUICK)
+    site.clients.append(client)
+    client.start()
+    return client
+
+
+def test_a_rotation_cuts_nobody_off_until_its_overlap_is_over(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        old = load_keypair(tmp_path / "keys" / "panda-0.key")
+        client = site.client("panda-0")
+        keys(tmp_path, "rotate", "panda-0", "--overlap=24h")
+        new = load_keypair(tmp_path / "keys" / "panda-0.key")
+        assert new != old
+        assert not _ends(client, within_s=0.8), "the old key is good for a day"
+        dial(site, "panda-0", new).wait_open(10)
+        until(lambda: client.state is TunnelState.REFUSED, "its newer self has taken over")
+        again = dial(site, "panda-0", old)
+        again.wait_open(10)
+        keys(tmp_path, "allow", "panda-0", "--role=robot", f"--public={new_keypair().public}")
+        until(lambda: again.state is TunnelState.REFUSED, "a key that is out is cut off at once")
+
+
+def _ends(client: TunnelClient, within_s: float) -> bool:
+    return threading.Event().wait(within_s) or client.state is not TunnelState.OPEN
+
+
+def test_revoking_cuts_a_connected_peer_off_and_keeps_it_out(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        client, other = site.client("panda-0"), site.client("panda-1")
+        keys(tmp_path, "revoke", "panda-0")
+        until(lambda: client.state is TunnelState.REFUSED, "the revoked peer is cut off", 2)
+        assert "revoked" in client.reason
+        with pytest.raises(Refused, match="does not allow this key"):
+            dial(site, "panda-0", load_keypair(tmp_path / "keys" / "panda-0.key")).wait_open(10)
+        assert other.state is TunnelState.OPEN
+
+
+def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        keys(tmp_path, "new", "lab")
+        keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-0")
+        lab = load_keypair(tmp_path / "keys" / "lab.key")
+        far = TunnelClient(site.address.endpoint, lab, site.address.public_key, hello("far-0", "robot"), limits=QUICK)
+        near = TunnelClient(site.address.endpoint, lab, site.address.public_key, hello("panda-0"), limits=QUICK)
+        site.clients += [far, near]
+        far.start()
+        far.wait_open(10)
+        near.start()
+        with pytest.raises(Refused, match="belongs to the relay 'lab', not to the robot 'panda-0'"):
+            near.wait_open(10)
+        keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-1")
+        until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once", 2)
