@@ -4,7 +4,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
-RUN_EXTRAS := edge,sim,learner
+RUN_EXTRAS := edge,sim,learner,interchange
 DEMO ?= full
 ARGS ?=
 DEMO_CONFIG_full := configs/demo.yaml

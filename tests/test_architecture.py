@@ -40,6 +40,9 @@ ROOMS = {
     "draccus": ("user_sys/config.py",),
     "yaml": ("user_sys/config.py",),
     "pynvml": ("hal/",),
+    "pyarrow": ("user_sys/interchange/",),
+    "av": ("user_sys/interchange/",),
+    "mcap": ("user_sys/interchange/",),
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "core", "misc"}
@@ -65,7 +68,7 @@ LIGHT = (
     "user_sys.tunnel.client",
     "user_sys.tunnel.server",
 )
-HEAVY = ("torch", "ray", "mujoco", "matplotlib", "fastapi", "wandb", "tensorboard", "gymnasium")
+HEAVY = ("torch", "ray", "mujoco", "matplotlib", "fastapi", "wandb", "tensorboard", "gymnasium", "pyarrow", "av")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

@@ -113,6 +113,7 @@ def test_wrong_usage_is_told(argv: list[str], said: str, capsys: pytest.CaptureF
         (LeaseHeld("panda-0 is driven by lab-2"), "panda-0 is driven by lab-2"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
         (ModuleNotFoundError("No module named 'ray'", name="ray"), "'ray': pip install 'user-sys[learner]'"),
+        (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': pip install 'user-sys[interchange]'"),
     ],
 )
 def test_an_error_is_one_line(error: Exception, said: str, launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:

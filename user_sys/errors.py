@@ -10,6 +10,7 @@ UserSysError
 │   ├── StoreGone      the record was dropped by retention or compaction
 │   ├── StoreFull      the disk is full: free some; nothing that was acknowledged is lost
 │   └── StoreVersion   another format version wrote it
+├── DataSetError       mend or replace the data set; the message names the file
 ├── TunnelError        reconnect
 │   ├── Refused        do not retry: key, version or identity was refused; the message says which
 │   └── LinkDown       retry later: no peer within the deadline
@@ -57,6 +58,10 @@ class StoreFull(StoreError):
 
 class StoreVersion(StoreError):
     """The store was written in another format version."""
+
+
+class DataSetError(UserSysError):
+    """A data set in a foreign format cannot be read, or cannot hold what it should."""
 
 
 class TunnelError(UserSysError):

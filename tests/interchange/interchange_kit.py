@@ -1,0 +1,161 @@
+"""Stores to export: episodes with several cameras of unlike sizes, tasks, people and endings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+
+from user_sys.codec import Array
+from user_sys.episode import IMAGES, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
+from user_sys.interchange.episodes import EpisodeReader, Selection, StoredEpisode
+from user_sys.interchange.frames import Frame, decode
+from user_sys.interchange.lerobot_export import LerobotOptions, Plan, export_lerobot, open_plan
+from user_sys.interchange.lerobot_import import Imported, ImportOptions, import_lerobot
+from user_sys.interchange.lerobot_read import LerobotDataSet
+from user_sys.store.store import StoreReader, StoreWriter
+
+CAMERAS = {"wrist": (32, 48), "front": (24, 24)}
+CHUNK_STEPS = 4
+CAPTURE_PERIOD_NS = 100_000_000
+STARTED_UNIX_NS = 1_700_000_000_000_000_000
+
+
+def picture(camera: str, number: int) -> Array:
+    """A smooth picture, so that video codecs keep it well, which differs from step to step."""
+    height, width = CAMERAS[camera]
+    rows, columns = np.mgrid[0:height, 0:width]
+    red = (rows * 4 + number * 7) % 160
+    return np.stack([red, columns * 3 % 160, np.full_like(red, 30 + number * 5 % 100)], axis=-1).astype(np.uint8)
+
+
+def frame(camera: str, number: int, raw: bool) -> Frame | None:
+    """Every third step keeps the frame before, save at the start."""
+    if number and number % 3 == 2:
+        return None
+    image = picture(camera, number)
+    return image if raw else bytes(simplejpeg.encode_jpeg(image, quality=90, colorspace="RGB"))
+
+
+def episode_chunks(
+    name: str,
+    steps: int = 10,
+    *,
+    robot: str = "panda-0",
+    embodiment: str = "e1",
+    task: str = "lift",
+    source: Source = Source.ONLINE,
+    success: bool | None = True,
+    cameras: tuple[str, ...] = tuple(CAMERAS),
+    raw: bool = False,
+    size: int = 3,
+    ends: bool = True,
+) -> list[bytes]:
+    """An episode as encoded chunks of `CHUNK_STEPS`; its numbers follow from `name`."""
+    rng = np.random.default_rng(list(name.encode()))
+    columns: dict[str, Array] = {
+        "observation.state": rng.standard_normal((steps, size)).astype(np.float32),
+        "action": rng.standard_normal((steps, 2)).astype(np.float32),
+        "action.applied": rng.standard_normal((steps, 2)).astype(np.float32),
+        "reward": rng.random(steps, np.float32),
+        "terminated": (np.arange(steps) == steps - 1) & (success is True) & ends,
+        "truncated": (np.arange(steps) == steps - 1) & (success is not True) & ends,
+        "phase": rng.choice([Phase.POLICY, Phase.CORRECTION, Phase.RECOVERY], steps).astype(np.uint8),
+        "safety": rng.integers(0, 9, steps).astype(np.uint16),
+        "policy_version": rng.integers(-1, 50, steps),
+        "log_prob": np.where(rng.random(steps) < 0.5, np.nan, rng.standard_normal(steps)).astype(np.float32),
+        "t_capture_ns": 5_000_000_123 + np.arange(steps) * CAPTURE_PERIOD_NS,
+    }
+    columns["t_inference_ns"] = columns["t_capture_ns"] + 2_000_000
+    columns["t_command_ns"] = columns["t_capture_ns"] + 3_000_000
+    frames = {camera: [frame(camera, number, raw) for number in range(steps)] for camera in cameras}
+    chunks = []
+    for index, first in enumerate(range(0, steps, CHUNK_STEPS)):
+        rows = slice(first, first + CHUNK_STEPS)
+        last = first + CHUNK_STEPS >= steps and ends
+        part = {column: values[rows] for column, values in columns.items()}
+        for camera in cameras:
+            part |= frame_columns(IMAGES + camera, frames[camera][rows])
+        header = ChunkHeader(
+            episode=name,
+            index=index,
+            first_step=first,
+            steps=len(part["reward"]),
+            robot=robot,
+            embodiment=embodiment,
+            task=task,
+            sentence=f"{task} the cube",
+            source=source,
+            seed=11,
+            started_unix_ns=STARTED_UNIX_NS,
+            unix_offset_ns=STARTED_UNIX_NS - 5_000_000_123,
+            end=EpisodeEnd(steps=steps, success=success, reward_source="rule") if last else None,
+        )
+        final = {"observation.state": rng.standard_normal(size).astype(np.float32)}
+        chunks.append(Chunk(header, part, final if last else {}).encode())
+    return chunks
+
+
+def make_store(path: Path, *episodes: list[bytes]) -> Path:
+    with StoreWriter.open(path) as writer:
+        for chunks in episodes:
+            for chunk in chunks:
+                writer.append(chunk)
+        writer.sync()
+    return path
+
+
+def usual_store(path: Path) -> Path:
+    """Three complete episodes of two tasks."""
+    return make_store(
+        path,
+        episode_chunks("a", 10),
+        episode_chunks("b", 7, task="push", source=Source.DEMO, success=False),
+        episode_chunks("c", 5, success=None),
+    )
+
+
+def export(store: Path, output: Path, options: LerobotOptions | None = None) -> Plan:
+    plan = open_plan(store, output, options or LerobotOptions())
+    export_lerobot(plan, output, lambda steps: None)
+    return plan
+
+
+def bring_in(root: Path, store: Path, options: ImportOptions | None = None) -> Imported:
+    data_set = LerobotDataSet.open(root)
+    return import_lerobot(data_set, root, store, options or ImportOptions(), lambda steps: None)
+
+
+def read_store(path: Path) -> dict[str, StoredEpisode]:
+    with StoreReader.open(path) as store:
+        reader = EpisodeReader(store)
+        return {each.episode: reader.read(each.episode) for each in reader.select(Selection(incomplete=True))}
+
+
+def pictures(episode: StoredEpisode, camera: str) -> list[Array]:
+    """What the camera shows at each step."""
+    shown: list[Array] = []
+    for each in episode.frames[IMAGES + camera]:
+        shown.append(shown[-1] if each is None else decode(each))
+    return shown
+
+
+def assert_same(a: StoredEpisode, b: StoredEpisode, *, frames_within: float = 0.0) -> None:
+    """Step by step; frames as they are shown, up to a mean difference of `frames_within` grey levels."""
+    assert a.header == b.header and a.chunk_steps == b.chunk_steps
+    _assert_columns(a.columns, b.columns)
+    _assert_columns(a.final, b.final)
+    assert a.frames.keys() == b.frames.keys()
+    for feature in a.frames:
+        camera = feature.removeprefix(IMAGES)
+        for mine, theirs in zip(pictures(a, camera), pictures(b, camera), strict=True):
+            assert np.abs(mine.astype(float) - theirs).mean() <= frames_within
+
+
+def _assert_columns(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
+    assert a.keys() == b.keys()
+    for name, column in a.items():
+        assert b[name].dtype == column.dtype, name
+        np.testing.assert_array_equal(b[name], column, err_msg=name)

@@ -1,0 +1,220 @@
+"""A LeRobot data set as others read it, and an export that is killed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from interchange_kit import episode_chunks, export, make_store, read_store, usual_store
+
+from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from user_sys.cli import main
+from user_sys.episode import Source
+from user_sys.errors import DataSetError
+from user_sys.interchange.episodes import Selection
+from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
+from user_sys.interchange.statistics import RunningStatistics, of_column
+
+EXPORT = """
+import sys
+from pathlib import Path
+from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
+plan = open_plan(Path(sys.argv[1]), Path(sys.argv[2]), LerobotOptions(codec="h264", file_mb=0.01))
+export_lerobot(plan, Path(sys.argv[2]), lambda steps: print(steps, flush=True))
+"""
+
+
+def files(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(codec="h264"))
+    assert set(files(tmp_path / "set")) == {
+        "export.json",
+        "meta/info.json",
+        "meta/stats.json",
+        "meta/tasks.parquet",
+        "meta/episodes/chunk-000/file-000.parquet",
+        "data/chunk-000/file-000.parquet",
+        "videos/observation.images.wrist/chunk-000/file-000.mp4",
+        "videos/observation.images.front/chunk-000/file-000.mp4",
+    }
+    info = json.loads((tmp_path / "set/meta/info.json").read_text())
+    assert info["codebase_version"] == "v3.0" and info["fps"] == 10 and info["splits"] == {"train": "0:3"}
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (3, 22, 2)
+    wrist = info["features"]["observation.images.wrist"]
+    assert wrist["dtype"] == "video" and wrist["shape"] == [32, 48, 3]
+    assert wrist["info"]["video.codec"] == "h264"
+    assert info["features"]["phase"] == {"dtype": "uint8", "shape": [1], "names": None}
+
+
+def test_steps_and_episodes_are_numbered_as_the_format_wants(tmp_path: Path) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(file_mb=0.001))
+    rows = [
+        row for n in range(3) for row in pq.read_table(tmp_path / f"set/data/chunk-000/file-00{n}.parquet").to_pylist()
+    ]
+    assert [row["index"] for row in rows] == list(range(22))
+    assert [row["episode_index"] for row in rows] == [0] * 10 + [1] * 7 + [2] * 5
+    assert [row["frame_index"] for row in rows[10:17]] == list(range(7))
+    assert rows[12]["timestamp"] == pytest.approx(0.2) and rows[12]["task_index"] == 1
+    assert [row["next.success"] for row in rows].count(True) == 1 and rows[9]["next.success"]
+    assert [number for number, row in enumerate(rows) if row["next.done"]] == [9, 16, 21]
+    assert {row["source"] for row in rows[10:17]} == {"demo"}
+    episode = pq.read_table(tmp_path / "set/meta/episodes/chunk-000/file-002.parquet").to_pylist()[0]
+    assert (episode["dataset_from_index"], episode["dataset_to_index"], episode["data/file_index"]) == (17, 22, 2)
+    assert episode["tasks"] == ["lift the cube"] and episode["user/success"] is None
+
+
+def test_statistics_are_those_of_all_steps(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set")
+    told = json.loads((tmp_path / "set/meta/stats.json").read_text())
+    state = np.concatenate([each.columns["observation.state"] for each in read_store(store).values()]).astype(float)
+    found = told["observation.state"]
+    np.testing.assert_allclose(found["mean"], state.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found["std"], state.std(0), rtol=1e-12)
+    np.testing.assert_array_equal(found["min"], state.min(0))
+    assert found["count"] == [22] and found["q01"][0] < found["q50"][0] < found["q99"][0]
+    assert np.shape(told["observation.images.wrist"]["mean"]) == (3, 1, 1)
+    assert 0 < told["observation.images.wrist"]["mean"][0][0][0] < 1
+    assert "log_prob" not in told  # it is not finite everywhere, and JSON has no word for that
+
+
+def test_running_statistics_do_not_depend_on_the_division() -> None:
+    values = np.random.default_rng(0).standard_normal((100, 2)) * 3 + 1000
+    running = RunningStatistics()
+    for part in np.split(values, [1, 7, 60]):
+        new = of_column(part)
+        assert new is not None
+        running.add(new)
+    np.testing.assert_allclose(running.result()["std"], values.std(0), rtol=1e-9)
+    np.testing.assert_allclose(running.result()["mean"], values.mean(0), rtol=1e-12)
+
+
+def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path) -> None:
+    def vector(name: str, *labels: str) -> ArraySpec:
+        low, high = (-1.0,) * len(labels), (1.0,) * len(labels)
+        return ArraySpec(name=name, labels=labels, units=("rad",) * len(labels), low=low, high=high)
+
+    state, action = vector("observation.state", "shoulder", "elbow", "grip"), vector("action", "x", "y")
+    camera = CameraSpec(name="wrist", height=32, width=48, rate_hz=30.0)
+    spec = RobotSpec(model="two-joint", rate_hz=25.0, observation=(state,), action=action, cameras=(camera,))
+    (tmp_path / "edge/panda-0").mkdir(parents=True)
+    (tmp_path / "edge/panda-0/spec.json").write_bytes(msgspec.json.encode(spec))
+    make_store(tmp_path / "store", episode_chunks("a", embodiment=spec.embodiment))
+    export(tmp_path / "store", tmp_path / "set")
+    info = json.loads((tmp_path / "set/meta/info.json").read_text())
+    assert info["robot_type"] == "two-joint" and info["fps"] == 25
+    assert info["features"]["observation.state"]["names"] == ["shoulder", "elbow", "grip"]
+    assert info["features"]["applied_action"]["names"] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("selection", "names"),
+    [
+        (Selection(sources=(Source.DEMO,)), ["b"]),
+        (Selection(tasks=("lift",)), ["a", "c"]),
+        (Selection(success=True), ["a"]),
+        (Selection(success=False), ["b"]),
+        (Selection(episodes=("c", "a")), ["a", "c"]),
+    ],
+)
+def test_filters(tmp_path: Path, selection: Selection, names: list[str]) -> None:
+    store = make_store(tmp_path / "store", episode_chunks("open", ends=False))
+    usual_store(store)
+    plan = open_plan(store, tmp_path / "set", LerobotOptions(selection=selection))
+    assert [each.episode for part in plan.data_sets[0].parts for each in part] == names
+
+
+def test_nothing_chosen_and_unknown_episodes_are_told(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    with pytest.raises(DataSetError, match="none of the store's 3 episodes is chosen; loosen the filters"):
+        open_plan(store, tmp_path / "set", LerobotOptions(selection=Selection(tasks=("weld",))))
+    with pytest.raises(DataSetError, match="no episode 'zz'.*inspect"):
+        open_plan(store, tmp_path / "set", LerobotOptions(selection=Selection(episodes=("zz",))))
+
+
+def test_an_output_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set")
+    with pytest.raises(DataSetError, match="with other options; choose another --output, or remove it"):
+        open_plan(store, tmp_path / "set", LerobotOptions(codec="h264"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").write_text("")
+    with pytest.raises(DataSetError, match="full is not empty"):
+        open_plan(store, tmp_path / "full", LerobotOptions())
+
+
+def test_an_export_that_broke_off_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 6) for n in range(5)))
+    options = LerobotOptions(codec="h264", file_mb=0.01)
+    whole = export(store, tmp_path / "whole", options)
+    assert len(whole.data_sets[0].parts) >= 3
+    plan = open_plan(store, tmp_path / "broken", options)
+    for survived in range(0, plan.steps, 6):
+        left = survived + 1
+
+        def break_off(steps: int) -> None:
+            nonlocal left
+            left -= steps
+            if left < 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            export_lerobot(open_plan(store, tmp_path / "broken", options), tmp_path / "broken", break_off)
+        assert not (tmp_path / "broken/meta/info.json").exists()
+    export_lerobot(open_plan(store, tmp_path / "broken", options), tmp_path / "broken", lambda steps: None)
+    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+
+
+def test_an_export_that_was_killed_goes_on(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 12) for n in range(30)))
+    command = [sys.executable, "-c", EXPORT, str(store), str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        for _ in range(9):
+            assert process.stdout.readline() == "12\n"
+        process.send_signal(signal.SIGKILL)
+    begun = len(list((tmp_path / "killed").rglob("*.parquet")))
+    assert begun and not (tmp_path / "killed/meta/info.json").exists()
+    options = LerobotOptions(codec="h264", file_mb=0.01)
+    export(store, tmp_path / "killed", options)
+    export(store, tmp_path / "whole", options)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_the_command_line_exports_and_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, output, again = (str(tmp_path / name) for name in ("store", "set", "again"))
+    make_store(Path(store), episode_chunks("a"), episode_chunks("u", embodiment="e2", size=6))
+    assert main(["store", "export", store, "--format", "lerobot", "--output", output]) == 0
+    told = capsys.readouterr().err
+    assert "1 episodes, 10 steps at 10 Hz" in told and "one for each embodiment" in told
+    assert main(["store", "import", output, "--output", again]) == 2
+    assert "it holds the data sets e1, e2: import each" in capsys.readouterr().err
+    assert main(["store", "import", f"{output}/e1", "--output", again]) == 0
+    assert "1 episodes added, 10 steps" in capsys.readouterr().err
+    assert list(read_store(Path(again))) == ["a"]
+
+
+def test_an_export_done_is_not_done_again(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}
+    time.sleep(0.01)  # the file system's clock is coarse
+    export(store, tmp_path / "set")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")} == before

@@ -1,0 +1,182 @@
+"""Foreign and broken data sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from interchange_kit import bring_in, episode_chunks, export, make_store, picture, read_store, usual_store
+
+from user_sys.episode import Phase, Source
+from user_sys.errors import DataSetError
+from user_sys.interchange.frames import encode_png
+from user_sys.interchange.lerobot_export import LerobotOptions
+from user_sys.interchange.lerobot_import import ImportOptions
+
+
+def foreign(root: Path) -> Path:
+    """A data set as another program may write it: two episodes of 40 and 3 steps, nothing but what every one has."""
+    lengths = (40, 3)
+    steps = sum(lengths)
+    frame_index = np.concatenate([np.arange(n) for n in lengths])
+    state = np.arange(steps * 2, dtype=np.float32).reshape(steps, 2)
+    image = {"bytes": encode_png(picture("front", 0)), "path": "x.png"}
+    table = pa.table(
+        {
+            "observation.state": pa.FixedSizeListArray.from_arrays(pa.array(state.reshape(-1)), 2),
+            "observation.matrix": [[[1.0, 2.0], [3.0, 4.0]]] * steps,
+            "action": pa.array(np.arange(steps, dtype=np.float32)),
+            "observation.images.top": [image] * steps,
+            "weather": ["sunny"] * steps,
+            "timestamp": pa.array((frame_index / 20).astype(np.float32)),
+            "frame_index": frame_index,
+            "episode_index": np.repeat([0, 1], lengths),
+            "index": np.arange(steps),
+            "task_index": np.repeat([1, 0], lengths),
+        }
+    )
+    features = {
+        "observation.state": {"dtype": "float32", "shape": [2], "names": ["a", "b"]},
+        "observation.matrix": {"dtype": "float64", "shape": [2, 2], "names": None},
+        "action": {"dtype": "float32", "shape": [1], "names": {"motors": ["m"]}},
+        "observation.images.top": {"dtype": "image", "shape": [24, 24, 3], "names": ["height", "width", "channels"]},
+        "weather": {"dtype": "string", "shape": [1], "names": None},
+        **{n: {"dtype": "int64", "shape": [1]} for n in ("frame_index", "episode_index", "index", "task_index")},
+        "timestamp": {"dtype": "float32", "shape": [1]},
+    }
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": "so 101",
+        "fps": 20,
+        "features": features,
+        "total_episodes": 2,
+        "total_frames": steps,
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": None,
+        "someone_elses_field": 1,
+    }
+    for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
+        (root / folder).mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(info))
+    pq.write_table(table, root / "data/chunk-000/file-000.parquet")
+    pq.write_table(pa.table({"task_index": [0, 1], "task": ["drop it", "Lift it!"]}), root / "meta/tasks.parquet")
+    zeros = [0, 0]
+    episodes = {"episode_index": [0, 1], "length": list(lengths), "data/chunk_index": zeros, "data/file_index": zeros}
+    pq.write_table(pa.table(episodes), root / "meta/episodes/chunk-000/file-000.parquet")
+    return root
+
+
+def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
+    done = bring_in(foreign(tmp_path / "set"), tmp_path / "store")
+    assert (done.episodes, done.steps, done.left_out) == (2, 43, ("weather",))
+    long, short = read_store(tmp_path / "store").values()
+    assert long.header.source is Source.DEMO and long.header.task == "Lift-it" and long.header.sentence == "Lift it!"
+    assert long.header.robot == "so-101" and long.chunk_steps == (32, 8)
+    assert long.header.end is not None and long.header.end.success is True
+    assert long.columns["reward"].tolist() == [0.0] * 39 + [1.0]
+    assert long.columns["terminated"].tolist() == [False] * 39 + [True]
+    assert set(long.columns["phase"]) == {Phase.TELEOP} and set(long.columns["policy_version"]) == {-1}
+    assert long.columns["t_capture_ns"][2] == pytest.approx(100_000_000, abs=10)
+    assert long.columns["action"].shape == (40, 1) and long.columns["observation.matrix"].shape == (40, 2, 2)
+    np.testing.assert_array_equal(long.columns["action.applied"], long.columns["action"])
+    np.testing.assert_array_equal(short.columns["observation.state"], np.arange(80, 86).reshape(3, 2))
+    np.testing.assert_array_equal(short.final["observation.state"], [84, 85])
+    shown = long.frames["observation.images.top"]
+    np.testing.assert_array_equal(shown[0], picture("front", 0))
+    assert shown[1] is None and shown[32] is not None  # a chunk stands by itself
+
+
+def test_what_a_foreign_data_set_does_not_say_can_be_told(tmp_path: Path) -> None:
+    told = ImportOptions(
+        robot="left", task="lift", embodiment="0123", success=False, source=Source.ONLINE, frames="jpeg"
+    )
+    bring_in(foreign(tmp_path / "set"), tmp_path / "store", told)
+    episode = next(iter(read_store(tmp_path / "store").values()))
+    header = episode.header
+    assert (header.robot, header.task, header.embodiment, header.source) == ("left", "lift", "0123", Source.ONLINE)
+    assert header.end is not None and header.end.success is False
+    assert episode.columns["truncated"][-1] and not episode.columns["terminated"].any()
+    assert not episode.columns["reward"].any() and set(episode.columns["phase"]) == {Phase.POLICY}
+    assert isinstance(episode.frames["observation.images.top"][0], bytes)
+
+
+def test_a_foreign_data_set_is_recognised_wherever_it_lies(tmp_path: Path) -> None:
+    foreign(tmp_path / "set")
+    bring_in(tmp_path / "set", tmp_path / "store")
+    (tmp_path / "set").rename(tmp_path / "moved")
+    assert bring_in(tmp_path / "moved", tmp_path / "store").known == 2
+
+
+def set_info(**changes: object) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        info = json.loads((root / "meta/info.json").read_text())
+        (root / "meta/info.json").write_text(json.dumps(info | changes))
+
+    return change
+
+
+def set_feature(name: str, **changes: object) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        info = json.loads((root / "meta/info.json").read_text())
+        info["features"].setdefault(name, {"dtype": "float32", "shape": [1]}).update(changes)
+        (root / "meta/info.json").write_text(json.dumps(info))
+
+    return change
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda root: (root / name).unlink()
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    return lambda root: (root / name).write_bytes((root / name).read_bytes()[:-40])
+
+
+def drop_rows(root: Path) -> None:
+    path = root / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 8), path)
+
+
+WRIST = "observation.images.wrist"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (remove("meta/info.json"), "is no LeRobot data set, or an unfinished one"),
+        (remove("meta/tasks.parquet"), "tasks.parquet cannot be read: it is missing"),
+        (remove("data/chunk-000/file-000.parquet"), "file-000.parquet cannot be read: it is missing"),
+        (remove("meta/episodes/chunk-000/file-000.parquet"), "has no file; the data set is not whole"),
+        (remove(f"videos/{WRIST}/chunk-000/file-000.mp4"), "is no video that can be read"),
+        (truncate("data/chunk-000/file-000.parquet"), "data/.*file-000.parquet cannot be read: .*again"),
+        (truncate("meta/episodes/chunk-000/file-000.parquet"), "episodes/.*file-000.parquet cannot be read"),
+        (lambda root: (root / "meta/info.json").write_text("{}"), "is not what LeRobot v3 writes"),
+        (set_info(codebase_version="v2.1"), "v2.1, and v3 is needed; LeRobot converts it"),
+        (set_info(fps=0), "says 0.* frames a second"),
+        (set_feature("observation.state", shape=[4]), "'observation.state' does not hold float32 .4,. a step"),
+        (set_feature("observation.force"), "has no column 'observation.force'"),
+        (set_feature(WRIST, shape=[64, 64, 3]), "has a frame of .32, 48.; meta/info.json says .64, 64."),
+        (drop_rows, "fewer than the 10 steps|ends before the steps"),
+    ],
+)
+def test_a_broken_data_set_is_told_in_one_line(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(codec="h264"))
+    damage(tmp_path / "set")
+    with pytest.raises(DataSetError, match=told) as caught:
+        bring_in(tmp_path / "set", tmp_path / "again")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_video_that_ends_early_is_told(tmp_path: Path) -> None:
+    for name, steps in (("short", 4), ("long", 9)):
+        store = make_store(tmp_path / f"{name}.store", episode_chunks("a", steps, cameras=("wrist",)))
+        export(store, tmp_path / name, LerobotOptions(codec="h264"))
+    video = f"videos/{WRIST}/chunk-000/file-000.mp4"
+    (tmp_path / "long" / video).write_bytes((tmp_path / "short" / video).read_bytes())
+    with pytest.raises(DataSetError, match="ends before 0.4"):
+        bring_in(tmp_path / "long", tmp_path / "again")

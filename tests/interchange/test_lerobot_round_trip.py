@@ -1,0 +1,116 @@
+"""What is exported as a LeRobot data set and imported again is what it was, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import interchange_kit
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from interchange_kit import assert_same, bring_in, episode_chunks, export, make_store, read_store, usual_store
+
+from user_sys.episode import Source
+from user_sys.interchange.episodes import Selection
+from user_sys.interchange.lerobot_export import LerobotOptions
+from user_sys.interchange.lerobot_import import ImportOptions
+
+
+def test_images_come_back_to_the_byte(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set")
+    done = bring_in(tmp_path / "set", tmp_path / "again")
+    assert (done.episodes, done.steps, done.left_out) == (3, 22, ())
+    before, after = read_store(store), read_store(tmp_path / "again")
+    assert list(before) == list(after) == ["a", "b", "c"]
+    for name, episode in before.items():
+        assert_same(episode, after[name])
+
+
+def test_raw_cameras_come_back_to_the_pixel(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", episode_chunks("a", raw=True))
+    export(store, tmp_path / "set")
+    bring_in(tmp_path / "set", tmp_path / "again")
+    again = read_store(tmp_path / "again")["a"]
+    assert_same(read_store(store)["a"], again)
+    assert isinstance(again.frames["observation.images.wrist"][0], np.ndarray)
+
+
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set", LerobotOptions(codec=codec))
+    bring_in(tmp_path / "set", tmp_path / "again")
+    after = read_store(tmp_path / "again")
+    for name, episode in read_store(store).items():
+        assert_same(episode, after[name], frames_within=6.0)
+
+
+def test_video_of_an_odd_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(interchange_kit.CAMERAS, "front", (25, 33))
+    store = make_store(tmp_path / "store", episode_chunks("a", cameras=("front",)))
+    export(store, tmp_path / "set", LerobotOptions(codec="h264"))
+    bring_in(tmp_path / "set", tmp_path / "again")
+    assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"], frames_within=6.0)
+
+
+def test_importing_again_adds_nothing_and_goes_on_after_a_break(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    export(store, tmp_path / "set")
+    half_done = make_store(tmp_path / "again", episode_chunks("a", 10)[:2])
+    assert bring_in(tmp_path / "set", half_done).episodes == 3
+    done = bring_in(tmp_path / "set", half_done)
+    assert (done.episodes, done.known) == (0, 3)
+    after = read_store(half_done)
+    for name, episode in read_store(store).items():
+        assert_same(episode, after[name])
+
+
+def test_the_source_can_be_chosen(tmp_path: Path) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set")
+    bring_in(tmp_path / "set", tmp_path / "again", ImportOptions(source=Source.EVALUATION))
+    assert {each.header.source for each in read_store(tmp_path / "again").values()} == {Source.EVALUATION}
+
+
+def test_an_episode_that_never_ended_comes_back_without_an_end(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("cut", ends=False))
+    export(store, tmp_path / "set", LerobotOptions(selection=Selection(incomplete=True)))
+    bring_in(tmp_path / "set", tmp_path / "again")
+    assert_same(read_store(store)["cut"], read_store(tmp_path / "again")["cut"])
+
+
+def test_each_embodiment_becomes_a_data_set(tmp_path: Path) -> None:
+    store = make_store(
+        tmp_path / "store",
+        episode_chunks("a", cameras=("wrist",)),
+        episode_chunks("u", robot="ur-0", embodiment="e2", size=6, cameras=()),
+        episode_chunks("b", cameras=("wrist",)),
+        episode_chunks("blind", cameras=()),
+    )
+    plan = export(store, tmp_path / "sets")
+    assert [(each.folder, each.episodes) for each in plan.data_sets] == [("e1", 2), ("e2", 1), ("e1-2", 1)]
+    for each in plan.data_sets:
+        bring_in(tmp_path / "sets" / each.folder, tmp_path / "again")
+    after = read_store(tmp_path / "again")
+    for name, episode in read_store(store).items():
+        assert_same(episode, after[name])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    file_mb=st.sampled_from([0.001, 0.004, 1.0]),
+    codec=st.sampled_from([None, "h264"]),
+)
+def test_any_division_into_files(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], file_mb: float, codec: str | None
+) -> None:
+    folder = tmp_path_factory.mktemp("division")
+    chunks = [episode_chunks(f"e{n}", steps, cameras=("front",)) for n, steps in enumerate(lengths)]
+    store = make_store(folder / "store", *chunks)
+    export(store, folder / "set", LerobotOptions(file_mb=file_mb, codec=codec))
+    bring_in(folder / "set", folder / "again")
+    after = read_store(folder / "again")
+    for name, episode in read_store(store).items():
+        assert_same(episode, after[name], frames_within=6.0 if codec else 0.0)

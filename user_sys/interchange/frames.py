@@ -1,0 +1,92 @@
+"""Camera frames between the store's columns and picture files."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.episode import LENGTH, Chunk
+from user_sys.errors import DataSetError
+
+Frame = bytes | Array  # a JPEG file, or uint8 (h, w, 3) RGB
+JPEG_QUALITY = 95
+
+
+def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
+    """Each step's frame of one camera; None where the frame before still stands."""
+    joined, lengths = chunk.columns[feature], chunk.columns[feature + LENGTH]
+    if joined.ndim == 4:
+        pictures = iter(joined)
+        return [next(pictures) if length else None for length in lengths]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return [joined[end - length : end].tobytes() if length else None for end, length in zip(ends, lengths, strict=True)]
+
+
+def frame_size(frame: Frame) -> tuple[int, int]:
+    """Height and width in pixels, without decoding the picture. Raises DataSetError where a JPEG file is damaged."""
+    import simplejpeg
+
+    if not isinstance(frame, bytes):
+        return frame.shape[0], frame.shape[1]
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(frame)
+    except ValueError as error:
+        raise DataSetError(f"a frame is no JPEG file: {error}") from None
+    return height, width
+
+
+def decode(frame: Frame) -> Array:
+    """uint8 (h, w, 3), RGB. Raises DataSetError where a JPEG file is damaged."""
+    import simplejpeg
+
+    if not isinstance(frame, bytes):
+        return frame
+    try:
+        picture: Array = simplejpeg.decode_jpeg(frame, colorspace="RGB")
+    except ValueError as error:
+        raise DataSetError(f"a frame is no JPEG file: {error}") from None
+    return picture
+
+
+def encode_jpeg(picture: Array) -> bytes:
+    """`picture`, uint8 (h, w, 3) RGB, as a JPEG file of `JPEG_QUALITY`."""
+    import simplejpeg
+
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(picture), quality=JPEG_QUALITY, colorspace="RGB"))
+
+
+def encode_png(picture: Array) -> bytes:
+    """`picture`, uint8 (h, w, 3) RGB, as a PNG file: nothing is lost."""
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.fromarray(picture).save(target, "PNG", compress_level=1)
+    return target.getvalue()
+
+
+def decode_file(content: bytes) -> Frame:
+    """The frame in a picture file: a colour JPEG stays as it is, anything else becomes uint8 (h, w, 3).
+
+    Raises:
+        DataSetError: no picture that Pillow knows.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            if picture.format == "JPEG" and picture.mode == "RGB":
+                return content
+            return np.asarray(picture.convert("RGB"))
+    except OSError as error:
+        raise DataSetError(f"a frame is no picture: {error}") from None
+
+
+def same_frame(a: Frame, b: Frame) -> bool:
+    """Whether both are the same file, or the same picture pixel by pixel."""
+    if a is b:
+        return True
+    if isinstance(a, bytes) or isinstance(b, bytes):
+        return isinstance(a, bytes) and isinstance(b, bytes) and a == b
+    return np.array_equal(a, b)

@@ -1,0 +1,139 @@
+"""LeRobot's data set format v3.0: where its files lie, what its features are called, and its records.
+
+A data set is a folder::
+
+    meta/info.json                                    features, frame rate, totals; written last
+    meta/stats.json                                   statistics of each feature over all episodes
+    meta/tasks.parquet                                the tasks' sentences and their numbers
+    meta/episodes/chunk-000/file-000.parquet          a row an episode: where its data lies, and its statistics
+    data/chunk-000/file-000.parquet                   a row a step
+    videos/<feature>/chunk-000/file-000.mp4           frames, where they are kept as video
+
+What a store knows and the format has no place for stands in further features (`RENAMED`, `TEXTS`, ``next.success``),
+and in further columns of the episodes' table, which begin with `OURS`. LeRobot's own reader passes over the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hal.spec import RobotSpec
+from user_sys.episode import APPLIED
+from user_sys.errors import DataSetError
+from user_sys.interchange.episodes import Layout
+
+VERSION = "v3.0"
+FILES_PER_CHUNK = 1000
+DATA_FILE_MB, VIDEO_FILE_MB = 100, 200
+
+INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+TASK_INDEX_NAME = "__index_level_0__"  # what pandas calls a nameless index in Parquet
+
+# Our columns under LeRobot's names, where it has one. An applied action must not begin with "action": its policies
+# would take it for one more thing to predict.
+RENAMED: Mapping[str, str] = {
+    "reward": "next.reward",
+    "terminated": "next.terminated",
+    "truncated": "next.truncated",
+    APPLIED: "applied_action",
+}
+ORIGINAL: Mapping[str, str] = {theirs: ours for ours, theirs in RENAMED.items()}
+DONE, SUCCESS = "next.done", "next.success"
+TEXTS = ("source", "robot", "embodiment")
+COUNTERS: Mapping[str, str] = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+OURS = "user/"
+FINAL_PREFIX = OURS + "final/"
+
+
+class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of ``features``; `info` describes a video."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    names: object = None
+    info: dict[str, object] | None = None
+
+    @property
+    def visual(self) -> bool:
+        return self.dtype in ("image", "video")
+
+
+class Info(msgspec.Struct, frozen=True):
+    """``meta/info.json``."""
+
+    codebase_version: str
+    fps: float
+    features: dict[str, Feature]
+    total_episodes: int
+    total_frames: int
+    total_tasks: int = 0
+    robot_type: str | None = None
+    chunks_size: int = FILES_PER_CHUNK
+    data_files_size_in_mb: int = DATA_FILE_MB
+    video_files_size_in_mb: int = VIDEO_FILE_MB
+    splits: dict[str, str] = {}
+    data_path: str = DATA_PATH
+    video_path: str | None = VIDEO_PATH
+
+
+def place(template: str, number: int, video_key: str = "") -> Path:
+    """The path, within the data set, of the file with running number `number`."""
+    chunk, file = divmod(number, FILES_PER_CHUNK)
+    return Path(template.format(chunk_index=chunk, file_index=file, video_key=video_key))
+
+
+def features_of(layout: Layout, video: Mapping[str, object] | None, spec: RobotSpec | None) -> dict[str, Feature]:
+    """The features of a data set whose steps look like `layout`.
+
+    Args:
+        video: how frames are kept as video (``codec``, ``pix_fmt``, ``fps``); None where they are kept as images.
+        spec: names the elements, where it is known.
+
+    Raises:
+        DataSetError: a column holds a matrix a step.
+    """
+    labels = _labels(spec)
+    features = {}
+    for name, dtype, shape in layout.columns:
+        if len(shape) > 1:
+            raise DataSetError(f"column {name!r} holds {shape} a step; a data set takes numbers and vectors")
+        features[RENAMED.get(name, name)] = Feature(dtype, shape or (1,), labels.get(name))
+    features |= {name: Feature("bool", (1,)) for name in (DONE, SUCCESS)}
+    features |= {name: Feature("string", (1,)) for name in TEXTS}
+    for name, height, width in layout.cameras:
+        dtype = "image" if video is None else "video"
+        told = None if video is None else _video_info(video, height, width)
+        features[name] = Feature(dtype, (height, width, 3), ("height", "width", "channels"), told)
+    return features | {name: Feature(dtype, (1,)) for name, dtype in COUNTERS.items()}
+
+
+def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
+    if spec is None:
+        return {}
+    labels = {array.name: array.labels for array in spec.observation}
+    return {**labels, spec.action.name: spec.action.labels, APPLIED: spec.action.labels}
+
+
+def _video_info(video: Mapping[str, object], height: int, width: int) -> dict[str, object]:
+    return {
+        "video.height": height,
+        "video.width": width,
+        "video.codec": video["codec"],
+        "video.pix_fmt": video["pix_fmt"],
+        "video.is_depth_map": False,
+        "video.fps": video["fps"],
+        "video.channels": 3,
+        "has_audio": False,
+    }

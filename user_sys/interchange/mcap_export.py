@@ -1,0 +1,217 @@
+"""Episodes as MCAP recordings, which Foxglove and other viewers of robot logs open.
+
+A file an episode, ``<robot>/<episode>.mcap``, with these topics, on Unix time:
+
+=================================== =====================================================================
+``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): a camera's new frames
+``/<robot>/<feature>``              JSON: an observation or action, its elements by name where they are known
+``/<robot>/step``                   JSON: the numbers of a step: reward, phase, policy version, delays, ...
+``/<robot>/events``                 `foxglove.Log` (protobuf): start, changes of control, end
+=================================== =====================================================================
+
+A file is written aside and put in its place whole; an export that was killed redoes what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from foxglove_schemas_protobuf.CompressedImage_pb2 import CompressedImage
+from foxglove_schemas_protobuf.Log_pb2 import Log
+from mcap.well_known import MessageEncoding, SchemaEncoding
+from mcap.writer import CompressionType, Writer
+from mcap_protobuf.schema import register_schema
+
+from hal.durable import sync_folder
+from hal.spec import RobotSpec
+from user_sys.codec import Array
+from user_sys.episode import APPLIED, IMAGES, Phase
+from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.interchange.frames import Frame, encode_png
+from user_sys.interchange.progress import Advance
+from user_sys.store.summary import EpisodeSummary
+
+_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ASIDE = ".unfinished"
+
+
+def export_mcap(
+    reader: EpisodeReader,
+    episodes: Sequence[EpisodeSummary],
+    output: Path,
+    specs: Mapping[str, RobotSpec],
+    advance: Advance,
+) -> int:
+    """Writes each of `episodes` that `output` does not have yet; returns how many those were.
+
+    Raises:
+        StoreError: the store cannot be read. OSError: the output cannot be written.
+    """
+    written = 0
+    for summary in episodes:
+        path = output / summary.robot / f"{summary.episode}.mcap"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_episode(reader.read(summary.episode), specs.get(summary.embodiment), path)
+            written += 1
+        advance(summary.steps)
+    return written
+
+
+def write_episode(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
+    """Writes `episode` to `path`, which then holds all of it, durably."""
+    aside = path.with_name(path.name + _ASIDE)
+    with aside.open("wb") as file:
+        writer = Writer(file, compression=CompressionType.ZSTD)
+        writer.start(profile="", library="user-sys")
+        writer.add_metadata("episode", _about(episode))
+        _EpisodeWriter(writer, episode, spec).write()
+        writer.finish()  # type: ignore[no-untyped-call]  # the library leaves it untyped
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def _about(episode: StoredEpisode) -> dict[str, str]:
+    header = episode.header
+    success = None if header.end is None else header.end.success
+    return {
+        "episode": header.episode,
+        "robot": header.robot,
+        "embodiment": header.embodiment,
+        "task": header.task,
+        "sentence": header.sentence,
+        "source": str(header.source),
+        "seed": str(header.seed),
+        "steps": str(episode.steps),
+        "complete": str(header.end is not None).lower(),
+        "success": {None: "unknown", True: "yes", False: "no"}[success],
+    }
+
+
+class _EpisodeWriter:
+    """Registers the channels of one episode and writes its messages in the order of time."""
+
+    def __init__(self, writer: Writer, episode: StoredEpisode, spec: RobotSpec | None) -> None:
+        self._writer, self._episode = writer, episode
+        self._labels = _labels(spec)
+        self._times_ns = _unix_times_ns(episode)
+        self._vectors = {
+            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED)
+        }
+        self._scalars = {n: c for n, c in episode.columns.items() if n not in self._vectors and c.ndim == 1}
+        self._channels: dict[str, int] = {}
+
+    def write(self) -> None:
+        images, log = register_schema(self._writer, CompressedImage), register_schema(self._writer, Log)
+        for camera in self._episode.frames:
+            self._channel(camera, images, MessageEncoding.Protobuf)
+        self._channel("events", log, MessageEncoding.Protobuf)
+        for name, column in self._vectors.items():
+            names = _element_names(column, self._labels.get(name))
+            self._json_channel(name, {each: {"type": "number"} for each in names})
+        self._json_channel("step", {name: _json_type(column) for name, column in self._step_fields().items()})
+        self._messages()
+
+    def _step_fields(self) -> dict[str, Array]:
+        """The numbers of a step; times become delays behind the capture, in milliseconds."""
+        fields = {n: c for n, c in self._scalars.items() if not n.startswith("t_")}
+        captured = self._scalars.get("t_capture_ns")
+        for name, column in self._scalars.items():
+            if name.startswith("t_") and name != "t_capture_ns" and captured is not None:
+                fields[name.removeprefix("t_").removesuffix("_ns") + "_delay_ms"] = (column - captured) / 1e6
+        return {"step": np.arange(self._episode.steps), **fields}
+
+    def _messages(self) -> None:
+        fields = self._step_fields()
+        labels = {name: _element_names(column, self._labels.get(name)) for name, column in self._vectors.items()}
+        for step, at_ns in enumerate(self._times_ns):
+            for text in self._events(step):
+                self._event(at_ns, text)
+            for camera, frames in self._episode.frames.items():
+                frame = frames[step]
+                if frame is not None:
+                    self._add(camera, at_ns, _image(frame, camera, at_ns).SerializeToString())
+            for name, column in self._vectors.items():
+                values = column[step].reshape(-1).tolist()
+                self._add_json(name, at_ns, dict(zip(labels[name], values, strict=True)))
+            self._add_json("step", at_ns, {name: column[step].item() for name, column in fields.items()})
+        end = self._episode.header.end
+        if end is not None:
+            success = {None: "unknown", True: "success", False: "failure"}[end.success]
+            self._event(self._times_ns[-1], f"episode ended after {end.steps} steps: {success} ({end.reward_source})")
+
+    def _events(self, step: int) -> list[str]:
+        header, phase = self._episode.header, self._episode.columns.get("phase")
+        if step == 0:
+            control = f", {Phase(int(phase[0])).name.lower()}" if phase is not None else ""
+            return [f"episode {header.episode} started: {header.sentence or header.task} ({header.source}{control})"]
+        if phase is not None and phase[step] != phase[step - 1]:
+            return [f"control: {Phase(int(phase[step - 1])).name.lower()} to {Phase(int(phase[step])).name.lower()}"]
+        return []
+
+    def _event(self, at_ns: int, text: str) -> None:
+        message = Log(level=Log.Level.INFO, message=text, name=self._episode.header.robot)
+        message.timestamp.FromNanoseconds(at_ns)
+        self._add("events", at_ns, message.SerializeToString())
+
+    def _json_channel(self, name: str, properties: Mapping[str, Any]) -> None:
+        title = f"{self._episode.header.robot}.{name}"
+        schema = {
+            "$schema": _SCHEMA_DIALECT,
+            "title": title,
+            "type": "object",
+            "properties": dict(properties),
+        }
+        number = self._writer.register_schema(title, SchemaEncoding.JSONSchema, json.dumps(schema).encode())
+        self._channel(name, number, MessageEncoding.JSON)
+
+    def _channel(self, name: str, schema: int, encoding: str) -> None:
+        topic = f"/{self._episode.header.robot}/{name}"
+        self._channels[name] = self._writer.register_channel(topic, encoding, schema)
+
+    def _add_json(self, name: str, at_ns: int, fields: Mapping[str, float]) -> None:
+        told = {key: value for key, value in fields.items() if math.isfinite(value)}  # JSON has no NaN
+        self._add(name, at_ns, json.dumps(told).encode())
+
+    def _add(self, name: str, at_ns: int, content: bytes) -> None:
+        self._writer.add_message(self._channels[name], log_time=at_ns, publish_time=at_ns, data=content)
+
+
+def _unix_times_ns(episode: StoredEpisode) -> list[int]:
+    """When each step was captured; where nothing says so, the episode's start."""
+    captured, header = episode.columns.get("t_capture_ns"), episode.header
+    if captured is None:
+        return [header.started_unix_ns] * episode.steps
+    times: list[int] = (captured + header.unix_offset_ns).tolist()
+    return times
+
+
+def _image(frame: Frame, camera: str, at_ns: int) -> CompressedImage:
+    content, kind = (frame, "jpeg") if isinstance(frame, bytes) else (encode_png(frame), "png")
+    message = CompressedImage(frame_id=camera.removeprefix(IMAGES), data=content, format=kind)
+    message.timestamp.FromNanoseconds(at_ns)
+    return message
+
+
+def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
+    if spec is None:
+        return {}
+    observed: dict[str, Sequence[str]] = {each.name: each.labels for each in spec.observation}
+    return observed | {spec.action.name: spec.action.labels, APPLIED: spec.action.labels}
+
+
+def _element_names(column: Array, labels: Sequence[str] | None) -> Sequence[str]:
+    width = column.size // len(column)
+    return labels if labels and len(labels) == width else [f"value_{number}" for number in range(width)]
+
+
+def _json_type(column: Array) -> dict[str, str]:
+    return {"type": "boolean" if column.dtype == np.bool_ else "number" if column.dtype.kind == "f" else "integer"}

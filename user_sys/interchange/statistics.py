@@ -1,0 +1,88 @@
+"""Statistics of features, an episode at a time, as LeRobot's data sets carry them.
+
+Of each feature: ``min``, ``max``, ``mean``, ``std``, ``count`` and quantiles ``q01`` to ``q99``, element by element;
+of frames, by colour, scaled to 0..1 and of shape (3, 1, 1). Over several episodes the quantiles are the episodes' means
+weighted by their counts, which is how LeRobot merges them; everything else is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.interchange.frames import Frame, decode
+
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
+MAX_FRAMES = 24  # looked at in an episode
+MAX_PIXELS = 96  # looked at along a side of a frame
+
+Statistics = Mapping[str, Array]
+
+
+def of_column(column: Array) -> Statistics | None:
+    """Of a column (T, d) or (T,); None where it holds something that is not finite, as a log-probability may."""
+    values = column.reshape(len(column), -1).astype(np.float64)
+    if not np.isfinite(values).all():
+        return None
+    quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
+    return {
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "mean": values.mean(axis=0),
+        "std": values.std(axis=0),
+        "count": np.array([len(values)]),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+    }
+
+
+def of_frames(frames: Sequence[Frame]) -> Statistics:
+    """Of some of `frames`, evenly spread over the episode and thinned out; at least one is needed."""
+    chosen = np.unique(np.linspace(0, len(frames) - 1, MAX_FRAMES).round().astype(int))
+    thinned = []
+    for number in chosen:
+        picture = decode(frames[number])
+        stride = -(-max(picture.shape[:2]) // MAX_PIXELS)
+        thinned.append(picture[::stride, ::stride].reshape(-1, 3))
+    statistics = of_column(np.concatenate(thinned))
+    assert statistics is not None  # bytes are finite
+    shaped = {name: (value / 255.0).reshape(3, 1, 1) for name, value in statistics.items() if name != "count"}
+    return {**shaped, "count": np.array([len(chosen)])}
+
+
+class RunningStatistics:
+    """One feature's statistics over many episodes; the result depends on their order in the last bits only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._low: Array = np.array(np.inf)
+        self._high: Array = np.array(-np.inf)
+        self._mean: Array = np.array(0.0)
+        self._squares: Array = np.array(0.0)  # sum of squared distances from the mean
+        self._quantiles: dict[str, Array] = {}
+
+    def add(self, new: Statistics) -> None:
+        """Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983."""
+        count = int(new["count"][0])
+        total = self._count + count
+        share = count / total
+        away = new["mean"] - self._mean
+        self._squares = self._squares + new["std"] ** 2 * count + away**2 * (self._count * share)
+        self._mean = self._mean + away * share
+        self._low, self._high = np.minimum(self._low, new["min"]), np.maximum(self._high, new["max"])
+        for name in QUANTILES:
+            before = self._quantiles.get(name, new[name])
+            self._quantiles[name] = before + (new[name] - before) * share
+        self._count = total
+
+    def result(self) -> dict[str, Array]:
+        return {
+            "min": self._low,
+            "max": self._high,
+            "mean": self._mean,
+            "std": np.sqrt(self._squares / self._count),
+            "count": np.array([self._count]),
+            **self._quantiles,
+        }

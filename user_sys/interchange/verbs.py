@@ -1,0 +1,82 @@
+"""``user-sys store export`` and ``user-sys store import``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from user_sys.episode import Source
+from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
+from user_sys.interchange.progress import step_bar
+from user_sys.store.store import StoreReader
+
+_KNOWN = {"yes": True, "no": False, "unknown": None}
+
+
+def export_main(args: argparse.Namespace) -> int:
+    """Runs ``export``. Raises DataSetError, StoreError and OSError, each with one line that says what to do."""
+    selection = Selection(
+        episodes=tuple(args.episode),
+        sources=tuple(Source(each) for each in args.source),
+        tasks=tuple(args.task),
+        success=None if args.success is None else _KNOWN[args.success],
+        incomplete=args.incomplete,
+    )
+    export = _export_lerobot if args.format == "lerobot" else _export_mcap
+    Console(stderr=True).print(export(args, selection), soft_wrap=True)
+    return 0
+
+
+def _export_lerobot(args: argparse.Namespace, selection: Selection) -> str:
+    from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
+
+    codec = args.codec if args.cameras == "video" else None
+    plan = open_plan(args.path, args.output, LerobotOptions(selection=selection, codec=codec, fps=args.fps))
+    with step_bar("exporting", plan.steps) as advance:
+        export_lerobot(plan, args.output, advance)
+    lines = [
+        f"{args.output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "
+        f"{each.robot_type or 'robot'} ({each.embodiment})"
+        for each in plan.data_sets
+    ]
+    if len(lines) > 1:
+        lines.append("unlike robots do not go into one LeRobot data set: there is one for each embodiment")
+    return "\n".join(lines)
+
+
+def _export_mcap(args: argparse.Namespace, selection: Selection) -> str:
+    from user_sys.interchange.mcap_export import export_mcap
+
+    with StoreReader.open(args.path) as store:
+        reader = EpisodeReader(store)
+        episodes = reader.select(selection)
+        with step_bar("exporting", sum(episode.steps for episode in episodes)) as advance:
+            written = export_mcap(reader, episodes, args.output, specs_beside(args.path), advance)
+    there = len(episodes) - written
+    return f"{args.output}: {written} recordings written" + (f", {there} were there already" if there else "")
+
+
+def import_main(args: argparse.Namespace) -> int:
+    """Runs ``import``. Raises as `export_main`."""
+    from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
+    from user_sys.interchange.lerobot_read import LerobotDataSet
+
+    options = ImportOptions(
+        source=None if args.source is None else Source(args.source),
+        robot=args.robot,
+        task=args.task,
+        embodiment=args.embodiment,
+        success=_KNOWN[args.success],
+        frames=args.frames,
+    )
+    data_set = LerobotDataSet.open(args.path)
+    with step_bar("importing", data_set.info.total_frames) as advance:
+        done = import_lerobot(data_set, args.path, Path(args.output), options, advance)
+    known = f", {done.known} were there already" if done.known else ""
+    left_out = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
+    Console(stderr=True).print(
+        f"{args.output}: {done.episodes} episodes added, {done.steps} steps{known}{left_out}", soft_wrap=True
+    )
+    return 0
