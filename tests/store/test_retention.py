@@ -1,0 +1,129 @@
+"""Retention: what is given up first, what never, and what is said when that is not enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.errors import ConfigError
+from user_sys.store.block import CHUNK, BlockBuilder
+from user_sys.store.frame import RecordRef
+from user_sys.store.index import Index
+from user_sys.store.labels import DeleteLabel, encode_label
+from user_sys.store.retention import Choice, Retention, choose
+
+STEPS, RECORD_BYTES = 5, 1000 + 32
+
+
+class Shelf:
+    """An index whose episodes each take `RECORD_BYTES` in the log; each starts a second after the one before."""
+
+    def __init__(self) -> None:
+        self._builder, self._records = BlockBuilder(), 0
+
+    def put(
+        self,
+        episode: str,
+        source: Source = Source.ONLINE,
+        *,
+        success: bool | None = True,
+        by_hand: bool = False,
+        ended: bool = True,
+        robot: str = "panda-0",
+    ) -> Shelf:
+        header = ChunkHeader(
+            episode=episode,
+            index=0,
+            first_step=0,
+            steps=STEPS,
+            robot=robot,
+            embodiment="e1",
+            task="lift",
+            sentence="lift",
+            source=source,
+            seed=0,
+            started_unix_ns=self._records,
+            end=EpisodeEnd(steps=STEPS, success=success) if ended else None,
+        )
+        columns = {"phase": np.full(STEPS, Phase.CORRECTION if by_hand else Phase.POLICY, np.uint8)}
+        return self._add(CHUNK, Chunk(header, columns, {}).encode())
+
+    def delete(self, episode: str) -> Shelf:
+        return self._add(2, encode_label(DeleteLabel(episode=episode, labeller="ada", at_unix_ns=0)))
+
+    def _add(self, kind: int, payload: bytes) -> Shelf:
+        self._builder.add(RecordRef(0, 0, 1000, kind, self._records), payload)
+        self._records += 1
+        return self
+
+    def choose(self, records: float, **settings: object) -> Choice:
+        """What goes when only so many episodes fit."""
+        index = Index()
+        index.take([self._builder.build()])
+        return choose(index, Retention(max_bytes=int(records * RECORD_BYTES), slack=0.0, **settings))  # type: ignore[arg-type]
+
+
+def test_nothing_goes_while_there_is_room() -> None:
+    shelf = Shelf().put("a").put("b")
+    assert shelf.choose(2) == Choice((), 0, 0)
+    assert shelf.choose(0) == Choice((), 0, 0)  # no limit
+
+
+def test_the_least_useful_go_first() -> None:
+    shelf = (
+        Shelf()
+        .put("demo", Source.DEMO)
+        .put("helped", by_hand=True)
+        .put("broken", ended=False)
+        .put("failed-1", success=False)
+        .put("done-1")
+        .put("test", Source.EVALUATION)
+        .put("failed-2", success=None)
+        .put("done-2")
+        .put("running", ended=False)
+    )
+    order = ("test", "broken", "failed-1", "done-1", "failed-2", "done-2")
+    for gone in range(7):
+        assert shelf.choose(9 - gone).episodes == order[:gone]
+
+
+def test_what_must_be_kept_is_kept_and_the_rest_is_said_to_be_missing() -> None:
+    shelf = Shelf().put("demo", Source.DEMO).put("helped", by_hand=True).put("done")
+    assert shelf.choose(1) == Choice(("done",), RECORD_BYTES, RECORD_BYTES)
+    assert shelf.choose(1, keep_interventions=False).episodes == ("helped", "done")
+    assert shelf.choose(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
+
+
+def test_episodes_that_may_still_run_are_left_alone() -> None:
+    shelf = Shelf().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
+    assert shelf.choose(1) == Choice((), 0, RECORD_BYTES)
+    assert shelf.put("next", robot="left").choose(2).episodes == ("left",)
+
+
+def test_what_is_deleted_counts_no_more() -> None:
+    assert Shelf().put("a").put("b").delete("a").choose(1) == Choice((), 0, 0)
+
+
+@given(outcomes=st.lists(st.booleans(), min_size=4, max_size=60), share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_success_and_failure_stay_in_balance(outcomes: list[bool], share: float) -> None:
+    shelf = Shelf()
+    for n, good in enumerate(outcomes):
+        shelf.put(f"{n:03d}-{good}", success=good)
+    chosen = shelf.choose(len(outcomes) / 2, failure_share=share).episodes
+    for kind in ("True", "False"):
+        mine = [name for name in chosen if name.endswith(kind)]
+        assert mine == sorted(mine) and len(set(mine)) == len(mine)
+    left = len(outcomes) - len(chosen)
+    bad = outcomes.count(False) - sum(name.endswith("False") for name in chosen)
+    assert left == len(outcomes) // 2
+    if any(name.endswith("True") for name in chosen):  # successes went: then failures were not in excess
+        assert bad <= share * left + 2
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"max_bytes": -1}, {"slack": 1.0}, {"failure_share": 2.0}):
+        with pytest.raises(ConfigError, match="retention"):
+            Retention(**wrong)
