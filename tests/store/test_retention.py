@@ -63,7 +63,8 @@ class Shelf:
         """What goes when only so many episodes fit."""
         index = Index()
         index.take([self._builder.build()])
-        return choose(index, Retention(max_bytes=int(records * RECORD_BYTES), slack=0.0, **settings))  # type: ignore[arg-type]
+        retention = Retention(max_bytes=int(records * RECORD_BYTES), slack=0.0, **settings)  # type: ignore[arg-type]
+        return choose(index, retention, disk_bytes=len(index.chunks) * RECORD_BYTES)
 
 
 def test_nothing_goes_while_there_is_room() -> None:

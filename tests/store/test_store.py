@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_kit import chunk, stored
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.inspect import inspect, inspect_main, summarise
 from user_sys.store.labels import SuccessLabel
@@ -21,40 +21,8 @@ from user_sys.store.log import LogWriter, segment_path
 from user_sys.store.store import StoreReader, StoreWriter
 
 
-def chunk(episode: str, index: int = 0, steps: int = 4, *, end: bool = False, success: bool | None = True) -> Chunk:
-    phase = np.array([Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY, *[Phase.POLICY] * 99], np.uint8)[:steps]
-    columns = {
-        "observation.state": np.full((steps, 3), index, np.float32),
-        "reward": np.full(steps, 0.5, np.float32),
-        "phase": phase,
-        "policy_version": np.where(phase == Phase.POLICY, index + 3, -1).astype(np.int64),
-    }
-    header = ChunkHeader(
-        episode=episode,
-        index=index,
-        first_step=index * 4,
-        steps=steps,
-        robot="panda-0",
-        embodiment="e1",
-        task="lift",
-        sentence="lift the cube",
-        source=Source.ONLINE,
-        seed=0,
-        started_unix_ns=1,
-        end=EpisodeEnd(steps=index * 4 + steps, success=success) if end else None,
-    )
-    return Chunk(header, columns, {"observation.state": np.zeros(3, np.float32)} if end else {})
-
-
 def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
     return SuccessLabel(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
-
-
-def stored(reader: StoreReader) -> list[tuple[str, int]]:
-    """(episode, index) of every chunk, in order of storage."""
-    index = reader.index
-    names = [index.episodes.ids.names[row] for row in index.chunks.episode]
-    return list(zip(names, index.chunks.index.tolist(), strict=True))
 
 
 def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -> None:
@@ -208,7 +176,7 @@ MOUNTED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_store import chunk
+from store_kit import chunk
 from user_sys.errors import StoreFull
 from user_sys.store.store import StoreReader, StoreWriter
 room = Path(sys.argv[1])

@@ -185,9 +185,8 @@ class Index:
     def record(self, chunk: int) -> RecordRef:
         """Where the record of a chunk row is, as of when it was found."""
         c = self.chunks
-        return RecordRef(
-            int(c.segment[chunk]), int(c.offset[chunk]), int(c.length[chunk]), CHUNK, int(c.sequence[chunk])
-        )
+        segment, offset, length = (int(column[chunk]) for column in (c.segment, c.offset, c.length))
+        return RecordRef(segment, offset, length, CHUNK, int(c.sequence[chunk]), int(c.schema[chunk]))
 
     def successor(self, rows: Array) -> Array:
         """Row of the next step of the same episode, int64; -1 at the episode's end and where it is not stored yet."""
@@ -222,8 +221,12 @@ class Index:
 
     # Growing
 
-    def take(self, blocks: Sequence[Block]) -> Change:
-        """Adds blocks that follow in order of storage. A chunk that the index has already is left out."""
+    def take(self, blocks: Sequence[Block], gone: Sequence[Array] = ()) -> Change:
+        """Adds blocks that follow in order of storage. A chunk that the index has already is left out.
+
+        Args:
+            gone: sequence numbers of records that are no longer there.
+        """
         old_rows, old_chunks = len(self.steps), len(self.chunks)
         touched: set[str] = set()
         for block in blocks:
@@ -231,6 +234,7 @@ class Index:
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
                 touched.add(label.episode)
+        lost = self._drop_records(gone)
         relabelled, before, after = self._relabel(touched)
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
@@ -238,7 +242,7 @@ class Index:
             range(old_rows, len(self.steps)),
             range(old_chunks, len(self.chunks)),
             rows,
-            rows[was & ~now],
+            np.concatenate([lost[lost < old_rows], rows[was & ~now]]),
             rows[~was & now],
         )
 
@@ -374,6 +378,12 @@ class Index:
                     self.episodes.deleted[episode] = label.deleted
                     self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not label.deleted)
                     self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
+
+    def _drop_records(self, gone: Sequence[Array]) -> Array:
+        sequences = np.concatenate(gone) if gone else np.empty(0, np.int64)
+        if not len(sequences):
+            return sequences
+        return self.drop(np.flatnonzero(np.isin(self.chunks.sequence, sequences) & ~self.chunks.gone))
 
     def drop(self, chunks: Array) -> Array:
         """Marks chunk rows as gone for good, e.g. when their records cannot be read; returns the step rows that die."""

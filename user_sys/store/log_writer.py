@@ -247,6 +247,12 @@ class LogWriter:
                 raise self._poison(f"sync failed: {error.strerror}") from error
             self._synced = max(self._synced, ticket.end)
 
+    def rotate(self) -> None:
+        """Begins a new segment where the present one holds anything; the old one is then sealed. Raises as `append`."""
+        self._check()
+        if self._end > SEGMENT_HEADER_BYTES:
+            self._rotate()
+
     def _rotate(self) -> None:
         self.sync()
         sequences = range(self._first_sequence, self.sequence)

@@ -24,7 +24,7 @@ class Retention:
 
     Attributes:
         max_bytes: the store should take no more on disk; 0 for no limit.
-        slack: when it takes more, it is brought below ``(1 - slack) * max_bytes``, so that it is not full again at once.
+        slack: when it takes more, it is brought below ``(1 - slack) * max_bytes``, lest it be full again at once.
         keep_sources: episodes of these sources are never chosen.
         keep_interventions: neither are episodes in which a person showed how it is done.
         failure_share: unsuccessful autonomous episodes may hold this share of the steps of all that are left; where
@@ -50,7 +50,7 @@ class Choice:
     """Episodes to give up, by name, in the order in which they lose their place.
 
     Attributes:
-        freed_bytes: what they take in the log.
+        freed_bytes: what they take on disk.
         shortfall_bytes: what would have to go besides, had it not to be kept.
     """
 
@@ -59,14 +59,17 @@ class Choice:
     shortfall_bytes: int
 
 
-def choose(index: Index, retention: Retention) -> Choice:
+def choose(index: Index, retention: Retention, disk_bytes: int) -> Choice:
     """The least useful episodes, as many as must go.
 
     First evaluations, then episodes that broke off, then autonomous ones: of the unsuccessful and the successful
     whichever hold more than their share, so that the learner goes on seeing both. Within each of these the oldest go
     first. Episodes that may still be running are left alone.
+
+    Args:
+        disk_bytes: what the store takes on disk now; what is deleted and not yet compacted away counts as gone.
     """
-    sizes = _episode_bytes(index)
+    sizes = _episode_bytes(index, disk_bytes)
     excess = int(sizes.sum()) - retention.max_bytes if retention.max_bytes else 0
     if excess <= 0:
         return Choice((), 0, 0)
@@ -81,22 +84,19 @@ def choose(index: Index, retention: Retention) -> Choice:
     return Choice(tuple(chosen), freed, max(0, excess - freed))
 
 
-def dead_bytes(index: Index) -> Array:
-    """What each chunk row's record takes in the log though nobody wants it any more: int64, 0 for those alive."""
-    return _record_bytes(index) * ~index.chunks.alive
+def _episode_bytes(index: Index, disk_bytes: int) -> Array:
+    """What each episode takes on disk, its share of indexes and headers included: int64."""
+    chunks = index.chunks
+    sizes = record_bytes_of(index) * ~chunks.gone
+    alive = np.bincount(chunks.episode, sizes * chunks.alive, len(index.episodes))
+    total: Array = (alive * (disk_bytes / max(1, int(sizes.sum())))).astype(np.int64)
+    return total
 
 
-def _record_bytes(index: Index) -> Array:
-    """What each chunk row's record takes in its segment: int64."""
+def record_bytes_of(index: Index) -> Array:
+    """What the record of each chunk row takes in its segment: int64."""
     taken: Array = RECORD_HEADER_BYTES + -(-index.chunks.length // ALIGN_BYTES) * ALIGN_BYTES
     return taken
-
-
-def _episode_bytes(index: Index) -> Array:
-    chunks = index.chunks
-    sizes = _record_bytes(index) * chunks.alive
-    total: Array = np.bincount(chunks.episode, sizes, len(index.episodes)).astype(np.int64)
-    return total
 
 
 def _candidates(index: Index, retention: Retention) -> Iterator[int]:

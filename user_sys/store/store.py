@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
+from user_sys.codec import Array
 from user_sys.episode import Chunk, EpisodeEnd, PackedChunk, decode_chunk, open_chunk
-from user_sys.errors import StoreCorrupt
-from user_sys.store.block import CHUNK, LABEL, Block, BlockBuilder
+from user_sys.errors import StoreCorrupt, StoreGone, WireError
+from user_sys.store.block import CHUNK, LABEL, Block, BlockBuilder, decode_block, summarise_records
+from user_sys.store.files import REAL, Files
 from user_sys.store.frame import Damage, RecordRef
 from user_sys.store.index import PERSON, Change, Index
 from user_sys.store.known import KnownChunks
 from user_sys.store.labels import Label, SuccessLabel, encode_label
-from user_sys.store.log import SEGMENT_BYTES, LogReader, LogWriter, segment_numbers
+from user_sys.store.log import SEGMENT_BYTES, Batch, LogReader, LogWriter, Ticket, segment_numbers
+from user_sys.store.manifest import Entry
 from user_sys.store.summary import EpisodeSummary, summarise_episodes
 
 POLL_S = 0.05
@@ -32,28 +35,31 @@ _logger = logging.getLogger(__name__)
 
 
 class StoreWriter:
-    """The one writer of a store. One thread calls it. Obtain it with `open`."""
+    """The one writer of a store. Obtain it with `open`.
 
-    def __init__(self, log: LogWriter, known: KnownChunks) -> None:
-        self._log, self._known = log, known
+    One thread calls it, but for `sync` with a ticket, `sealed` and `rewrite`, which any thread may call beside it.
+    """
+
+    def __init__(self, path: Path, log: LogWriter, known: KnownChunks) -> None:
+        self.path, self._log, self._known = path, log, known
 
     @classmethod
-    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES) -> Self:
-        """Opens or creates the store at `path`.
+    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = REAL) -> Self:
+        """Opens or creates the store at `path`; reads the footers of what is sealed and scans the rest.
 
         Raises:
             StoreLocked: another process writes it.
             StoreFull, StoreVersion, StoreError: as `LogWriter.open`.
         """
-        log = LogWriter.open(path, segment_bytes=segment_bytes)
+        log = LogWriter.open(path, segment_bytes=segment_bytes, summarise=summarise_records, files=files)
         known = KnownChunks()
         try:
-            with LogReader.open(path) as reader:
-                known.take(_new_blocks(reader))
+            with LogReader.open(path, files=files) as reader:
+                known.take(_news(reader).blocks)
         except BaseException:
             log.close()
             raise
-        return cls(log, known)
+        return cls(path, log, known)
 
     @property
     def chunks(self) -> int:
@@ -103,9 +109,35 @@ class StoreWriter:
         self._log.append(LABEL, encode_label(label))
         self._known.add_label(label)
 
-    def sync(self) -> None:
-        """Makes all that was appended durable: one fdatasync, however many chunks. Raises as `LogWriter.sync`."""
-        self._log.sync()
+    def flush(self) -> Ticket:
+        """Writes out all that was appended; `sync` with the ticket makes it durable. Raises as `append`."""
+        return self._log.flush()
+
+    def sync(self, ticket: Ticket | None = None) -> None:
+        """Makes all that was appended, or flushed by the time of `ticket`, durable: one fdatasync, however many chunks.
+
+        Raises as `LogWriter.sync`.
+        """
+        self._log.sync(ticket)
+
+    # Giving space back
+
+    @property
+    def deletions(self) -> frozenset[str]:
+        """Episodes that labels delete, those whose space was taken long ago included."""
+        return frozenset(self._known.deleted)
+
+    def rotate(self) -> None:
+        """Begins a new segment, so that those before can be rewritten; they are sealed by the time `close` returns."""
+        self._log.rotate()
+
+    def sealed(self) -> tuple[Entry, ...]:
+        """The segments that are sealed by now, in order."""
+        return self._log.sealed()
+
+    def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> Entry:
+        """Rewrites neighbouring sealed segments into one without the records that `keep` refuses. As `LogWriter`'s."""
+        return self._log.rewrite(segments, keep)
 
     def close(self) -> None:
         """Syncs and lets go of the store. Calling it twice is harmless."""
@@ -133,7 +165,7 @@ class StoreReader:
         self.index = Index()
 
     @classmethod
-    def open(cls, path: Path, *, wait_s: float = 0.0) -> Self:
+    def open(cls, path: Path, *, wait_s: float = 0.0, files: Files = REAL) -> Self:
         """A reader that has read nothing yet; waits at most `wait_s` seconds for a writer to create the store.
 
         Raises:
@@ -143,7 +175,7 @@ class StoreReader:
         deadline = time.monotonic() + wait_s
         while not segment_numbers(path) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return cls(LogReader.open(path))
+        return cls(LogReader.open(path, files=files))
 
     def refresh(self) -> Change:
         """Takes what was stored since the last call into `index` and says what came and changed. Never waits.
@@ -151,10 +183,10 @@ class StoreReader:
         Raises:
             StoreVersion, StoreError: as `LogReader.refresh`.
         """
-        blocks = _new_blocks(self._log)
-        for block in blocks:
+        news = _news(self._log)
+        for block in news.blocks:
             self._damaged += block.damaged
-        return self.index.take(blocks)
+        return self.index.take(news.blocks, news.dropped)
 
     def read(self, chunk: int) -> Chunk:
         """The chunk of row `chunk`; its arrays are read-only views of the file, its checksum is verified.
@@ -163,7 +195,8 @@ class StoreReader:
 
         Raises:
             StoreCorrupt: the bytes are no longer what was stored.
-            StoreError: the record is gone.
+            StoreGone: the record was dropped; `refresh` says so too.
+            StoreError: the file cannot be read.
         """
         found = decode_chunk(self._log.read(self.index.record(chunk)))
         if found.header.end is None:
@@ -173,6 +206,23 @@ class StoreReader:
             return found
         end = EpisodeEnd(steps=found.header.end.steps, success=labels[-1].success, reward_source=PERSON)
         return Chunk(msgspec.structs.replace(found.header, end=end), found.columns, found.final)
+
+    def packed(self, chunk: int, *, verified: bool = True) -> PackedChunk:
+        """The chunk of row `chunk`, not unpacked; any thread may call it.
+
+        Args:
+            verified: check the record's checksum; else only that it is a chunk, for callers with sums of their own.
+
+        Raises:
+            StoreCorrupt, StoreError: as `read`.
+            WireError: it is no longer a chunk.
+        """
+        ref = self.index.record(chunk)
+        return open_chunk(self._log.read(ref) if verified else self._log.read_range(ref, 0, ref.length))
+
+    def view(self, chunk: int, start: int, stop: int) -> memoryview:
+        """Bytes of a chunk's packet, not verified; any thread may call it. Raises StoreError: the record is gone."""
+        return self._log.read_range(self.index.record(chunk), start, stop)
 
     def episodes(self) -> list[EpisodeSummary]:
         """Every episode found so far, in the order of their first chunks."""
@@ -194,20 +244,43 @@ class StoreReader:
         self.close()
 
 
-def _new_blocks(log: LogReader) -> Sequence[Block]:
-    """What the log has that `log` has not told of yet."""
-    records = log.records()
-    return [_block_of(log, records)] if records else []
+class _News(NamedTuple):
+    """What a log has that was not told of before: blocks in order, and the numbers of records that are gone."""
+
+    blocks: list[Block]
+    dropped: list[Array]
 
 
-def _block_of(log: LogReader, records: Sequence[RecordRef]) -> Block:
+def _news(log: LogReader) -> _News:
+    """What is new; of segments that are sealed only the footers are read. Raises as `LogReader.refresh`."""
+    news = _News([], [])
+    for batch in log.refresh():
+        news.dropped.append(batch.dropped)
+        if block := _summary(batch) or _block_of(log, batch):
+            news.blocks.append(block)
+    return news
+
+
+def _summary(batch: Batch) -> Block | None:
+    if not batch.summary:
+        return None
+    try:
+        return decode_block(batch.summary)
+    except WireError as error:
+        _logger.warning("store.no-summary segment=%d: its records are read instead: %s", batch.segment, error)
+        return None
+
+
+def _block_of(log: LogReader, batch: Batch) -> Block | None:
     builder = BlockBuilder()
-    for ref in records:
+    for ref in batch.records:
         try:
             builder.add(ref, log.read(ref))
+        except StoreGone as error:
+            _logger.info("store.gone %s", error)
         except StoreCorrupt as error:
             builder.add_damage(ref, str(error))
     block = builder.build()
     for damage in block.damaged:
         _logger.warning("store.undecodable %s", damage)
-    return block
+    return block if len(batch.records) else None

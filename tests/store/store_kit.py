@@ -1,0 +1,50 @@
+"""Chunks to store, and what a store has of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.store.store import StoreReader
+
+
+def chunk(
+    episode: str,
+    index: int = 0,
+    steps: int = 4,
+    *,
+    end: bool = False,
+    success: bool | None = True,
+    source: Source = Source.ONLINE,
+    width: int = 3,
+) -> Chunk:
+    """A chunk of `steps` steps whose observations are its index."""
+    phase = np.array([Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY, *[Phase.POLICY] * 99], np.uint8)[:steps]
+    columns = {
+        "observation.state": np.full((steps, width), index, np.float32),
+        "reward": np.full(steps, 0.5, np.float32),
+        "phase": phase,
+        "policy_version": np.where(phase == Phase.POLICY, index + 3, -1).astype(np.int64),
+    }
+    header = ChunkHeader(
+        episode=episode,
+        index=index,
+        first_step=index * 4,
+        steps=steps,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift the cube",
+        source=source,
+        seed=0,
+        started_unix_ns=1,
+        end=EpisodeEnd(steps=index * 4 + steps, success=success) if end else None,
+    )
+    return Chunk(header, columns, {"observation.state": np.zeros(width, np.float32)} if end else {})
+
+
+def stored(reader: StoreReader) -> list[tuple[str, int]]:
+    """(episode, index) of every chunk, in order of storage."""
+    index = reader.index
+    names = [index.episodes.ids.names[row] for row in index.chunks.episode]
+    return list(zip(names, index.chunks.index.tolist(), strict=True))
