@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -318,8 +319,8 @@ class LogReader:
         return header.previous_bytes if header else 0
 
     def _report_rest(self, known: _Segment, scan: SegmentScan) -> None:
-        stop = min(scan.stop, self._files.size(known.fd)) if not scan.at_footer else scan.end
-        if stop > scan.end:
+        stop = scan.stop if scan.stop < sys.maxsize else self._files.size(known.fd)
+        if stop > scan.end and not scan.at_footer:
             self._report(scan.damage(stop, "no whole record up to the segment's end"))
 
     def _report(self, damage: Damage) -> None:

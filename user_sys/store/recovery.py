@@ -116,7 +116,11 @@ class _Recovery:
             self._open_last(names[-1])
         if self.found.manifest.tail >= names[-1].stop:
             _logger.warning("store.tail-missing path=%s segment=%d", self._path, self.found.manifest.tail)
-            self.found.sequence += MAX_SEGMENT_BYTES // RECORD_HEADER_BYTES  # none of its numbers is given again
+            self._skip_numbers()
+
+    def _skip_numbers(self) -> None:
+        """Gives none of the numbers again that a segment may have held which cannot be looked into."""
+        self.found.sequence += MAX_SEGMENT_BYTES // RECORD_HEADER_BYTES
 
     def _unlisted_entry(self, name: SegmentName) -> Entry | None:
         """The entry of a segment that was sealed and not listed; None where it is not sealed."""
@@ -161,6 +165,7 @@ class _Recovery:
         """
         header = self._header(name)
         if self._is_foreign(header, name):
+            self._skip_numbers()
             return
         fd = self._files.open(self._path / str(name), os.O_RDWR)
         try:

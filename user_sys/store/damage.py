@@ -1,0 +1,159 @@
+"""Finding everything in a log that is not what was written, and setting it aside.
+
+Nothing is rewritten in place: what is damaged is copied, the manifest records the range, and from then on nobody
+reports it as new. The records beside it are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreGone
+from user_sys.store import manifest
+from user_sys.store.files import NO_SPACE, REAL, Files, write_all
+from user_sys.store.frame import Damage, SegmentScan, aligned, record_bytes
+from user_sys.store.log_reader import LogReader
+from user_sys.store.manifest import Entry, Manifest, Quarantined, footer_or_none
+from user_sys.store.segments import SegmentName, WriterLock, choose, list_segments, read_header
+
+QUARANTINE = "quarantine"
+COPY_BYTES = 4 << 20
+
+
+def verify(path: Path, *, files: Files = REAL) -> list[Damage]:
+    """Reads all of the log at `path`: manifest, headers, footers, and every record with its payload.
+
+    A writer may be at work meanwhile. What is quarantined is left out.
+
+    Raises:
+        StoreError: there is no log, or it cannot be read.
+        StoreVersion: another format version wrote it.
+    """
+    with LogReader.open(path, files=files) as reader:
+        batches = reader.refresh()
+        names = {name.number: name for name in choose(list_segments(path, files))[0]}
+        known = _manifest(files, path)
+        found = list(reader.damaged)
+        for batch in batches:
+            generation = names[batch.segment].generation if batch.segment in names else 0
+            for ref in batch.records:
+                try:
+                    reader.read(ref)
+                except StoreGone:
+                    continue  # by a compaction since the refresh
+                except StoreCorrupt as error:
+                    size = record_bytes(ref.length)
+                    found.append(Damage(ref.segment, ref.offset, size, str(error), ref.sequence, generation))
+    try:
+        found += _around(files, path, sorted(names.values()), known)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    quarantined = known.quarantined if known else ()
+    return sorted(
+        (damage for damage in set(found) if not any(range_.covers(damage) for range_ in quarantined)),
+        key=lambda damage: (damage.segment, damage.offset),
+    )
+
+
+def _manifest(files: Files, path: Path) -> Manifest | None:
+    try:
+        return manifest.load(files, path)
+    except StoreCorrupt:
+        return None  # which the reader has reported
+
+
+def _around(files: Files, path: Path, names: list[SegmentName], known: Manifest | None) -> Iterator[Damage]:
+    """What a reader does not look at: whether the files are the listed ones, and what follows the last record."""
+    listed = {entry.name: entry for entry in known.segments} if known else {}
+    sealed = False
+    for name in names:
+        fd = files.open(path / str(name), os.O_RDONLY)
+        try:
+            footer = footer_or_none(files, fd, name)
+            sealed = sealed or footer is not None
+            if footer is not None and name in listed and Entry.of(name, footer) != listed[name]:
+                reason = "the file is not the one that the manifest lists"
+                yield Damage(name.number, 0, 0, reason, -1, name.generation)
+            if footer is None and name == names[-1] and name not in listed:
+                yield from _after_last(files, fd, name, known)
+        finally:
+            files.close(fd)
+    if sealed and manifest.MANIFEST not in files.listdir(path):
+        yield Damage(-1, 0, 0, f"{path / manifest.MANIFEST} is missing")
+
+
+def _after_last(files: Files, fd: int, name: SegmentName, known: Manifest | None) -> Iterator[Damage]:
+    header = read_header(files, fd)
+    if header is not None and not header.belongs(name, known.log_id if known else header.log_id):
+        return  # which the reader has reported
+    scan = SegmentScan(files, fd, name.number, name.generation, sequence=header.first_sequence if header else 0)
+    for _ in scan:
+        pass
+    if not scan.unfinished():
+        yield scan.damage(aligned(files.size(fd)), "no whole record: damaged, or an append that a power cut tore")
+
+
+def quarantine(path: Path, damaged: Iterable[Damage], *, files: Files = REAL) -> list[Path]:
+    """Copies damaged ranges into ``<log>/quarantine/`` and has the manifest list them; returns the copies.
+
+    The copies are durable before the manifest lists them, and the manifest when this returns. A manifest that is
+    damaged or missing is made anew from the segments.
+
+    Raises:
+        StoreLocked: a writer is at work; stop it first.
+        StoreFull: no space; nothing is listed.
+        StoreError: the disk failed.
+    """
+    try:
+        lock = WriterLock(path, files)
+        try:
+            return _quarantine(files, path, sorted(set(damaged), key=lambda damage: (damage.segment, damage.offset)))
+        finally:
+            lock.release()
+    except OSError as error:
+        kind = StoreFull if error.errno in NO_SPACE else StoreError
+        raise kind(f"cannot quarantine in {path}: {error.strerror}") from error
+
+
+def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
+    names = choose(list_segments(path, files))[0]
+    known = _manifest(files, path) or manifest.rebuild(files, path, names)
+    by_number = {name.number: name for name in names}
+    room, copies = path / QUARANTINE, []
+    files.make_folder(room)
+    for damage in damaged:
+        name = by_number.get(damage.segment)
+        if name is not None and name.generation == damage.generation and damage.length:
+            copies.append(_copy(files, path / str(name), damage, room))
+    if copies:
+        files.sync_folder(room)
+    ranges = [
+        Quarantined(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
+        for damage in damaged
+        if damage.segment >= 0 and not any(range_.covers(damage) for range_ in known.quarantined)
+    ]
+    manifest.replace(files, path, msgspec.structs.replace(known, quarantined=(*known.quarantined, *ranges)))
+    files.sync_folder(path)
+    return copies
+
+
+def _copy(files: Files, source: Path, damage: Damage, room: Path) -> Path:
+    """Copies the range as far as it can be read; a file that ends before it gives what it has."""
+    target = room / f"{source.stem}-{damage.offset:012d}.bytes"
+    source_fd = files.open(source, os.O_RDONLY)
+    try:
+        target_fd = files.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            for at in range(0, damage.length, COPY_BYTES):
+                block = files.pread(source_fd, min(COPY_BYTES, damage.length - at), damage.offset + at)
+                write_all(files, target_fd, [block], at)
+            files.fsync(target_fd)
+        finally:
+            files.close(target_fd)
+    finally:
+        files.close(source_fd)
+    return target
