@@ -51,6 +51,8 @@ DEADLINE_S = 60.0
 class MemorySource:
     """Chunks from memory: the tunnel's `ChunkSource` without a disk. Ends after `count`, or never."""
 
+    stream = "memory"
+
     def __init__(self, packet: bytes, count: int) -> None:
         self.packet, self.count = packet, count
         self._acknowledged = -1
@@ -107,6 +109,7 @@ class Echo:
     def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, ChunkOffer):
             self.server.send(peer.name, ChunkAck(sequence=message.sequence))
+            self.server.release(peer, 1, len(payload or b""))
         elif isinstance(message, LeaseRequest):
             self.server.send(peer.name, LeaseGrant(robot=peer.name, holder="b", token=1, ttl_s=1.0))
         elif isinstance(message, WeightsReceived) and self.pushing:

@@ -1,7 +1,7 @@
 """Every message that crosses a process or a network boundary: frozen, typed, versioned.
 
-A message travels as one msgpack frame. Three of them (`ChunkOffer`, `Preview`, `WeightsManifest`) announce a second
-frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
+A message travels as one msgpack frame. Some (`ChunkOffer`, `Preview`, `WeightsManifest`, `TransferPart`) announce a
+second frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import msgspec
 
 from hal.spec import RobotSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL = 2  # the oldest version that this release still speaks
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -23,24 +24,32 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of a client on the control channel. Its key decides which `name` and `role` it may claim.
+    """First message of a client on each channel. Its key decides which `name` and `role` it may claim.
 
-    `holder` is a robot session's name in leases: while another holds the robot, the gateway refuses the connection.
+    It speaks all versions from `oldest` to `protocol`; 0 stands for `protocol` alone. `holder` is a robot session's
+    name in leases: while another holds the robot, the gateway refuses the connection. `stream` names a robot's outbox:
+    within one stream, sequence numbers of chunks never start anew.
     """
 
     protocol: int
     role: Literal["robot", "learner", "console"]
     name: str
+    oldest: int = 0
     holder: str = ""
+    stream: str = ""
     spec: RobotSpec | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The gateway accepts; `resume_from` tells a robot nothing it must know, only how many chunks are kept of it."""
+    """The gateway accepts, and speaks version `protocol` from here on.
+
+    On the experience channel, `resume_after` is the newest chunk of the robot's `stream` that is known to be durable,
+    so that it is not sent again; -1 where the gateway does not know.
+    """
 
     protocol: int
     gateway: str
-    chunks_kept: int = 0
+    resume_after: int = -1
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -54,6 +63,13 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
 
     t_client_ns: int
     t_gateway_unix_ns: int = 0
+
+
+class Grant(Message, frozen=True, kw_only=True, tag="grant"):
+    """Flow control: how many messages and bytes the receiver of this may have sent on this channel since it opened."""
+
+    messages: int
+    size_bytes: int
 
 
 # Leases ---------------------------------------------------------------------------------------------------------------
@@ -227,9 +243,39 @@ class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
     seconds: float
 
 
+class TransferStart(Message, frozen=True, kw_only=True, tag="transfer"):
+    """A message whose payload comes in parts; a new one takes the place of one that is not complete.
+
+    `announced` is the message itself, encoded; `key` is its digest, under which the parts may go on in another session.
+    With `resume` the receiver says first where it stands (`TransferOffset`).
+    """
+
+    announced: bytes
+    key: str
+    size_bytes: int
+    resume: bool = False
+
+
+class TransferOffset(Message, frozen=True, kw_only=True, tag="transfer-offset"):
+    """The receiver has the first `offset` bytes of a payload."""
+
+    key: str
+    offset: int
+
+
+class TransferPart(Message, frozen=True, kw_only=True, tag="transfer-part"):
+    """The second frame holds the payload's bytes from `offset` on."""
+
+    key: str
+    offset: int
+
+
 ControlMessage = (
-    Hello | Welcome | Refusal | Heartbeat | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease | OperatorCommand
-    | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
+    Hello | Welcome | Refusal | Heartbeat | Grant | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease
+    | OperatorCommand | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
 )  # fmt: skip
-ExperienceMessage = Hello | Welcome | Refusal | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
-WeightsMessage = Hello | Welcome | Refusal | WeightsManifest | WeightsReceived | WeightsApplied
+ExperienceMessage = Hello | Welcome | Refusal | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
+WeightsMessage = (
+    Hello | Welcome | Refusal | Grant | WeightsManifest | WeightsReceived | WeightsApplied | TransferStart
+    | TransferOffset | TransferPart
+)  # fmt: skip

@@ -16,6 +16,7 @@ from user_sys.gateway.__main__ import _config, main
 from user_sys.gateway.service import is_loopback, read_address
 from user_sys.gateway.weights import WeightsShelf
 from user_sys.messages import (
+    PROTOCOL_VERSION,
     EpisodeReport,
     Hello,
     LeaseGrant,
@@ -190,7 +191,7 @@ def test_weights_that_are_not_as_described_are_not_handed_on(run: Path) -> None:
         learner, robot = site.client("learner"), site.client("panda-0")
         manifest, payload = weights(1)
         learner.publish_weights(manifest, payload[:-1] + b"!")
-        until(lambda: learner._publication.due() is None and learner._publication._newest is None, "answered")
+        until(lambda: learner._publication.settled, "answered")
         learner.publish_weights(*weights(2))
         until(lambda: (got := robot.take_weights()) and got[0].version == 2, "the next is")
 
@@ -226,7 +227,7 @@ def test_a_robots_spec_is_what_the_registry_says(run: Path) -> None:
             site.address.endpoint,
             client._keys,
             site.address.public_key,
-            Hello(protocol=1, role="robot", name="panda-0", spec=spec),
+            Hello(protocol=PROTOCOL_VERSION, role="robot", name="panda-0", spec=spec),
         ) as robot:
             robot.wait_open(10)
             registry = site.gateway._registry
@@ -279,9 +280,11 @@ def test_beyond_loopback_a_gateway_needs_a_key_that_a_person_made(tmp_path: Path
 
 
 def test_settings_come_from_the_runs_configuration(run: Path) -> None:
-    (run / "config.yaml").write_text("seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    window_chunks: 5\n")
+    (run / "config.yaml").write_text(
+        "seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    experience:\n      window_messages: 5\n"
+    )
     config = _config(run / "config.yaml")
-    assert (config.lease_ttl_s, config.tunnel.window_chunks, config.weights_kept) == (7.0, 5, 3)
+    assert (config.lease_ttl_s, config.tunnel.experience.window_messages, config.weights_kept) == (7.0, 5, 3)
     (run / "config.yaml").write_text("gateway: [")
     assert main(["--run", str(run)]) == 2
     (run / "gateway.json").write_text("{")

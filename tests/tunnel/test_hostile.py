@@ -16,7 +16,7 @@ import zmq
 from tunnel_kit import CONFIG, Site, chunk, hello, prepare, serving, stored, until, weights
 
 from user_sys.edge.outbox import Outbox
-from user_sys.messages import ChunkOffer, Heartbeat, RobotStatus, StopRun
+from user_sys.messages import ChunkOffer, Grant, Heartbeat, RobotStatus, StopRun
 from user_sys.tunnel.client import TunnelState
 from user_sys.tunnel.keys import KeyPair, load_keypair, new_keypair
 from user_sys.tunnel.wire import Channel, Envelope, encode, new_session
@@ -80,7 +80,7 @@ class Attacker:
             [
                 [bytes(frame) for frame in encode(Envelope(offer, chunk(self._random.randrange(50))))],
                 [msgspec.msgpack.encode(status)],
-                [msgspec.msgpack.encode({"type": "hello", "protocol": 2, "role": "robot", "name": "panda-1"})],
+                [msgspec.msgpack.encode({"type": "hello", "protocol": 3, "role": "robot", "name": "panda-1"})],
                 [bytes(frame) for frame in encode(Envelope(*weights(999)))],
                 [encode(Envelope(StopRun(reason="attack")))[0]],
             ]
@@ -205,8 +205,9 @@ def test_a_robot_that_ignores_its_window_is_refused(site: Site) -> None:
     assert site.gateway is not None
     site.gateway._committer._stopping.set()  # a store that takes nothing any more
     until(lambda: not site.gateway._committer._thread.is_alive(), "the committer stands still")  # type: ignore[union-attr]
+    flood._outlets[Channel.EXPERIENCE].grant(Grant(messages=1 << 40, size_bytes=1 << 40))  # by nobody
     packet = chunk(0, robot="panda-1")
-    for sequence in range(CONFIG.tunnel.window_chunks + 1):
+    for sequence in range(CONFIG.tunnel.experience.window_messages + 1):
         flood._queue(Envelope(ChunkOffer(sequence=sequence, episode="e", index=sequence), packet))
     until(lambda: flood.state is TunnelState.REFUSED, "refused")
     assert "window" in flood.reason

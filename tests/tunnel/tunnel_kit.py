@@ -25,8 +25,9 @@ from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.server import Peer
-from user_sys.tunnel.wire import AnyMessage, Payload, TunnelLimits
+from user_sys.tunnel.wire import AnyMessage, Payload
 
 PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
 QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=2.0, handshake_s=2.0, backoff_min_s=0.01, backoff_max_s=0.1)

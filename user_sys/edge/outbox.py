@@ -13,6 +13,8 @@ from __future__ import annotations
 import bisect
 import logging
 import os
+import re
+import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +37,8 @@ CHUNK = 1
 MAX_BYTES = 4 << 30
 MAX_SEGMENT_BYTES = 16 << 20
 SEGMENTS_PER_OUTBOX = 8
+STREAM_BYTES = 16
+_STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
 _POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
 
 
@@ -46,11 +50,13 @@ class Outbox:
     """One writer thread appends; the tunnel's thread sends and acknowledges, and never waits for the disk's sync.
 
     Attributes:
+        stream: names this outbox for good: sequence numbers never start anew within a stream.
         damaged: chunks that could not be read back; they are reported and skipped, their neighbours are sent.
     """
 
     def __init__(self, path: Path, writer: LogWriter, reader: LogReader, max_bytes: int) -> None:
         self.path, self.max_bytes, self.damaged = path, max_bytes, 0
+        self.stream = _read_or_make_stream(path / "stream")
         self._writer, self._reader = writer, reader
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
         self._position = os.open(path / "acknowledged", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -224,3 +230,12 @@ def _read_position(descriptor: int) -> int:
         return -1
     sequence, checksum = _POSITION.unpack(raw)
     return int(sequence) if crc32c(raw[:8]) == checksum else -1
+
+
+def _read_or_make_stream(path: Path) -> str:
+    """The outbox's name; one that is torn or gone is replaced, which only means that chunks may be sent twice."""
+    name = path.read_text("ascii", "replace").strip() if path.exists() else ""
+    if not _STREAM.fullmatch(name):
+        name = secrets.token_hex(STREAM_BYTES)
+        replace_durably(path, name.encode() + b"\n")
+    return name

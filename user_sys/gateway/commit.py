@@ -22,6 +22,8 @@ STOP_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 
 Answer = Callable[[Peer, ChunkAck | ChunkRefusal], None]
+Release = Callable[[Peer, int, int], None]
+"""Gives a peer credit back for so many chunks and bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,6 @@ class CommitTotals:
 
 
 @dataclass(eq=False)
-class _Credit:
-    """What one session has under way here."""
-
-    chunks: int = 0
-    size_bytes: int = 0
-
-
-@dataclass(eq=False)
 class _Group:
     """Chunks that share one sync."""
 
@@ -63,18 +57,19 @@ class _Group:
 class Committer:
     """One thread that appends chunks to the store, syncs once a group, and then acknowledges.
 
-    Its queue is bounded by the window of each connected robot. While the disk is full it acknowledges nothing and keeps
-    trying; robots then stop sending by themselves when their windows are used up, and spool to their outboxes.
+    Its queue is bounded by the window of each connected robot, which opens again as its chunks are settled. While the
+    disk is full it acknowledges nothing and keeps trying; robots then stop sending by themselves when their windows are
+    used up, and spool to their outboxes.
     """
 
-    def __init__(self, writer: StoreWriter, answer: Answer, config: GatewayConfig) -> None:
+    def __init__(self, writer: StoreWriter, answer: Answer, release: Release, config: GatewayConfig) -> None:
         self.totals = CommitTotals()
         self.failure: BaseException | None = None
         self._writer = writer
         self._answer = answer
+        self._release = release
         self._config = config
         self._queue: deque[_Arrival] = deque()
-        self._credits: dict[bytes, _Credit] = {}
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
@@ -96,27 +91,20 @@ class Committer:
             raise TunnelError(f"the commit thread did not end within {STOP_TIMEOUT_S} s: the disk is stuck")
 
     def offer(self, peer: Peer, offer: ChunkOffer, packet: Payload) -> None:
-        """Queues a chunk; never blocks. Raises WireError when `peer` sends more than its window allows."""
-        limits = self._config.tunnel
+        """Queues a chunk; never blocks. The tunnel sees to it that no peer sends more than its window allows."""
         with self._changed:
-            credit = self._credits.setdefault(peer.session, _Credit())
-            if credit.chunks >= limits.window_chunks or credit.size_bytes >= limits.window_bytes:
-                raise WireError(f"{peer.name} has {credit.chunks} chunks under way, more than its window allows")
-            credit.chunks += 1
-            credit.size_bytes += len(packet)
             self._queue.append(_Arrival(peer, offer.sequence, packet))
             self._changed.notify()
 
     def forget(self, peer: Peer) -> None:
         """Drops what a session that is over had queued: it will be sent again under the next one."""
         with self._changed:
-            self._credits.pop(peer.session, None)
             self._queue = deque(arrival for arrival in self._queue if arrival.peer is not peer)
 
     @property
     def queued_bytes(self) -> int:
         with self._changed:
-            return sum(credit.size_bytes for credit in self._credits.values())
+            return sum(len(arrival.packet) for arrival in self._queue)
 
     # The thread
 
@@ -182,11 +170,7 @@ class Committer:
                     raise
 
     def _settle(self, group: _Group) -> None:
-        with self._changed:
-            for arrival in group.settled:
-                credit = self._credits.get(arrival.peer.session)
-                if credit is not None:
-                    credit.chunks -= 1
-                    credit.size_bytes -= len(arrival.packet)
         for peer, sequence in group.newest.items():
             self._answer(peer, ChunkAck(sequence=sequence))
+            packets = [arrival.packet for arrival in group.settled if arrival.peer is peer]
+            self._release(peer, len(packets), sum(map(len, packets)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from user_sys.tunnel.wire import TunnelLimits
+from user_sys.tunnel.limits import TunnelLimits
 
 
 @dataclass(frozen=True)

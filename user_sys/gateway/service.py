@@ -90,7 +90,7 @@ class Gateway:
         self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME)
-        self._committer = Committer(self._writer, self._answer_chunk, config)
+        self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
         self._weights = WeightsRelay(WeightsShelf(run_dir / "weights", config.weights_kept), self.server.send)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
@@ -140,7 +140,7 @@ class Gateway:
 
     def _report(self) -> MetricsReport:
         totals = self._committer.totals
-        scalars = {
+        scalars: dict[str, float] = {
             "chunks": totals.chunks,
             "bytes": totals.size_bytes,
             "duplicates": totals.duplicates,
@@ -152,6 +152,7 @@ class Gateway:
             "weights_pushed": self._weights.pushed,
             "peers_refused": sum(self.server.counters[key] for key in ("keys_refused", "hellos_refused", "malformed")),
         }
+        scalars |= self.server.scalars()
         steps = self._steps_before + totals.steps
         return MetricsReport(node=NAME, count=steps, scalars={key: float(value) for key, value in scalars.items()})
 

@@ -1,61 +1,63 @@
 """A peer's end of the tunnel: dials out, comes back by itself, and loses no experience.
 
-One thread owns the sockets; the public methods queue, take, or wait with a deadline, and may be called from any thread.
-
-States::
-
-    CONNECTING --Welcome on all channels--> OPEN --silence or a broken connection--> LOST --backoff--> CONNECTING
-    CONNECTING --no answer--> LOST
-    CONNECTING or OPEN --Refusal, or a key that is not allowed--> REFUSED
-    any --close--> CLOSED
+One thread dials, moves bulk and keeps the connections alive; the public methods may be called from any thread. A thread
+that sends a control message, or waits for one, uses the control connection itself. docs/tunnel.md has the protocol.
 
 What survives a lost connection: chunks (resent from the outbox after the last acknowledgement), the newest weights that
-the gateway has not confirmed, and queued messages, except those in `wire.PERISHABLE`, which would be dangerous or
-worthless later.
+the gateway has not confirmed (from the byte on that it lacks), and queued messages, except those in `wire.PERISHABLE`,
+which would be dangerous or worthless later.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-import random
 import threading
 import time
 from collections import Counter
 from types import TracebackType
 from typing import Self, TypeAlias
 
-import zmq
+from msgspec.structs import replace
 
 from user_sys.errors import LinkDown, Refused, TunnelError, WireError
 from user_sys.messages import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
     ChunkAck,
     ChunkRefusal,
     ControlMessage,
+    Grant,
     Heartbeat,
     Hello,
     Preview,
     PreviewAck,
     Refusal,
+    TransferOffset,
+    TransferPart,
+    TransferStart,
     WeightsApplied,
     WeightsManifest,
     WeightsReceived,
     Welcome,
 )
+from user_sys.tunnel.arrivals import Arrivals
+from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
 from user_sys.tunnel.keys import KeyPair
-from user_sys.tunnel.link import IO_THREADS, Link
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.link import Contexts, Line, Link
+from user_sys.tunnel.local import nearest
 from user_sys.tunnel.mailbox import Mailbox
+from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.publication import Publication
+from user_sys.tunnel.reader import Reader
+from user_sys.tunnel.scheduling import prefer_latency
+from user_sys.tunnel.sockets import Wakeup
+from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
-from user_sys.tunnel.wire import (
-    PERISHABLE,
-    Channel,
-    Envelope,
-    TunnelLimits,
-    Wakeup,
-    channel_of,
-    coalescing_key,
-)
+from user_sys.tunnel.wire import PERISHABLE, Channel, Envelope, channel_of, coalescing_key
+
+__all__ = ["TunnelClient", "TunnelState"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,23 +66,9 @@ CLOSE_TIMEOUT_S = 5.0
 FAREWELL_MS = 500
 RECEIVE_BURST = 64
 BLOCKED_RETRY_S = 0.002
-
-
-class TunnelState(enum.Enum):
-    CONNECTING = "connecting"
-    OPEN = "open"
-    LOST = "lost"
-    REFUSED = "refused"
-    CLOSED = "closed"
-
-
-_NEXT: dict[TunnelState, frozenset[TunnelState]] = {
-    TunnelState.CONNECTING: frozenset({TunnelState.OPEN, TunnelState.LOST, TunnelState.REFUSED, TunnelState.CLOSED}),
-    TunnelState.OPEN: frozenset({TunnelState.LOST, TunnelState.REFUSED, TunnelState.CLOSED}),
-    TunnelState.LOST: frozenset({TunnelState.CONNECTING, TunnelState.CLOSED}),
-    TunnelState.REFUSED: frozenset({TunnelState.CLOSED}),
-    TunnelState.CLOSED: frozenset(),
-}
+READER_CHECK_S = 0.1
+FLUSH_POLL_S = 0.002
+_NOT_RESENT = (*PERISHABLE, PreviewAck, WeightsReceived)
 
 
 class TunnelClient:
@@ -103,22 +91,36 @@ class TunnelClient:
         limits: TunnelLimits | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.hello = hello
+        ours = hello.protocol == PROTOCOL_VERSION
+        self.hello = replace(
+            hello,
+            oldest=hello.oldest or (OLDEST_PROTOCOL if ours else hello.protocol),
+            stream="" if outbox is None else outbox.stream,
+        )
         self.counters: Counter[str] = Counter()
         self._keys = keys
         self._server_key = server_public_key
-        self._limits = limits or TunnelLimits()
-        self._uplink = None if outbox is None else ChunkUplink(outbox, self._limits)
-        self._outgoing: dict[Channel, Mailbox[Envelope]] = {c: Mailbox(self._limits.queue_messages) for c in Channel}
-        self._inbox: Mailbox[Received] = Mailbox(self._limits.queue_messages)
-        self._previews: Mailbox[Envelope] = Mailbox(self._limits.queue_messages)
+        self._limits = limits = limits or TunnelLimits()
+        self._outlets = {
+            Channel.CONTROL: Outlet(limits.control, limits.part_bytes),
+            Channel.WEIGHTS: Outlet(limits.weights, limits.part_bytes),
+            Channel.EXPERIENCE: Outlet(limits.experience, limits.part_bytes),
+        }
+        settle = self._outlets[Channel.EXPERIENCE].gauges.settle
+        self._uplink = None if outbox is None else ChunkUplink(outbox, settle)
+        self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._drain)
+        self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
         self._weights: Mailbox[Envelope] = Mailbox(1)
-        self._publication = _Publication()
+        self._arrivals = Arrivals(limits)
+        self._publication = Publication()
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
         self._condition = threading.Condition()
-        self._state = TunnelState.CONNECTING
+        self._machine = StateMachine(f"the tunnel of {hello.name}", TunnelState.IDLE, TUNNEL)
         self._reason = "not started"
+        self._verdict: Refused | WireError | None = None  # found by whichever thread was reading
+        self._control: Line | None = None  # while the tunnel is open
+        self._heard_s = 0.0
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
         self._thread: threading.Thread | None = None
@@ -127,8 +129,9 @@ class TunnelClient:
 
     def start(self) -> None:
         """Begins to connect and returns at once."""
-        if self._thread is not None or self._state is TunnelState.CLOSED:
+        if self._thread is not None or self.state is TunnelState.CLOSED:
             raise TunnelError("this client was started or closed before")
+        self._enter(TunnelState.CONNECTING, "connecting")
         self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
         self._thread.start()
         if self._uplink is not None:
@@ -140,11 +143,12 @@ class TunnelClient:
         What is in the outbox stays. Blocks for `CLOSE_TIMEOUT_S` at most; calling it twice is harmless.
         """
         self._stopping.set()
-        if self._state is TunnelState.CLOSED:
+        if self.state is TunnelState.CLOSED:
             return
         if self._thread is not None:
             self._join(self._thread)
         self._enter(TunnelState.CLOSED, "closed here")
+        self._reader.close()
         self._wakeup.close()
 
     def _join(self, thread: threading.Thread) -> None:
@@ -164,7 +168,7 @@ class TunnelClient:
 
     @property
     def state(self) -> TunnelState:
-        return self._state
+        return self._machine.state
 
     @property
     def reason(self) -> str:
@@ -173,8 +177,19 @@ class TunnelClient:
 
     @property
     def clock(self) -> ClockEstimate | None:
-        """Round trip and offset to the gateway's clock; None before the first heartbeat came back."""
-        return self._clock.estimate
+        """Round trip and offset to the gateway's clock now; None before the first heartbeat came back."""
+        return self._clock.estimate(time.monotonic_ns())
+
+    def scalars(self) -> dict[str, float]:
+        """Counters and latencies of each channel, the clock, and how often the link was lost, for metrics."""
+        found = {"lost": float(self.counters["lost"]), "open": float(self.state is TunnelState.OPEN)}
+        found["inbox_full"] = float(self._reader.inbox.refused)
+        for channel, outlet in self._outlets.items():
+            found |= outlet.gauges.scalars(channel.name.lower())
+        clock = self.clock
+        if clock is not None:
+            found |= {"round_trip_ms": clock.rtt_ns / 1e6, "clock_drift_ppm": clock.drift_ppm}
+        return found
 
     @property
     def chunks_pending(self) -> int:
@@ -185,7 +200,7 @@ class TunnelClient:
         """Blocks until the gateway has every chunk, or `timeout_s` is over; returns how many it has not."""
         with self._condition:
             over = (TunnelState.REFUSED, TunnelState.CLOSED)
-            self._condition.wait_for(lambda: not self.chunks_pending or self._state in over, timeout_s)
+            self._condition.wait_for(lambda: not self.chunks_pending or self.state in over, timeout_s)
             return self.chunks_pending
 
     def wait_open(self, timeout_s: float) -> None:
@@ -197,27 +212,39 @@ class TunnelClient:
         """
         over = (TunnelState.OPEN, TunnelState.REFUSED, TunnelState.CLOSED)
         with self._condition:
-            self._condition.wait_for(lambda: self._state in over, timeout_s)
-            if self._state is TunnelState.OPEN:
+            self._condition.wait_for(lambda: self.state in over, timeout_s)
+            if self.state is TunnelState.OPEN:
                 return
-            if self._state in over:
+            if self.state in over:
                 raise Refused(self._reason)
             raise LinkDown(f"no tunnel to {self.endpoint} after {timeout_s:g} s: {self._reason}")
 
     # Messages
 
     def send(self, message: ControlMessage | WeightsApplied) -> bool:
-        """Queues a message; never blocks. Newest wins for states (`wire.coalescing_key`).
+        """Sends a message now, or queues it; never blocks. Newest wins for states (`wire.coalescing_key`).
 
         False when the queue is full, or when the message would be worthless late and the tunnel is not open.
         """
-        if isinstance(message, PERISHABLE) and self._state is not TunnelState.OPEN:
+        if isinstance(message, PERISHABLE) and self.state is not TunnelState.OPEN:
             return False
-        return self._queue(Envelope(message))
+        envelope = Envelope(message)
+        line = self._control
+        if line is None or channel_of(message) is not Channel.CONTROL or not line.send_now(envelope):
+            return self._queue(envelope)
+        if line.pending:
+            self._drain(line)
+        return True
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message from the gateway, or None after `timeout_s`."""
-        return self._inbox.wait(timeout_s)
+        incoming = self._reader.take(timeout_s)
+        if incoming is None:
+            return None
+        incoming.line.release(incoming.charge)
+        if incoming.line.window.due() is not None:
+            self._wakeup.set()
+        return incoming.message  # type: ignore[return-value]
 
     def publish_weights(self, manifest: WeightsManifest, payload: bytes) -> None:
         """Offers a version; replaces one that is still waiting. Kept until the gateway has it on disk."""
@@ -228,9 +255,9 @@ class TunnelClient:
         """Waits until all messages are on their way and the gateway has the newest weights; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self._publication.settled and not any(map(len, self._outgoing.values())):
+            if self._publication.settled and not any(map(len, self._outlets.values())):
                 return True
-            self._stopping.wait(BLOCKED_RETRY_S)
+            self._stopping.wait(FLUSH_POLL_S)
         return False
 
     def take_weights(self) -> tuple[WeightsManifest, bytes | memoryview] | None:
@@ -248,7 +275,7 @@ class TunnelClient:
         """Sends a picture; drops it and says False while the camera's last one is under way or the tunnel is down."""
         camera = (preview.robot, preview.camera)
         with self._condition:
-            if self._state is not TunnelState.OPEN or camera in self._shown:
+            if self.state is not TunnelState.OPEN or camera in self._shown:
                 return False
             self._shown.add(camera)
         return self._queue(Envelope(preview, jpeg))
@@ -262,11 +289,10 @@ class TunnelClient:
         return envelope.message, envelope.payload
 
     def _queue(self, envelope: Envelope) -> bool:
-        queue = self._outgoing[channel_of(envelope.message)]
-        if not queue.put(envelope, coalescing_key(envelope.message)):
+        if not self._outlets[channel_of(envelope.message)].offer(envelope):
             self.counters["queue_full"] += 1
             if self.counters["queue_full"] == 1:
-                logger.warning("tunnel.queue_full capacity=%d state=%s", queue.capacity, self._state.value)
+                logger.warning("tunnel.queue_full message=%s state=%s", envelope.message, self.state.value)
             return False
         self._wakeup.set()
         return True
@@ -275,114 +301,148 @@ class TunnelClient:
 
     def _enter(self, state: TunnelState, reason: str = "") -> None:
         with self._condition:
-            if state not in _NEXT[self._state]:
-                raise TunnelError(f"a tunnel cannot go from {self._state.value} to {state.value}")
-            self._state, self._reason = state, reason
+            self._machine.enter(state)
+            self._reason = reason
             self._condition.notify_all()
         logger.info("tunnel.%s peer=%s endpoint=%s reason=%s", state.value, self.hello.name, self.endpoint, reason)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(IO_THREADS)
-        backoff_s = self._limits.backoff_min_s
+        prefer_latency()
+        contexts = Contexts()
+        backoff = Backoff(self._limits.backoff_min_s, self._limits.backoff_max_s)
         try:
             while not self._stopping.is_set():
                 try:
-                    self._session(context)
+                    self._session(contexts, backoff)
                     return
                 except Refused as error:
                     self._enter(TunnelState.REFUSED, str(error))
                     return
                 except (LinkDown, WireError) as error:
-                    if self._state is TunnelState.OPEN:
-                        backoff_s = self._limits.backoff_min_s
                     self._lose(str(error))
                 except Exception as error:
                     logger.exception("tunnel.failed peer=%s", self.hello.name)
                     self._enter(TunnelState.REFUSED, f"the tunnel broke down: {error}")
                     return
-                self._stopping.wait(backoff_s * random.uniform(0.5, 1.5))
-                backoff_s = min(2 * backoff_s, self._limits.backoff_max_s)
+                self._stopping.wait(backoff.next_s())
                 if not self._stopping.is_set():
                     self._enter(TunnelState.CONNECTING, self._reason)
         finally:
-            context.term()
+            contexts.close()
 
     def _lose(self, reason: str) -> None:
         self._enter(TunnelState.LOST, reason)
         self.counters["lost"] += 1
-        for queue in self._outgoing.values():
-            queue.drop(lambda envelope: isinstance(envelope.message, (*PERISHABLE, PreviewAck, WeightsReceived)))
+        for outlet in self._outlets.values():
+            outlet.drop(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
         self._shown.clear()
         self._publication.rewind()
-        if self._uplink is not None:
-            self._uplink.rewind()
 
-    def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _session(self, contexts: Contexts, backoff: Backoff) -> None:
         """One session from dialling to its end. Returns when the client is closed; raises how it ended otherwise."""
-        link = Link(context, self.endpoint, self._keys, self._server_key, self._limits, self._wakeup)
+        for outlet in self._outlets.values():
+            outlet.reset()
+        self._verdict = None
+        endpoint = nearest(self.endpoint, self._server_key)
+        link = Link(contexts, endpoint, self._keys, self._server_key, self._limits, self._outlets, self._wakeup)
+        opened_s = time.monotonic()
         try:
             self._handshake(link)
+            opened_s = time.monotonic()
+            self._control = link.lines[Channel.CONTROL]
+            self._reader.attach(self._control)
             self._enter(TunnelState.OPEN)
             self._converse(link)
         finally:
+            if time.monotonic() - opened_s > self._limits.dead_after_s:
+                backoff.reset()
+            self._control = None
+            self._reader.detach()
             link.close(FAREWELL_MS if self._stopping.is_set() else 0)
 
     def _handshake(self, link: Link) -> None:
         deadline = time.monotonic() + self._limits.handshake_s
-        for channel in Channel:
-            link.send(channel, Envelope(self.hello))
-            while not self._stopping.is_set() and not self._welcomed(link, channel):
+        for channel, line in link.lines.items():
+            line.send(Envelope(self.hello))
+            while not self._stopping.is_set() and not self._welcomed(link, line):
                 if time.monotonic() > deadline:
-                    raise LinkDown(f"{self.endpoint} did not answer within {self._limits.handshake_s:g} s")
+                    raise LinkDown(f"{link.endpoint} did not answer within {self._limits.handshake_s:g} s")
                 link.wait(deadline - time.monotonic())
+            if channel is Channel.CONTROL:
+                line.flush()  # our grant: the gateway may speak before all channels are open
 
-    def _welcomed(self, link: Link, channel: Channel) -> bool:
-        envelope = link.receive(channel)
-        if envelope is not None and isinstance(envelope.message, Welcome):
+    def _welcomed(self, link: Link, line: Line) -> bool:
+        received = line.receive()
+        if received is not None and isinstance(received[0].message, Welcome):
+            self._take_welcome(line, received[0].message)
             return True
-        if envelope is None and channel is not Channel.CONTROL:
-            envelope = link.receive(Channel.CONTROL)  # a Refusal, or what the gateway sends as soon as all are open
-        if envelope is not None:
-            self._take_in(envelope)
+        if received is None and line.channel is not Channel.CONTROL:
+            line = link.lines[Channel.CONTROL]  # a Refusal, or what the gateway sends as soon as all are open
+            received = line.receive()
+        if received is not None:
+            self._take_in(line, *received)
         return False
 
+    def _take_welcome(self, line: Line, welcome: Welcome) -> None:
+        if not self.hello.oldest <= welcome.protocol <= self.hello.protocol:
+            raise Refused(
+                f"{self.endpoint} speaks protocol version {welcome.protocol}, we speak {self.hello.oldest} to "
+                f"{self.hello.protocol}; install the same release"
+            )
+        if line.channel is Channel.EXPERIENCE and self._uplink is not None:
+            self._uplink.rewind(welcome.resume_after)
+            self._tell_drained()
+
     def _converse(self, link: Link) -> None:
-        heard_s, next_heartbeat_s = time.monotonic(), 0.0
-        ready: frozenset[Channel] = frozenset(Channel)
+        self._heard_s, next_heartbeat_s = time.monotonic(), 0.0
+        control = link.lines[Channel.CONTROL]
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= next_heartbeat_s:
-                self._queue(Envelope(Heartbeat(t_client_ns=time.monotonic_ns())))
+                control.send(Envelope(Heartbeat(t_client_ns=time.monotonic_ns())))
                 next_heartbeat_s = now + self._limits.heartbeat_s
-            for channel in Channel:
-                if channel in ready and self._receive(link, channel) and channel is Channel.CONTROL:
-                    heard_s = now
-            if now - heard_s > self._limits.dead_after_s:
-                raise LinkDown(f"{self.endpoint} was silent for {now - heard_s:.1f} s")
-            blocked = self._send(link)
-            ready = link.wait(BLOCKED_RETRY_S if blocked else next_heartbeat_s - time.monotonic())
-        self._drain(link, Channel.CONTROL)  # a release of the lease, for instance
+            read_control = not self._reader.present
+            if read_control:
+                self._drain(control)
+            for channel in (Channel.WEIGHTS, Channel.EXPERIENCE):
+                self._receive(link.lines[channel])
+            if self._verdict is not None:
+                raise self._verdict
+            if now - self._heard_s > self._limits.dead_after_s:
+                raise LinkDown(f"{link.endpoint} was silent for {now - self._heard_s:.1f} s")
+            timeout_s = min(self._send(link), next_heartbeat_s - now)
+            link.wait(timeout_s if read_control else min(timeout_s, READER_CHECK_S), read_control)
+        control.flush()  # a release of the lease, for instance
 
-    def _receive(self, link: Link, channel: Channel) -> bool:
-        """Takes in what has arrived on a channel; True where that was anything."""
-        for count in range(RECEIVE_BURST):
-            envelope = link.receive(channel)
-            if envelope is None:
-                return count > 0
-            self._take_in(envelope)
-        return True
+    def _drain(self, line: Line) -> None:
+        """Takes in what has arrived on the control line. Whichever thread reads it; what must end the session waits."""
+        try:
+            while (received := line.receive()) is not None:
+                self._heard_s = time.monotonic()
+                self._take_in(line, *received)
+        except (Refused, WireError) as error:
+            self._verdict = error
+            self._wakeup.set()
 
-    def _take_in(self, envelope: Envelope) -> None:
+    def _receive(self, line: Line) -> None:
+        for _ in range(RECEIVE_BURST):
+            received = line.receive()
+            if received is None:
+                return
+            self._take_in(line, *received)
+
+    def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
+        """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
+            case Grant():
+                self._wakeup.set()
             case Refusal() as refusal:
                 raise Refused(f"{self.endpoint} refused us: {refusal.reason}")
             case Heartbeat() as echo:
                 self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as answer if self._uplink is not None:
                 self._uplink.settle(answer)
-                if not self.chunks_pending:
-                    with self._condition:
-                        self._condition.notify_all()
+                self._tell_drained()
             case PreviewAck() as ack:
                 self._shown.discard((ack.robot, ack.camera))
             case Preview():
@@ -391,71 +451,40 @@ class TunnelClient:
                 self._weights.put(envelope, WeightsManifest)
             case WeightsReceived() as received:
                 self._publication.confirm(received.version)
+            case TransferStart() | TransferPart() | TransferOffset():
+                self._take_part(line, envelope)
             case Hello() | Welcome() | ChunkAck() | ChunkRefusal():
                 raise WireError(f"{self.endpoint} sent {type(envelope.message).__name__} out of turn")
-            case other if not self._inbox.put(other, coalescing_key(other)):  # type: ignore[arg-type]
-                self.counters["inbox_full"] += 1
+            case other:
+                charge = self._reader.put(other, line, charge)
+        line.release(charge)
 
-    def _send(self, link: Link) -> bool:
-        """Sends what waits: control, then weights, then experience; True when a pipe is full."""
-        if self._drain(link, Channel.CONTROL):
-            return True
-        publication = self._publication.due()
-        if publication is not None and link.send(Channel.WEIGHTS, publication):
+    def _take_part(self, line: Line, envelope: Envelope) -> None:
+        match envelope.message:
+            case TransferStart() as start:
+                if (answer := self._arrivals.start(start)) is not None:
+                    line.send(Envelope(answer))
+            case TransferOffset() as answer:
+                line.outlet.resume_at(answer)
+            case TransferPart() as part:
+                whole = self._arrivals.part(part, envelope.payload or b"")
+                if whole is not None:
+                    self._take_in(line, whole, 0)
+
+    def _tell_drained(self) -> None:
+        if not self.chunks_pending:
+            with self._condition:
+                self._condition.notify_all()
+
+    def _send(self, link: Link) -> float:
+        """Sends what waits: control, then weights, then experience. Returns when to try again, in seconds."""
+        weights, experience = self._outlets[Channel.WEIGHTS], link.lines[Channel.EXPERIENCE]
+        publication = self._publication.due(weights.overtakable)
+        if publication is not None and weights.offer(publication):
             self._publication.sent(publication)
-        blocked = self._drain(link, Channel.WEIGHTS) | self._drain(link, Channel.EXPERIENCE)
-        if self._uplink is None:
-            return blocked
-        return blocked | self._uplink.pump(lambda envelope: link.send(Channel.EXPERIENCE, envelope))
-
-    def _drain(self, link: Link, channel: Channel) -> bool:
-        queue = self._outgoing[channel]
-        while (envelope := queue.peek()) is not None:
-            if not link.send(channel, envelope):
-                return True
-            queue.discard(envelope)
-        return False
-
-
-class _Publication:
-    """The newest weights that the gateway does not have yet: one version under way, at most one waiting."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest: Envelope | None = None
-        self._under_way: Envelope | None = None
-
-    def offer(self, envelope: Envelope) -> None:
-        with self._lock:
-            self._newest = envelope
-
-    def due(self) -> Envelope | None:
-        """What to send now: nothing while a version is under way."""
-        with self._lock:
-            return self._newest if self._under_way is None else None
-
-    def sent(self, envelope: Envelope) -> None:
-        with self._lock:
-            self._under_way = envelope
-
-    def confirm(self, version: int) -> None:
-        with self._lock:
-            if self._under_way is not None and _version(self._under_way) == version:
-                if self._newest is self._under_way:
-                    self._newest = None
-                self._under_way = None
-
-    @property
-    def settled(self) -> bool:
-        """The gateway has all that was offered."""
-        with self._lock:
-            return self._newest is None and self._under_way is None
-
-    def rewind(self) -> None:
-        """The connection is gone, and with it what was under way."""
-        with self._lock:
-            self._under_way = None
-
-
-def _version(envelope: Envelope) -> int:
-    return envelope.message.version if isinstance(envelope.message, WeightsManifest) else -1
+        blocked = link.flush()
+        if self._uplink is not None and not len(experience.outlet):
+            blocked |= self._uplink.pump(experience)
+        if blocked:
+            return BLOCKED_RETRY_S
+        return min(outlet.wait_s() for outlet in self._outlets.values())

@@ -1,37 +1,81 @@
-"""The offset between a client's monotonic clock and the gateway's, from heartbeats that are echoed."""
+"""The offset between a client's monotonic clock and the gateway's, and its drift, from heartbeats that are echoed."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from user_sys.messages import Heartbeat
 
 WINDOW = 16
+EPOCHS = 64  # of WINDOW heartbeats each: a quarter of an hour at one a second
+MIN_SPAN_NS = 60 * 1_000_000_000  # drift is told apart from noise only over a while
+MAX_DRIFT = 500e-6  # of a quartz clock that works; what seems more is noise
 
 
 @dataclass(frozen=True)
 class ClockEstimate:
-    """Gateway's Unix time = our monotonic time + `offset_ns`, wrong by at most half of `rtt_ns`."""
+    """Gateway's Unix time = our monotonic time + `offset_ns`, wrong by at most half of `rtt_ns` when it was made."""
 
     offset_ns: int
     rtt_ns: int
+    drift_ppm: float = 0.0
 
     def gateway_unix_ns(self, t_monotonic_ns: int) -> int:
         return t_monotonic_ns + self.offset_ns
 
 
+@dataclass(frozen=True)
+class _Sample:
+    at_ns: int
+    offset_ns: int
+    rtt_ns: int
+
+
 class ClockEstimator:
-    """Trusts the quickest of the last `WINDOW` round trips: it waited least (NTP's clock filter, RFC 5905 §10)."""
+    """Trusts the quickest of the last `WINDOW` round trips: it waited least (NTP's clock filter, RFC 5905 §10).
+
+    The drift is the slope through the quickest sample of each `WINDOW`; between two samples the offset follows it.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[ClockEstimate] = deque(maxlen=WINDOW)
-        self.estimate: ClockEstimate | None = None
+        self._samples: deque[_Sample] = deque(maxlen=WINDOW)
+        self._epochs: deque[_Sample] = deque(maxlen=EPOCHS)
+        self._drift = 0.0
+        self._count = 0
 
     def add(self, echo: Heartbeat, now_ns: int) -> None:
         """Takes an echoed heartbeat that arrived at `now_ns` on our monotonic clock; one from the future is ignored."""
         rtt_ns = now_ns - echo.t_client_ns
         if rtt_ns < 0:
             return
-        self._samples.append(ClockEstimate(echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2, rtt_ns))
-        self.estimate = min(self._samples, key=lambda sample: sample.rtt_ns)
+        self._samples.append(_Sample(now_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2, rtt_ns))
+        self._count += 1
+        if self._count % WINDOW == 0:
+            self._epochs.append(self._quickest())
+            self._drift = self._slope()
+
+    def estimate(self, now_ns: int) -> ClockEstimate | None:
+        """The offset at `now_ns` on our monotonic clock; None before the first heartbeat."""
+        if not self._samples:
+            return None
+        best = self._quickest()
+        return ClockEstimate(
+            best.offset_ns + round(self._drift * (now_ns - best.at_ns)), best.rtt_ns, 1e6 * self._drift
+        )
+
+    def _quickest(self) -> _Sample:
+        return min(self._samples, key=lambda sample: sample.rtt_ns)
+
+    def _slope(self) -> float:
+        """Nanoseconds a nanosecond; 0 while too little is known."""
+        first = self._epochs[0]
+        if self._epochs[-1].at_ns - first.at_ns < MIN_SPAN_NS:
+            return 0.0
+        at = np.array([sample.at_ns - first.at_ns for sample in self._epochs], np.float64)
+        offsets = np.array([sample.offset_ns - first.offset_ns for sample in self._epochs], np.float64)
+        weights = 1.0 / np.array([sample.rtt_ns + 1 for sample in self._epochs], np.float64)
+        slope = float(np.polyfit(at, offsets, 1, w=weights)[0])
+        return slope if abs(slope) < MAX_DRIFT else 0.0

@@ -3,38 +3,148 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
+from collections.abc import Mapping
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.errors import LinkDown, Refused
+from user_sys.messages import Grant
+from user_sys.tunnel.credit import Window
 from user_sys.tunnel.keys import KeyPair
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.sockets import Socket, Wakeup, configure, readable, receive_frames, send_frames
 from user_sys.tunnel.wire import (
+    FREE,
     Channel,
     Envelope,
-    Socket,
-    TunnelLimits,
-    Wakeup,
-    configure,
+    Payload,
     decode,
     encode,
     new_session,
-    receive_frames,
-    send_frames,
+    size_of,
 )
 
 ZAP_DENIED = 400
-IO_THREADS = 2  # the first for control alone: encrypting a megabyte takes a millisecond
 _ENDS = {
     int(zmq.EVENT_CLOSED): "nothing listens there",
     int(zmq.EVENT_DISCONNECTED): "the gateway closed the connection",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake failed: is the gateway's public key right?",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the handshake failed: no gateway of ours listens there",
 }
+_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_ENDS)
+
+
+class Contexts:
+    """libzmq's threads: one for control alone, since encrypting a megabyte takes a millisecond, and one for bulk.
+
+    The bulk thread is a batch job to the kernel: when it becomes ready it does not displace a thread that runs.
+    """
+
+    def __init__(self) -> None:
+        self._control: zmq.Context[Socket] = zmq.Context(1)
+        self._bulk: zmq.Context[Socket] = zmq.Context(1)
+        if hasattr(os, "SCHED_BATCH"):
+            self._bulk.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+
+    def of(self, channel: Channel) -> zmq.Context[Socket]:
+        return self._control if channel is Channel.CONTROL else self._bulk
+
+    def close(self) -> None:
+        """All sockets must be closed before."""
+        self._control.term()
+        self._bulk.term()
+
+
+class Line:
+    """One channel's connection. Any thread may call it: a lock sees to it that one at a time uses the socket.
+
+    Whoever has used the socket must read it empty, or tell somebody who will (`pending`): its file descriptor may then
+    stay silent about a message that is there.
+    """
+
+    def __init__(self, socket: Socket, outlet: Outlet, window: ChannelLimits, limits: TunnelLimits, channel: Channel):
+        self.socket, self.channel, self.outlet = socket, channel, outlet
+        self.window = Window(window)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._closed = False
+        self.fd = int(socket.getsockopt(zmq.FD))
+
+    def send(self, envelope: Envelope) -> bool:
+        """Past queue and credit, for what is free of it; False when libzmq is full."""
+        with self._lock:
+            return not self._closed and self._send_frames(encode(envelope))
+
+    def send_now(self, envelope: Envelope) -> bool:
+        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
+        with self._lock:
+            outlet = self.outlet
+            if self._closed or len(outlet) or not outlet.may_send():
+                return False
+            return outlet.send(encode(envelope), self._send_frames)
+
+    def flush(self) -> bool:
+        """Sends what is queued and may go, and a grant that is due; True when libzmq can take no more."""
+        with self._lock:
+            if self._closed:
+                return False
+            grant = self.window.due()
+            if grant is not None and self._send_frames(encode(Envelope(grant))):
+                self.window.granted(grant)
+            return self.outlet.flush(self._send_frames)
+
+    def send_chunk(self, envelope: Envelope) -> bool:
+        """Past the queue, for which the outlet's `may_send` has said yes; False when libzmq is full."""
+        with self._lock:
+            return not self._closed and self.outlet.send(encode(envelope), self._send_frames)
+
+    def receive(self) -> tuple[Envelope, int] | None:
+        """The next message and what it was charged, without waiting, or None. Raises WireError.
+
+        Who takes it in gives its charge back to the window; what is free of credit was charged nothing.
+        """
+        with self._lock:
+            frames = None if self._closed else receive_frames(self.socket)
+        if frames is None:
+            return None
+        parts: list[Payload] = [frame.buffer for frame in frames]
+        envelope = decode(self.channel, parts, self._limits)
+        size, gauges = size_of(parts), self.outlet.gauges
+        gauges.received += 1
+        gauges.received_bytes += size
+        if isinstance(envelope.message, FREE):
+            if isinstance(envelope.message, Grant):
+                self.outlet.grant(envelope.message)
+            return envelope, 0
+        self.window.charge(size)
+        return envelope, size
+
+    def release(self, charge: int) -> None:
+        """A message was taken in."""
+        if charge:
+            self.window.release(1, charge)
+
+    @property
+    def pending(self) -> bool:
+        with self._lock:
+            return not self._closed and readable(self.socket)
+
+    def close(self, farewell_ms: int) -> None:
+        with self._lock:
+            self._closed = True
+            self.socket.disable_monitor()
+            self.socket.close(farewell_ms)
+
+    def _send_frames(self, frames: list[Payload]) -> bool:
+        return send_frames(self.socket, frames)
 
 
 class Link:
-    """Three CURVE connections under one fresh session. One thread calls it.
+    """Three CURVE connections under one fresh session. One thread calls it; its lines may be used by others.
 
     libzmq's own reconnecting is off: a link that has lost one connection is closed, and the client opens another, so
     that nothing sent under one session is ever delivered under the next.
@@ -42,73 +152,76 @@ class Link:
 
     def __init__(
         self,
-        context: zmq.Context[Socket],
+        contexts: Contexts,
         endpoint: str,
         keys: KeyPair,
         server_key: str,
         limits: TunnelLimits,
+        outlets: Mapping[Channel, Outlet],
         wakeup: Wakeup,
     ) -> None:
-        self._limits = limits
-        self._endpoint = endpoint
-        self._sockets: dict[Channel, Socket] = {}
-        self._monitors: dict[Channel, Socket] = {}
+        self.endpoint = endpoint
+        self.lines: dict[Channel, Line] = {}
+        self._monitors: list[Socket] = []
         self._wakeup = wakeup
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._reads_control = True
         session = new_session()
+        windows = {
+            Channel.CONTROL: limits.control,
+            Channel.WEIGHTS: limits.weights,
+            Channel.EXPERIENCE: limits.experience,
+        }
         for channel in Channel:
-            socket = context.socket(zmq.DEALER)
-            configure(socket, limits)
+            socket = contexts.of(channel).socket(zmq.DEALER)
+            configure(socket, limits, channel)
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
             socket.curve_serverkey = server_key.encode()
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
-            socket.setsockopt(zmq.AFFINITY, 1 if channel is Channel.CONTROL else 2)
-            events = zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            for event in _ENDS:
-                events |= event
-            self._sockets[channel] = socket
-            self._monitors[channel] = socket.get_monitor_socket(events)
-            self._poller.register(socket, zmq.POLLIN)
-            self._poller.register(self._monitors[channel], zmq.POLLIN)
+            self._monitors.append(socket.get_monitor_socket(_EVENTS))
+            self.lines[channel] = Line(socket, outlets[channel], windows[channel], limits, channel)
+            self._poller.register(self.lines[channel].fd, zmq.POLLIN)
+            self._poller.register(self._monitors[-1], zmq.POLLIN)
             socket.connect(endpoint)
 
-    def wait(self, timeout_s: float) -> frozenset[Channel]:
-        """Blocks until something arrives, the wake-up is set, or the timeout is over; says where messages are.
+    def wait(self, timeout_s: float, read_control: bool = True) -> None:
+        """Blocks until something may have arrived, the wake-up is set, or the timeout is over.
+
+        With `read_control` false, another thread reads the control line, and its messages end no wait here.
 
         Raises:
             Refused: the gateway does not know our key.
             LinkDown: a connection has ended.
         """
-        ready = {item for item, _ in self._poller.poll(math.ceil(1e3 * max(0.0, timeout_s)))}
+        control = self.lines[Channel.CONTROL]
+        if read_control != self._reads_control:
+            self._poller.register(control.fd, zmq.POLLIN) if read_control else self._poller.unregister(control.fd)
+            self._reads_control = read_control
+        waits = [line for line in self.lines.values() if read_control or line is not control]
+        timeout_s = 0.0 if any(line.pending for line in waits) else max(0.0, timeout_s)
+        ready = {item for item, _ in self._poller.poll(math.ceil(1e3 * timeout_s))}
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
-        for monitor in self._monitors.values():
+        for monitor in self._monitors:
             if monitor in ready:
                 self._raise_end(monitor)
-        return frozenset(channel for channel, socket in self._sockets.items() if socket in ready)
 
-    def send(self, channel: Channel, envelope: Envelope) -> bool:
-        """Hands a message to libzmq without waiting; False when the connection's pipe is full."""
-        return send_frames(self._sockets[channel], encode(envelope))
-
-    def receive(self, channel: Channel) -> Envelope | None:
-        """The next message without waiting, or None. Raises WireError."""
-        frames = receive_frames(self._sockets[channel])
-        return None if frames is None else decode(channel, [frame.buffer for frame in frames], self._limits)
+    def flush(self) -> bool:
+        """Sends what is queued on each channel, control first; True when libzmq can take no more."""
+        return any([line.flush() for line in self.lines.values()])
 
     def _raise_end(self, monitor: Socket) -> None:
         event = recv_monitor_message(monitor)
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and event["value"] == ZAP_DENIED:
-            raise Refused(f"{self._endpoint} does not allow this key; run `user-sys keys allow` there")
-        raise LinkDown(f"{self._endpoint}: {_ENDS.get(int(event['event']), 'the handshake failed')}")
+            raise Refused(f"{self.endpoint} does not allow this key; run `user-sys keys allow` there")
+        raise LinkDown(f"{self.endpoint}: {_ENDS.get(int(event['event']), 'the handshake failed')}")
 
     def close(self, farewell_ms: int = 0) -> None:
         """Drops the connections and what is in their pipes; the control channel has `farewell_ms` to empty its own."""
-        for channel, socket in self._sockets.items():
-            self._poller.unregister(socket)
-            socket.disable_monitor()
-            self._monitors[channel].close(0)
-            socket.close(farewell_ms if channel is Channel.CONTROL else 0)
+        for channel, line in self.lines.items():
+            line.close(farewell_ms if channel is Channel.CONTROL else 0)
+        for monitor in self._monitors:
+            monitor.close(0)

@@ -1,14 +1,17 @@
-"""Experience on its way up: chunks from a durable source, sent in order within a window, kept until acknowledged."""
+"""Experience on its way up: chunks from a durable source, sent in order while there is credit, kept until settled."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
-from user_sys.tunnel.wire import Envelope, TunnelLimits
+from user_sys.tunnel.gauges import Histogram
+from user_sys.tunnel.link import Line
+from user_sys.tunnel.wire import Envelope
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,13 @@ class PendingChunk:
 
 
 class ChunkSource(Protocol):
-    """Where chunks wait. Called from the tunnel's thread."""
+    """Where chunks wait. Called from the tunnel's thread.
+
+    Attributes:
+        stream: names this source for good; within a stream no sequence number is ever given twice.
+    """
+
+    stream: str
 
     def __len__(self) -> int:
         """Durable chunks that are not acknowledged. Any thread may ask."""
@@ -41,33 +50,36 @@ class ChunkSource(Protocol):
 
 
 class ChunkUplink:
-    """Sends a source's chunks under a window of bytes and chunks. One thread calls it."""
+    """Sends a source's chunks. One thread calls it.
 
-    def __init__(self, source: ChunkSource, limits: TunnelLimits) -> None:
+    Args:
+        settle: takes the time from sending a chunk to its durable acknowledgement.
+    """
+
+    def __init__(self, source: ChunkSource, settle: Histogram) -> None:
         self.source = source
-        self._limits = limits
-        self._under_way: deque[tuple[int, int]] = deque()
-        self._bytes = 0
+        self._settle = settle
+        self._under_way: deque[tuple[int, float]] = deque()
         self._sent = -1
 
-    def rewind(self) -> None:
-        """The connection is gone: everything without acknowledgement is sent again."""
+    def rewind(self, resume_after: int) -> None:
+        """A new session: chunks up to `resume_after` are durable there, everything else is sent again."""
         self._under_way.clear()
-        self._bytes = 0
         self._sent = -1
+        if resume_after >= 0:
+            self.source.acknowledge(resume_after)
 
-    def pump(self, send: Callable[[Envelope], bool]) -> bool:
-        """Sends what the window allows; True when `send` could take no more."""
-        if not self._has_credit():
+    def pump(self, line: Line) -> bool:
+        """Sends what credit and bandwidth allow; True when libzmq can take no more."""
+        if not line.outlet.may_send():
             return False
         for chunk in self.source.pending(self._sent):
             offer = ChunkOffer(sequence=chunk.sequence, episode=chunk.episode, index=chunk.index)
-            if not send(Envelope(offer, chunk.packet)):
+            if not line.send_chunk(Envelope(offer, chunk.packet)):
                 return True
             self._sent = chunk.sequence
-            self._under_way.append((chunk.sequence, len(chunk.packet)))
-            self._bytes += len(chunk.packet)
-            if not self._has_credit():
+            self._under_way.append((chunk.sequence, time.monotonic()))
+            if not line.outlet.may_send():
                 return False
         return False
 
@@ -76,9 +88,7 @@ class ChunkUplink:
         if isinstance(answer, ChunkRefusal):
             self.source.set_aside(answer.sequence, answer.reason)
             return
+        now = time.monotonic()
         while self._under_way and self._under_way[0][0] <= answer.sequence:
-            self._bytes -= self._under_way.popleft()[1]
+            self._settle.add(now - self._under_way.popleft()[1])
         self.source.acknowledge(min(answer.sequence, self._sent))
-
-    def _has_credit(self) -> bool:
-        return self._bytes < self._limits.window_bytes and len(self._under_way) < self._limits.window_chunks

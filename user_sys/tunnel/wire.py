@@ -1,32 +1,19 @@
-"""The tunnel's wire: channels, limits, and messages as frames.
+"""The tunnel's wire: channels, who may say what, and messages as frames.
 
 A client opens three connections (DEALER) to one port (ROUTER), one a channel. Their routing ids are the channel's
 letter and 16 random bytes that the three share: the session. A message is one msgpack frame; those in `WITH_PAYLOAD`
-are followed by exactly one frame of bulk bytes.
-
-A session::
-
-    client                                  gateway
-    control:    Hello            ->         key, version, name and role are checked
-                                 <-         Welcome, or Refusal: final
-    weights:    Hello            ->  <-     Welcome
-    experience: Hello            ->  <-     Welcome; the session is open
-    control:    Heartbeat each second, echoed; five seconds of silence end the session on either side
+are followed by exactly one frame of bulk bytes. docs/tunnel.md describes a session from its first byte to its last.
 """
 
 from __future__ import annotations
 
 import enum
-import errno
 import secrets
-import socket as sockets
-import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
-import zmq
 
 from hal.errors import HalError
 from user_sys.errors import WireError
@@ -37,6 +24,7 @@ from user_sys.messages import (
     ControlMessage,
     EpisodeReport,
     ExperienceMessage,
+    Grant,
     Heartbeat,
     Hello,
     LeaseRelease,
@@ -47,23 +35,27 @@ from user_sys.messages import (
     OperatorReply,
     Preview,
     PreviewAck,
+    Refusal,
     RobotStatus,
     StopRun,
+    TransferOffset,
+    TransferPart,
+    TransferStart,
     WatchRequest,
     WeightsApplied,
     WeightsManifest,
     WeightsMessage,
     WeightsReceived,
+    Welcome,
 )
 from user_sys.tunnel.keys import Role
+from user_sys.tunnel.limits import TunnelLimits
 
 AnyMessage: TypeAlias = ControlMessage | WeightsMessage | ExperienceMessage
 Payload: TypeAlias = bytes | memoryview
-Socket: TypeAlias = "zmq.Socket[bytes]"
 
 SESSION_BYTES = 16
 MAX_PARTS = 2
-ZAP_DOMAIN = b"user-sys"
 
 
 class Channel(enum.Enum):
@@ -74,35 +66,6 @@ class Channel(enum.Enum):
     EXPERIENCE = b"e"
 
 
-@dataclass(frozen=True)
-class TunnelLimits:
-    """The bounds of a tunnel; both ends use the same.
-
-    Attributes:
-        max_message_bytes: the largest frame; a peer that sends a larger one is disconnected by libzmq.
-        max_record_bytes: the largest message frame, without its payload.
-        window_bytes, window_chunks: experience that a robot may have under way without acknowledgement.
-        queue_messages: messages that wait for one peer on one channel.
-        pipe_messages: libzmq's high-water mark of each connection and direction.
-        heartbeat_s: the client's heartbeat interval.
-        dead_after_s: silence on the control channel that ends a session.
-        handshake_s: from the first byte to the end of the CURVE handshake, and from Hello to Welcome.
-        backoff_min_s, backoff_max_s: pause before a new connection, doubled each time, with a jitter of half.
-    """
-
-    max_message_bytes: int = 256 << 20
-    max_record_bytes: int = 256 << 10
-    window_bytes: int = 16 << 20
-    window_chunks: int = 64
-    queue_messages: int = 4096
-    pipe_messages: int = 64
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 5.0
-    handshake_s: float = 5.0
-    backoff_min_s: float = 0.1
-    backoff_max_s: float = 5.0
-
-
 @dataclass(frozen=True, eq=False)
 class Envelope:
     """A message and the payload that its type asks for."""
@@ -111,17 +74,21 @@ class Envelope:
     payload: Payload | None = None
 
 
-WITH_PAYLOAD = (ChunkOffer, Preview, WeightsManifest)
+WITH_PAYLOAD = (ChunkOffer, Preview, WeightsManifest, TransferPart)
+FREE = (Hello, Welcome, Refusal, Heartbeat, Grant, TransferOffset)
+"""Needs no credit: the session lives by them, and none of them waits in a queue."""
+RESUMABLE = (WeightsManifest,)
+"""May go in parts; says the payload's `digest` and `size_bytes`."""
 PERISHABLE = (OperatorCommand, WatchRequest, LeaseRequest, LeaseRelease, Preview)
 """Worth nothing, or dangerous, when they arrive late: never kept over a lost connection."""
 
 ALLOWED: dict[Role, tuple[type[Message], ...]] = {
     "robot": (
-        *(Hello, Heartbeat, LeaseRequest, LeaseRelease, OperatorReply, RobotStatus, EpisodeReport, MetricsReport),
-        *(ChunkOffer, Preview, WeightsApplied, WeightsReceived),
+        *(Hello, Heartbeat, Grant, LeaseRequest, LeaseRelease, OperatorReply, RobotStatus, EpisodeReport),
+        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, TransferOffset),
     ),
-    "learner": (Hello, Heartbeat, MetricsReport, WeightsManifest),
-    "console": (Hello, Heartbeat, OperatorCommand, WatchRequest, StopRun, PreviewAck),
+    "learner": (Hello, Heartbeat, Grant, MetricsReport, WeightsManifest, TransferStart, TransferPart),
+    "console": (Hello, Heartbeat, Grant, OperatorCommand, WatchRequest, StopRun, PreviewAck),
 }
 """What each role may send to the gateway."""
 
@@ -131,8 +98,9 @@ _DECODERS: dict[Channel, msgspec.msgpack.Decoder[Any]] = {
     Channel.EXPERIENCE: msgspec.msgpack.Decoder(ExperienceMessage),
 }
 _CHANNEL_OF: dict[type[Message], Channel] = {
-    **{kind: Channel.WEIGHTS for kind in (WeightsManifest, WeightsApplied, WeightsReceived)},
-    **{kind: Channel.EXPERIENCE for kind in (ChunkOffer, ChunkAck, ChunkRefusal, Preview, PreviewAck)},
+    **dict.fromkeys((WeightsManifest, WeightsApplied, WeightsReceived), Channel.WEIGHTS),
+    **dict.fromkeys((TransferStart, TransferOffset, TransferPart), Channel.WEIGHTS),
+    **dict.fromkeys((ChunkOffer, ChunkAck, ChunkRefusal, Preview, PreviewAck), Channel.EXPERIENCE),
 }
 
 
@@ -145,7 +113,7 @@ def new_session() -> bytes:
 
 
 def channel_of(message: AnyMessage) -> Channel:
-    """The channel that a message travels on. Hello, Welcome and Refusal go on all; their sender says which."""
+    """The channel that a message travels on. Hello, Welcome, Refusal and Grant go on all; their sender says which."""
     return _CHANNEL_OF.get(type(message), Channel.CONTROL)
 
 
@@ -160,7 +128,7 @@ def coalescing_key(message: AnyMessage) -> Hashable:
             return ("watch", message.robot)
         case Preview():
             return ("preview", message.robot, message.camera)
-        case WeightsManifest() | ChunkAck() | Heartbeat():
+        case WeightsManifest() | ChunkAck():
             return type(message)
     return None
 
@@ -190,87 +158,31 @@ def decode(channel: Channel, frames: list[Payload], limits: TunnelLimits) -> Env
     return Envelope(message, frames[1] if len(frames) == MAX_PARTS else None)
 
 
+def announced(start: TransferStart, limits: TunnelLimits) -> AnyMessage:
+    """The message that a transfer brings.
+
+    Raises:
+        WireError: it may not come in parts, describes another payload, or is larger than allowed.
+    """
+    try:
+        message = _DECODERS[Channel.WEIGHTS].decode(start.announced)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError, HalError) as error:
+        raise WireError(f"a transfer of no message: {str(error)[:200]}") from None
+    if not isinstance(message, RESUMABLE) or (message.digest, message.size_bytes) != (start.key, start.size_bytes):
+        raise WireError(f"a transfer that does not fit its {type(message).__name__}")
+    if not 0 < start.size_bytes <= limits.max_transfer_bytes:
+        raise WireError(f"a payload of {start.size_bytes} bytes; the limit is {limits.max_transfer_bytes}")
+    return message
+
+
+def size_of(frames: list[Payload]) -> int:
+    """What a message costs in flow control: the bytes of its payload, or where it has none, of its record."""
+    return len(frames[-1])
+
+
 def protocol_of_hello(frame: Payload) -> int | None:
     """The version in a Hello that does not decode otherwise, or None: other versions may have other fields."""
     try:
         return msgspec.msgpack.decode(frame, type=_AnyHello).protocol
     except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError):
         return None
-
-
-def receive_frames(socket: Socket) -> list[zmq.Frame] | None:
-    """The next message's frames without waiting, or None. Frames beyond `MAX_PARTS` + 2 are dropped as they come."""
-    try:
-        frames = [socket.recv(zmq.DONTWAIT, copy=False)]
-    except zmq.Again:
-        return None
-    more = frames[0].more
-    while more:
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
-        more = frame.more
-        if len(frames) < MAX_PARTS + 2:
-            frames.append(frame)
-    return frames
-
-
-def send_frames(socket: Socket, frames: list[Payload]) -> bool:
-    """Hands a message to libzmq without waiting; False when the peer is gone or its pipe is full."""
-    try:
-        socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-    except zmq.ZMQError as error:
-        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, errno.EPIPE):
-            return False
-        raise
-    return True
-
-
-def configure(socket: Socket, limits: TunnelLimits) -> None:
-    """Bounds and liveness that both ends share. A half-open TCP connection is found by the kernel within 30 s."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-    socket.setsockopt(zmq.SNDHWM, limits.pipe_messages)
-    socket.setsockopt(zmq.RCVHWM, limits.pipe_messages)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.handshake_s * 1e3))
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-
-
-class Wakeup:
-    """Interrupts another thread's poll: `set` from any thread, poll `fileno` for reading, then `clear`.
-
-    After `close`, `set` does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._reader, self._writer = sockets.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                self._writer.send(b"\0")
-            except BlockingIOError:  # full of wake-ups already: the thread will wake
-                return
-
-    def clear(self) -> None:
-        try:
-            while len(self._reader.recv(4096)) == 4096:
-                pass
-        except BlockingIOError:  # nobody called: a poll may wake for another reason
-            return
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._reader.close()
-            self._writer.close()

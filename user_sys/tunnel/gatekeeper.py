@@ -1,0 +1,81 @@
+"""Who is let in: answers libzmq's questions about keys, counts failed handshakes, and logs sparingly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from user_sys.tunnel.keys import Keyring
+from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
+MAX_TOPICS = 1024
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class SparingLog:
+    """Warnings about what strangers do: at most one each `LOG_EVERY_S` and topic, with the number held back."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def warn(self, topic: str, text: str) -> None:
+        last, held_back = self._last.get(topic, (-LOG_EVERY_S, 0))
+        now = time.monotonic()
+        if now - last < LOG_EVERY_S:
+            self._last[topic] = (last, held_back + 1)
+            return
+        if len(self._last) > MAX_TOPICS:
+            self._last.clear()
+        self._last[topic] = (now, 0)
+        logger.warning("%s%s", text, f" (and {held_back} more like it)" if held_back else "")
+
+
+class Gatekeeper:
+    """Answers for a ROUTER whether a key may connect (ZAP, https://rfc.zeromq.org/spec/27/).
+
+    Must exist before the port opens: without it libzmq lets any key in. One thread calls it, when `zap` or `monitor`
+    have something to be read.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Socket], router: Socket, ring: Keyring, counters: Counter[str], log: SparingLog
+    ) -> None:
+        self._ring, self._counters, self._log, self._router = ring, counters, log, router
+        self.zap: Socket = context.socket(zmq.REP)
+        self.zap.linger = 0
+        self.zap.bind("inproc://zeromq.zap.01")
+        self.monitor: Socket = router.get_monitor_socket(_FAILED_HANDSHAKES)
+
+    def authenticate(self) -> None:
+        """Answers what libzmq asks."""
+        while self.zap.poll(0):
+            version, request, domain, address, _, mechanism, *credentials = self.zap.recv_multipart()
+            public = z85.encode(credentials[0]).decode() if len(credentials) == 1 and len(credentials[0]) == 32 else ""
+            self._ring.refresh()
+            known = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._ring.find(public) is not None
+            if not known:
+                self._counters["keys_refused"] += 1
+                who = f"key={public or 'none'} address={address.decode(errors='replace')}"
+                self._log.warn(f"key:{public}", f"tunnel.refused {who} reason=this key is not allowed")
+            status = (b"200", b"OK") if known else (b"400", b"this key is not allowed")
+            self.zap.send_multipart([version, request, *status, public.encode(), b""])
+
+    def count_failures(self) -> None:
+        """Counts connections that ended before they showed a key: not our protocol, or meant for another gateway."""
+        while self.monitor.poll(0):
+            recv_monitor_message(self.monitor)
+            self._counters["handshakes_failed"] += 1
+            self._log.warn("handshake", "tunnel.handshake_failed: not this protocol, or for another gateway's key")
+
+    def close(self) -> None:
+        self._router.disable_monitor()
+        self.monitor.close(0)
+        self.zap.close(0)

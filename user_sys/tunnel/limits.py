@@ -1,0 +1,56 @@
+"""The bounds of a tunnel. Each end has its own: what a peer may send is what this end has granted it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ChannelLimits:
+    """The bounds of one channel at one end.
+
+    Attributes:
+        window_messages, window_bytes: what the other end may have under way to us before we take some of it in. The
+            last message may exceed the bytes, so that one larger than the window can pass at all.
+        queue_messages: messages that wait here to be sent, for each peer.
+        bytes_per_s: how fast this end sends, averaged over a quarter of a second; 0 is as fast as it can.
+    """
+
+    window_messages: int = 64
+    window_bytes: int = 16 << 20
+    queue_messages: int = 4096
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TunnelLimits:
+    """The bounds of all channels, and the times after which a peer is given up.
+
+    Attributes:
+        max_message_bytes: the largest frame; a peer that sends a larger one is disconnected by libzmq.
+        max_record_bytes: the largest message frame, without its payload.
+        max_transfer_bytes: the largest payload that may come in parts.
+        part_bytes: larger payloads on the weights channel go in parts of this size, and may be resumed.
+        pipe_messages: libzmq's high-water mark of each connection and direction.
+        heartbeat_s: the client's heartbeat interval.
+        dead_after_s: silence on the control channel that ends a session.
+        stuck_after_s: bytes that a bulk connection's other end does not acknowledge for so long end the session.
+        handshake_s: from the first byte to the end of the CURVE handshake, and from Hello to Welcome.
+        backoff_min_s, backoff_max_s: the pause before a new connection is drawn between zero and a bound that starts
+            with the first and doubles up to the second.
+    """
+
+    control: ChannelLimits = ChannelLimits(window_messages=1024, window_bytes=4 << 20)
+    weights: ChannelLimits = ChannelLimits(window_bytes=32 << 20)
+    experience: ChannelLimits = ChannelLimits()
+    max_message_bytes: int = 256 << 20
+    max_record_bytes: int = 256 << 10
+    max_transfer_bytes: int = 1 << 30
+    part_bytes: int = 1 << 20
+    pipe_messages: int = 64
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 5.0
+    stuck_after_s: float = 20.0
+    handshake_s: float = 5.0
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 5.0

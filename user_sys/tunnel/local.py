@@ -1,0 +1,53 @@
+"""The short way between a gateway and the peers on its own machine: a Unix socket beside its TCP port.
+
+Both ends derive the socket's path from the port and the gateway's public key, so that nothing has to be configured, and
+an endpoint that leads through a proxy or to another machine is never short-cut. CURVE and the ring of keys apply as on
+TCP: the path is a convenience, not a credential.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hal.lease import runtime_folder
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+MAX_SOCKET_PATH_BYTES = 107
+_LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
+
+
+def local_endpoint(endpoint: str, public_key: str) -> str | None:
+    """The Unix socket of the gateway with `public_key` that listens on TCP `endpoint`; None where it has none."""
+    url = urlsplit(endpoint)
+    if url.scheme != "tcp" or not url.port:
+        return None
+    name = hashlib.blake2b(public_key.encode(), digest_size=6).hexdigest()
+    path = str(runtime_folder() / f"gateway-{url.port}-{name}.sock")
+    return f"ipc://{path}" if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES else None
+
+
+def nearest(endpoint: str, public_key: str) -> str:
+    """`endpoint`, or the Unix socket of its gateway when that is here and somebody listens."""
+    if urlsplit(endpoint).hostname not in LOOPBACK:
+        return endpoint
+    local = local_endpoint(endpoint, public_key)
+    return local if local is not None and _listens(local.removeprefix("ipc://")) else endpoint
+
+
+def _listens(path: str) -> bool:
+    """Whether a process of this user listens on `path`; a killed one leaves its socket behind.
+
+    Asked of the kernel, because a connection that only looks would be a failed handshake to the gateway.
+    """
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        sockets = Path("/proc/net/unix").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.endswith(f" {path}") and line.split()[3] == _LISTENING for line in sockets)

@@ -1,0 +1,119 @@
+"""Lets the thread that waits for a message read the connection itself: two thread switches fewer on the way."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from user_sys.tunnel.link import Line
+from user_sys.tunnel.mailbox import Mailbox
+from user_sys.tunnel.sockets import Wakeup
+from user_sys.tunnel.wire import AnyMessage, coalescing_key
+
+STAYS_S = 0.1  # a thread that has waited once is expected back for so long
+RECHECK_S = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Incoming:
+    """A message in the inbox; taking it gives its charge back to the line that it came on."""
+
+    message: AnyMessage
+    line: Line
+    charge: int
+
+
+class Reader:
+    """An inbox whose waiting thread reads the control line while one is attached.
+
+    One thread at a time reads; others that wait are served from what it reads. While nobody waits, or has waited within
+    `STAYS_S`, whoever attached the line must read it.
+
+    Args:
+        drain: reads a line empty into the inbox; never raises.
+    """
+
+    def __init__(self, capacity: int, drain: Callable[[Line], None]) -> None:
+        self.inbox: Mailbox[Incoming] = Mailbox(capacity)
+        self._drain = drain
+        self._line: Line | None = None
+        self._turn, self._polling = threading.Lock(), threading.Lock()
+        self._ident = 0
+        self._left_s = float("-inf")
+        self._wakeup = Wakeup()
+
+    @property
+    def present(self) -> bool:
+        """Whether a thread reads the line, or has done so just now."""
+        return self._ident != 0 or time.monotonic() - self._left_s < STAYS_S
+
+    def attach(self, line: Line) -> None:
+        self._line = line
+        self._wakeup.set()
+
+    def detach(self) -> None:
+        """Nobody uses the line's file descriptor any more when this returns."""
+        self._line = None
+        self._wakeup.set()
+        with self._polling:
+            return
+
+    def put(self, message: AnyMessage, line: Line, charge: int) -> int:
+        """Keeps a message until it is taken; returns what of its charge is to be given back at once.
+
+        A state may be replaced by its successor before anybody takes it: only other messages wait at their own charge.
+        """
+        key = coalescing_key(message)
+        kept = Incoming(message, line, charge if key is None else 0)
+        if not self.inbox.put(kept, key):
+            return charge
+        if self._ident not in (0, threading.get_ident()):
+            self._wakeup.set()
+        return charge - kept.charge
+
+    def take(self, timeout_s: float) -> Incoming | None:
+        """The oldest message, or None after `timeout_s`."""
+        if timeout_s <= 0:
+            if self._line is not None and not len(self.inbox):
+                self._drain(self._line)
+            return self.inbox.take()
+        deadline = time.monotonic() + timeout_s
+        if not self._turn.acquire(blocking=False):
+            return self.inbox.wait(timeout_s)
+        try:
+            self._ident = threading.get_ident()
+            return self._read(deadline)
+        finally:
+            self._left_s = time.monotonic()
+            self._ident = 0
+            self._turn.release()
+
+    def _read(self, deadline: float) -> Incoming | None:
+        while (item := self.inbox.take()) is None:
+            line = self._line
+            if line is not None:
+                self._drain(line)
+                if len(self.inbox):
+                    continue
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            self._wait(min(remaining_s, RECHECK_S))
+        return item
+
+    def _wait(self, timeout_s: float) -> None:
+        with self._polling:
+            poll = select.poll()
+            poll.register(self._wakeup.fileno(), select.POLLIN)
+            line = self._line
+            if line is not None:
+                poll.register(line.fd, select.POLLIN)
+            if self._wakeup.fileno() in dict(poll.poll(1e3 * timeout_s)):
+                self._wakeup.clear()
+
+    def close(self) -> None:
+        self.detach()
+        self._wakeup.close()
