@@ -14,9 +14,10 @@ import mujoco
 import numpy as np
 
 from benchmarks.harness import Row, compare, report
+from sim.experts import make_expert
 from sim.rendering import make_cameras
 from sim.robot import SimRobot, SimRobotConfig
-from sim.scenes import make_expert, make_robot, make_task
+from sim.scenes import make_task
 
 GOAL = 12  # the demo, whose robot this is
 PERIODS = 300
@@ -27,7 +28,7 @@ class Lifting:
     """The scripted expert lifts cubes over and over: the mix of free motion and contact that training sees."""
 
     def __init__(self, cameras: int) -> None:
-        self.robot: SimRobot = make_robot(SimRobotConfig())
+        self.robot: SimRobot = SimRobot(SimRobotConfig())
         self.robot.connect()
         self._task = make_task("lift")
         self._expert = make_expert("lift", self.robot.spec)
@@ -93,7 +94,7 @@ class Bare:
 
 def held_cube() -> tuple[mujoco.MjModel, np.ndarray]:
     """The lift scene with the cube between the closed fingers."""
-    robot = make_robot(SimRobotConfig(cameras=()))
+    robot = SimRobot(SimRobotConfig(cameras=()))
     robot.connect()
     robot.world.reset(np.array([0.5, 0.0, 0.02]), np.array([0.5, 0.0, 0.02]))
     for _ in range(8):

@@ -112,10 +112,10 @@ class ActionLimits:
 
 
 class _Motion:
-    """How fast, and how abruptly faster, the moving elements may move: steps of the tool, and joint targets.
+    """How fast, and how abruptly faster, the moving elements may move: steps of tool or joints, and joint targets.
 
-    A *step* is what an element moves in one control period: its value for a step of the tool, the way from the last
-    target (at first, from the measured angle) for a joint target.
+    A *step* is what an element moves in one control period: its value for a step, the way from the last target (at
+    first, from the measured angle) for a joint target.
     """
 
     def __init__(self, spec: RobotSpec, size: int) -> None:
@@ -123,11 +123,14 @@ class _Motion:
         deltas = _indices(spec.tool_delta, size, "tool_delta")
         self.targets = _indices(spec.joint_target, size, "joint_target")
         self._angles = _indices(limits.joint_position, _state_size(spec), "joint_position")
-        joints = len(self.targets)
+        turns = _indices(spec.joint_target or spec.joint_delta, size, "joint_delta")
+        joints = len(turns)
+        if spec.joint_target and spec.joint_delta:
+            raise SpecError(f"{spec.model}: an action moves its joints by joint_target or by joint_delta, not by both")
         if joints and joints != len(self._angles):
-            raise SpecError(f"{spec.model}: joint_target has {joints} elements, joint_position {len(self._angles)}")
+            raise SpecError(f"{spec.model}: the action moves {joints} joints, joint_position has {len(self._angles)}")
         self.needs_state = joints > 0
-        self._moving: Array = np.concatenate([deltas, self.targets])
+        self._moving: Array = np.concatenate([deltas, turns])
         self._first_joint = len(deltas)
         self._reach_low = _vector(limits.joint_low, joints, "joint_low") if joints else _EMPTY
         self._reach_high = _vector(limits.joint_high, joints, "joint_high") if joints else _EMPTY
@@ -157,13 +160,13 @@ class _Motion:
         if not len(self._moving):
             return NO_REASON
         self._earlier = self._step
-        if self.needs_state:
-            measured = state[self._angles]
+        angle = state[self._angles] if self.needs_state else _EMPTY
+        if len(self.targets):
             target = last[self.targets]
-            self._base[self._first_joint :] = np.where(np.isnan(target), measured, target)
+            angle = self._base[self._first_joint :] = np.where(np.isnan(target), angle, target)
         wanted = within[self._moving] - self._base
         step, reasons = wanted, NO_REASON
-        for reason, low, high in self._intervals(share):
+        for reason, low, high in self._intervals(share, angle):
             if _outside(step, low, high):
                 reasons |= reason
                 step = np.clip(step, low, high)
@@ -171,8 +174,8 @@ class _Motion:
         within[self._moving[changed]] = (self._base + step)[changed]
         return reasons
 
-    def _intervals(self, share: float) -> list[tuple[Reason, Array, Array]]:
-        """For each limit, the steps that it allows; 0 is always among them."""
+    def _intervals(self, share: float, angle: Array) -> list[tuple[Reason, Array, Array]]:
+        """For each limit, the steps that it allows from joints at `angle`; 0 is always among them."""
         fastest, goes_on = self._speed * share, self._step + self._change
         found = [
             (Reason.SPEED, -fastest, fastest),
@@ -185,7 +188,6 @@ class _Motion:
         ]
         if self.needs_state:  # a joint beyond its limit may come back, and not go farther
             low, high = np.full(len(self._moving), -np.inf), np.full(len(self._moving), np.inf)
-            angle = self._base[self._first_joint :]
             low[self._first_joint :] = np.minimum(self._reach_low - angle, 0.0)
             high[self._first_joint :] = np.maximum(self._reach_high - angle, 0.0)
             found.append((Reason.JOINT_POSITION, low, high))
@@ -281,7 +283,7 @@ class StateLimits:
         self._position = _indices(limits.joint_position, size, "joint_position")
         self._low = _vector(limits.joint_low, len(self._position), "joint_low")
         self._high = _vector(limits.joint_high, len(self._position), "joint_high")
-        self._may_come_back = bool(spec.joint_target)
+        self._may_come_back = bool(spec.joint_target or spec.joint_delta)
         self._velocity = _indices(limits.joint_velocity, size, "joint_velocity")
         measured = limits.joint_velocity_max if limits.joint_velocity else ()
         self._fastest = _vector(measured, len(self._velocity), "joint_velocity_max")
@@ -357,9 +359,9 @@ def _neutral(spec: RobotSpec) -> Array:
         _indices((spec.gripper,), size, "gripper")
         neutral[spec.gripper] = _UNSET
     neutral[_indices(spec.joint_target, size, "joint_target")] = _UNSET
-    for element in _indices(spec.tool_delta, size, "tool_delta"):
+    for element in _indices(spec.tool_delta + spec.joint_delta, size, "tool_delta or joint_delta"):
         if neutral[element] != 0.0 and not np.isnan(neutral[element]):
-            raise SpecError(f"{spec.model}: element {element} is a step of the tool; its neutral value must be 0")
+            raise SpecError(f"{spec.model}: element {element} is a step; its neutral value must be 0")
         neutral[element] = 0.0
     return neutral
 

@@ -110,9 +110,9 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty where it has none.
         joint_velocity_max: limit of each joint's speed, rad/s: of the measured one where there is `joint_velocity`, and
-            of the commanded one where the action has `RobotSpec.joint_target`.
+            of the commanded one where the action has `RobotSpec.joint_target` or `joint_delta`.
         joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
-            none, and only with `RobotSpec.joint_target`.
+            none, and only with `RobotSpec.joint_target` or `joint_delta`.
         action_rate_max: the largest change of each action element between two control periods, in its own unit.
         reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1].
         stale_after_s: an observation older than this is not acted upon.
@@ -149,11 +149,15 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
 class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a policy, a store or a console needs to know about a robot.
 
-    `tool_delta` names the action elements that move the tool by a Cartesian step (x, y, z); `joint_target` those that
-    are the joint angles to be reached at the end of the control period, in the order of ``limits.joint_position``.
-    `neutral` is the action that keeps the robot where it is, with the gripper element (index `gripper`, -1 where there
-    is none) left to the caller; what it says of joint targets has no meaning, see `rest_action`. `safe_stop` says in
-    words what the robot does in its safe stop.
+    Attributes:
+        tool_delta: action elements that move the tool by a Cartesian step (x, y, z), m.
+        joint_delta: action elements that move the joints by a step, rad, in the order of ``limits.joint_position``.
+        joint_target: action elements that are the joint angles to be reached at the end of the control period, rad, in
+            that order. Excludes `joint_delta`.
+        gripper: index of the action's gripper element; -1 where there is none.
+        neutral: the action that keeps the robot where it is. What it says of the gripper is left to the caller; what
+            it says of joint targets has no meaning, see `rest_action`.
+        safe_stop: in words, what the robot does in its safe stop.
     """
 
     model: str
@@ -164,6 +168,7 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: SafetyLimits = SafetyLimits()
     neutral: tuple[float, ...] = ()
     tool_delta: tuple[int, ...] = ()
+    joint_delta: tuple[int, ...] = ()
     joint_target: tuple[int, ...] = ()
     gripper: int = -1
     safe_stop: str = "holds its position"

@@ -16,6 +16,7 @@ from hal.camera import Camera, Frame
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
+from hal.station import Station, StationRequest, read_options
 from hal.task import Outcome, Task
 from hal.teleoperator import Teleoperator, TeleopInput
 
@@ -266,3 +267,10 @@ def fake_expert(arrays: Mapping[str, Array]) -> Array:
     """The action that leads straight to the goal: float32 (4,), gripper open."""
     step = np.clip(arrays[ENVIRONMENT_STATE][3:], -STEP_M, STEP_M)
     return np.array([*step, GRIPPER_M], np.float32)
+
+
+def make_station(request: StationRequest) -> Station:
+    """A `hal.station.StationFactory`; options: `FakeRobotConfig`."""
+    robot = FakeRobot(read_options(FakeRobotConfig, request))
+    views = tuple(FakeCamera(robot, spec) for spec in robot.spec.cameras) if request.cameras else ()
+    return Station(request.name, robot, FakeTask(), views, lambda seed, noise: fake_expert)

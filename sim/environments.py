@@ -15,8 +15,8 @@ from gymnasium import spaces
 from hal.robot import Observation
 from hal.spec import ENVIRONMENT_STATE, STATE, Array, ArraySpec
 from sim.rendering import SimCamera
-from sim.robot import SimRobotConfig
-from sim.scenes import make_robot, make_task
+from sim.robot import SimRobot, SimRobotConfig
+from sim.scenes import make_task
 
 KEYS = {"state": STATE, "environment_state": ENVIRONMENT_STATE}
 
@@ -37,7 +37,7 @@ class PandaEnvironment(gymnasium.Env[dict[str, Any], Array]):
         """Raises SpecError on an unknown task or camera."""
         self.render_mode = render_mode
         self._task = make_task(task)
-        self._robot = make_robot(SimRobotConfig(scene=task, cameras=(camera,), image_width=width, image_height=height))
+        self._robot = SimRobot(SimRobotConfig(scene=task, cameras=(camera,), image_width=width, image_height=height))
         self._robot.connect()
         self._camera: SimCamera | None = None
         self._steps = 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
-from hal.camera import Camera
-from hal.robot import Observation, Robot
-from hal.spec import Array, RobotSpec
-from hal.task import Task
-from user_sys.config import build
+from hal.errors import SpecError
+from hal.spec import RobotSpec
+from hal.station import Station, StationFactory, StationRequest, installed_drivers, load_driver
 from user_sys.errors import ConfigError
 from user_sys.policies.policy import Policy
-
-Expert = Callable[[Mapping[str, Array]], Array]
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class RobotConfig:
 
     Attributes:
         name: unique in the fleet and on its machine; part of episode names.
-        driver: which driver drives it.
+        driver: which driver drives it: one of ours, or one that an installed package offers (`hal.station`).
         task: what it is asked to do.
         real_time: the control period follows the clock. A simulated robot may run as fast as the machine allows
             instead; it follows the clock all the same while a person drives.
@@ -32,7 +29,7 @@ class RobotConfig:
     """
 
     name: str = "panda-0"
-    driver: Literal["sim", "fake"] = "sim"
+    driver: str = "sim"
     task: str = "lift"
     real_time: bool = False
     frame_stride: int = 5
@@ -65,63 +62,36 @@ class PolicyConfig:
     features: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Station:
-    """A robot with all that belongs to it on its computer.
-
-    `expert` makes a scripted demonstrator from a seed and a noise (a share of the action's bounds), where there is one.
-    """
-
-    name: str
-    robot: Robot
-    task: Task
-    cameras: tuple[Camera, ...]
-    expert: Callable[[int, float], Expert] | None
-
-
-FILM_PIXELS = 256
-"""Height and width of a simulated camera's pictures when people are to look at them."""
+_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake"}
+"""Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
 
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:
     """Builds robot, cameras and task; connects nothing. `film` asks for finer pictures where they are simulated.
 
     Raises:
-        ConfigError: an option or a task that the driver does not have; the message lists what there is.
+        ConfigError: a driver that is not there, or an option or a task that the driver does not have; the message lists
+            what there is.
     """
-    return _sim(config, cameras, film) if config.driver == "sim" else _fake(config, cameras)
+    request = StationRequest(config.name, config.task, config.options, cameras, film)
+    try:
+        return _factory(config.driver)(request)
+    except SpecError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _factory(driver: str) -> StationFactory:
+    if driver not in _BUILT_IN:
+        if driver not in installed_drivers():
+            raise ConfigError(f"no driver {driver!r}; there are {sorted([*_BUILT_IN, *installed_drivers()])}")
+        return load_driver(driver)
+    factory: StationFactory = import_module(_BUILT_IN[driver]).make_station
+    return factory
 
 
 def robot_spec(config: RobotConfig) -> RobotSpec:
-    """The spec of the robot that `config` describes, without connecting to it."""
+    """The spec of the robot that `config` describes, without connecting to it. Raises ConfigError."""
     return build_station(config, cameras=False).robot.spec
-
-
-def _sim(config: RobotConfig, cameras: bool, film: bool) -> Station:
-    from sim.robot import SimRobotConfig
-    from sim.scenes import make_expert, make_robot, make_task
-
-    finer = {"image_height": FILM_PIXELS, "image_width": FILM_PIXELS} if film else {}
-    options = build(SimRobotConfig, {"scene": config.task, **config.options, **finer}, f"robot {config.name}")
-    robot, task = make_robot(options), make_task(config.task)
-
-    def expert(seed: int, noise: float) -> Expert:
-        scripted = make_expert(config.task, robot.spec, noise, seed)
-        return lambda arrays: scripted(Observation(arrays=arrays, t_capture_ns=0))
-
-    if not cameras:
-        return Station(config.name, robot, task, (), expert)
-    from sim.rendering import make_cameras
-
-    return Station(config.name, robot, task, tuple(make_cameras(robot).values()), expert)
-
-
-def _fake(config: RobotConfig, cameras: bool) -> Station:
-    from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask, fake_expert
-
-    robot = FakeRobot(build(FakeRobotConfig, config.options, f"robot {config.name}"))
-    views = tuple(FakeCamera(robot, spec) for spec in robot.spec.cameras) if cameras else ()
-    return Station(config.name, robot, FakeTask(), views, lambda seed, noise: fake_expert)
 
 
 def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:

@@ -248,8 +248,8 @@ def test_a_second_driver_process_is_told_who_has_the_robot(driver: NodeProcess, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rate_hzz": 5}, "rate_hzz: unknown key; did you mean 'rate_hz'?"),
-        ({"faults": {"drop_out": 5}}, "did you mean 'faults.drop_out_at'?"),
+        ({"rate_hzz": 5}, "unknown option 'rate_hzz'; did you mean 'rate_hz'?"),
+        ({"faults": {"drop_out": 5}}, "did you mean 'drop_out_at'?"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -141,6 +141,16 @@ def test_joint_targets_are_reached_within_speed_acceleration_and_jerk() -> None:
     assert angle == pytest.approx(2.0, abs=ROUNDING) and Reason.JOINT_POSITION in verdict.reasons
 
 
+def test_joint_steps_obey_the_same_limits_and_end_at_the_joints_range() -> None:
+    fields = {name: getattr(JOINTS, name) for name in JOINTS.__struct_fields__}
+    kernel = kernel_of(RobotSpec(**fields | {"joint_target": (), "joint_delta": (0, 1)}))
+    steps = [float(applied(filtered(kernel, (1, 0, 0), 0, 0))[0]) for _ in range(4)]
+    np.testing.assert_allclose(steps, (0.06, 0.14, 0.2, 0.2), atol=ROUNDING)
+    verdict = filtered(kernel, (1, -1, 0), 1.95, 1.5)
+    assert applied(verdict)[0] == pytest.approx(0.05, abs=ROUNDING) and Reason.JOINT_POSITION in verdict.reasons
+    assert applied(verdict)[1] < 0
+
+
 def test_after_a_stop_joint_targets_start_from_the_measured_angles() -> None:
     kernel = kernel_of(JOINTS)
     filtered(kernel, (1, 0, 0), 0, 0)
@@ -190,6 +200,7 @@ def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
         {"limits": SafetyLimits(tool_force=(0,), tool_force_max=1.0)},
         {"limits": SafetyLimits(reduced_speed=0.0)},
         {"joint_target": (3,)},
+        {"joint_target": (0,), "joint_delta": (1,)},
         {"joint_target": (9,)},
     ],
 )

@@ -12,11 +12,11 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import CameraSpec
 from sim.rendering import SimCamera, make_cameras
 from sim.robot import SimRobot, SimRobotConfig
-from sim.scenes import make_robot, make_task
+from sim.scenes import make_task
 
 
 def _robot(**options: object) -> SimRobot:
-    robot = make_robot(SimRobotConfig(**options))  # type: ignore[arg-type]
+    robot = SimRobot(SimRobotConfig(**options))  # type: ignore[arg-type]
     robot.connect()
     return robot
 

@@ -15,21 +15,21 @@ from hal.safety import Reason, SafetyKernel
 from hal.spec import ENVIRONMENT_STATE, STATE
 from sim.experts import make_expert
 from sim.robot import GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
-from sim.scenes import make_robot, make_task
+from sim.scenes import make_task
 
 
 class TestSimRobot(RobotConformance):
     def make_robot(self) -> SimRobot:
-        return make_robot()
+        return SimRobot()
 
 
 class TestSimRobotInReach(RobotConformance):
     def make_robot(self) -> SimRobot:
-        return make_robot(SimRobotConfig(scene="reach"))
+        return SimRobot(SimRobotConfig(scene="reach"))
 
 
 def _connected(task: str = "lift") -> SimRobot:
-    robot = make_robot(SimRobotConfig(scene=task, cameras=()))
+    robot = SimRobot(SimRobotConfig(scene=task, cameras=()))
     robot.connect()
     return robot
 
@@ -53,22 +53,22 @@ def test_specs_are_known_without_mujoco() -> None:
 
 
 def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
-    assert make_robot().spec.embodiment != make_robot(SimRobotConfig(scene="reach")).spec.embodiment
+    assert SimRobot().spec.embodiment != SimRobot(SimRobotConfig(scene="reach")).spec.embodiment
     with pytest.raises(SpecError, match="kitchen"):
-        make_robot(SimRobotConfig(scene="kitchen"))
+        SimRobot(SimRobotConfig(scene="kitchen"))
     with pytest.raises(SpecError, match="ceiling"):
-        make_robot(SimRobotConfig(cameras=("front", "ceiling")))
+        SimRobot(SimRobotConfig(cameras=("front", "ceiling")))
     with pytest.raises(SpecError, match="needs the scene 'reach'"):
         make_task("reach").reset(_connected("lift"), np.random.default_rng(0))
     with pytest.raises(SpecError, match="juggle"):
         make_task("juggle")
     with pytest.raises(SpecError, match="juggle"):
-        make_expert("juggle", make_robot().spec)
+        make_expert("juggle", SimRobot().spec)
 
 
 def test_unconnected_robot_says_so() -> None:
     with pytest.raises(HardwareLost, match="not connected"):
-        make_robot().observe()
+        SimRobot().observe()
 
 
 def test_command_reports_the_step_that_the_workspace_left() -> None:

@@ -27,8 +27,9 @@ from hal.errors import HalError, HardwareLost, SpecError
 from hal.lease import Fence, MachineLock
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, Array
+from hal.station import Station
 from user_sys.codec import decode_packet, encode_packet
-from user_sys.compose import RobotConfig, Station, build_station
+from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hal.safety import SafetyKernel
-from user_sys.compose import Station
+from hal.station import Station
 from user_sys.edge.driver import Driver
 
 

@@ -1,0 +1,117 @@
+"""A station: a robot with all that belongs to it on its computer, and how a driver package offers one.
+
+An installed package adds a driver with an entry point of the group ``user_sys.drivers``; it names a `StationFactory`. A
+run's config then says ``driver: NAME``, and nothing else of the system changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from hal.camera import Camera
+from hal.errors import SpecError
+from hal.robot import Robot
+from hal.spec import Array
+from hal.task import Task
+from hal.teleoperator import Teleoperator
+
+DRIVER_GROUP = "user_sys.drivers"
+
+Expert = Callable[[Mapping[str, Array]], Array]
+"""A scripted demonstrator: maps the observation's arrays to an action."""
+
+
+@dataclass(frozen=True)
+class StationRequest:
+    """What a run's config asks of a driver.
+
+    Attributes:
+        name: of the robot, unique in the fleet.
+        task: what the robot is asked to do, one of the driver's tasks.
+        options: the driver's own settings; a driver refuses those that it does not know.
+        cameras: whether the station is to have its cameras.
+        film: people are to look at the pictures: finer ones, where the cameras are simulated.
+    """
+
+    name: str
+    task: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cameras: bool = True
+    film: bool = False
+
+
+@dataclass(frozen=True)
+class Station:
+    """What a driver process drives; nothing of it is connected yet.
+
+    Attributes:
+        expert: makes a scripted demonstrator from a seed and a noise (a share of the action's bounds), where there is
+            one.
+        teleoperators: input devices that are attached to the robot's computer.
+    """
+
+    name: str
+    robot: Robot
+    task: Task
+    cameras: tuple[Camera, ...] = ()
+    expert: Callable[[int, float], Expert] | None = None
+    teleoperators: tuple[Teleoperator, ...] = ()
+
+
+Options = TypeVar("Options")
+
+
+def read_options(kind: type[Options], request: StationRequest) -> Options:
+    """The request's options as `kind`, a frozen dataclass of plain types.
+
+    Raises:
+        SpecError: an unknown option (the message has the nearest name), or a value of another type.
+    """
+    _require_known(kind, request.options, f"robot {request.name}")
+    try:
+        return msgspec.convert(dict(request.options), kind, strict=True)
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise SpecError(f"robot {request.name}: {error}") from None
+
+
+def _require_known(kind: type, options: Mapping[str, Any], where: str) -> None:
+    known = {each.name: each for each in fields(kind)}
+    types = get_type_hints(kind)
+    for name, value in options.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(known)}"
+            raise SpecError(f"{where}: unknown option {name!r}{hint}")
+        if is_dataclass(types[name]) and isinstance(value, Mapping):
+            _require_known(types[name], value, f"{where}.{name}")
+
+
+StationFactory = Callable[[StationRequest], Station]
+"""Builds a station and connects nothing. Raises SpecError for an option or a task that the driver does not have."""
+
+
+def installed_drivers() -> list[str]:
+    """The names of the drivers that installed packages offer."""
+    return sorted({entry.name for entry in entry_points(group=DRIVER_GROUP)})
+
+
+def load_driver(name: str) -> StationFactory:
+    """The driver `name` of an installed package, imported now.
+
+    Raises:
+        SpecError: no package offers it, or its package fails to import; the message says which.
+    """
+    found = next(iter(entry_points(group=DRIVER_GROUP, name=name)), None)
+    if found is None:
+        raise SpecError(f"no driver {name!r} is installed; there are {installed_drivers() or 'none'}")
+    try:
+        factory: StationFactory = found.load()
+    except Exception as error:  # a foreign package may fail in any way
+        raise SpecError(f"driver {name!r} ({found.value}) does not load: {type(error).__name__}: {error}") from error
+    return factory
