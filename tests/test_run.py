@@ -268,7 +268,7 @@ def config(tmp_path: Path) -> Path:
 MISTAKES = {
     "did you mean 'learner.batch_size'": ["train", "fake.yaml", "--learner.batchsize=3"],
     "fak.yaml: no such file; did you mean fake.yaml": ["train", "fak.yaml"],
-    "robot left: rate: unknown key; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
+    "robot left: unknown option 'rate'; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
     "nowhere is not a run folder": ["train", "--resume", "nowhere"],
     "nothing is not a run folder": ["evaluate", "nothing"],
 }
