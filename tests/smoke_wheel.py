@@ -5,15 +5,21 @@ Run by ``make wheel``; it takes about a minute, so it is no test of the default 
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
+DRIVE_S = 60.0
 HEAVY = ("torch", "ray", "mujoco", "gymnasium", "matplotlib", "fastapi", "wandb", "tensorboard")
 LIGHT_MODULES = (
     "hal.conformance",
@@ -27,13 +33,16 @@ LIGHT_MODULES = (
     "user_sys.cli",
     "user_sys.edge.authority",
     "user_sys.edge.driver_process",
+    "user_sys.edge.main",
     "user_sys.edge.outbox",
     "user_sys.edge.recorder",
+    "user_sys.edge.session",
     "user_sys.store.log",
     "user_sys.tunnel.client",
     "user_sys.tunnel.server",
 )
 SHIPPED = ("user_sys/console/static/index.html", "sim/assets/panda.xml", "user_sys/py.typed", "hal/py.typed")
+ROBOT = "robots: [{name: left, driver: fake, task: reach, options: {cameras: [front]}}]\n"
 PROBE = f"""
 import importlib, importlib.util, pathlib, sys
 present = [name for name in {HEAVY!r} if importlib.util.find_spec(name)]
@@ -49,12 +58,63 @@ def main() -> int:
         outside = Path(folder)
         wheel = build(outside)
         check_contents(wheel)
-        python = install(wheel, outside / "edge")
+        began = time.monotonic()
+        python = install(wheel, outside / "environment")
         run(outside, python.with_name("user-sys"), "--help")
         run(outside, python.with_name("user-sys"), "--version")
         run(outside, python, "-c", PROBE)
+        seconds, size_mb = time.monotonic() - began, folder_mb(outside / "environment")
+        print(f"user-sys[edge]: installed in {seconds:.0f} s, {size_mb:.0f} MB")
+        drive(outside, python)
     print(f"{wheel.name}: installs and runs outside the checkout")
     return 0
+
+
+def folder_mb(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
+
+
+def drive(outside: Path, python: Path) -> None:
+    """A robot's computer with the `edge` extra alone: it makes its key, drives, records and delivers to a gateway."""
+    program = python.with_name("user-sys")
+    run(outside, program, "keys", "new", "left")
+    run(outside, program, "keys", "allow", "left", "--role", "robot")
+    run(outside, program, "keys", "new", "gateway")
+    (outside / "robots.yaml").write_text(ROBOT)
+    (outside / "run").mkdir()
+    (outside / "run" / "keys").symlink_to(outside / "keys")
+    with process(outside, python, "-m", "user_sys.gateway", "--run", "run"):
+        address = json.loads(read(outside / "run" / "gateway.json"))["endpoint"]
+        with process(outside, program, "edge", "robots.yaml", "--connect", address):
+            deadline = time.monotonic() + DRIVE_S
+            while stored_steps(outside, program) < 20:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"nothing arrived: {read(outside / 'edge' / 'logs' / 'left-session.log')[-2000:]}")
+
+
+def stored_steps(outside: Path, program: Path) -> int:
+    shown = run(outside, program, "store", "inspect", "--json", "run/store")
+    return int(json.loads(shown)["steps"])
+
+
+def read(path: Path) -> str:
+    deadline = time.monotonic() + DRIVE_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return path.read_text()
+
+
+@contextmanager
+def process(folder: Path, *command: object) -> Iterator[None]:
+    """Ended by SIGTERM at the end; must then leave with status 0."""
+    environment = {**os.environ, "USER_SYS_RUNTIME_DIR": str(folder / "r")}
+    running = subprocess.Popen([str(part) for part in command], cwd=folder, env=environment)
+    try:
+        yield
+    finally:
+        running.terminate()
+        if running.wait(60):
+            raise SystemExit(f"{' '.join(map(str, command))[:200]}: exit status {running.returncode}")
 
 
 def build(outside: Path) -> Path:
@@ -81,7 +141,7 @@ def install(wheel: Path, environment: Path) -> Path:
     return python
 
 
-def run(folder: Path, *command: object) -> None:
+def run(folder: Path, *command: object) -> str:
     done = subprocess.run(
         [str(part) for part in command], cwd=folder, timeout=TIMEOUT_S, capture_output=True, text=True
     )
@@ -89,6 +149,7 @@ def run(folder: Path, *command: object) -> None:
         raise SystemExit(
             f"{' '.join(map(str, command))[:200]}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
         )
+    return done.stdout
 
 
 if __name__ == "__main__":
