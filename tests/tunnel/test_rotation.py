@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tunnel_kit import QUICK, Site, hello, prepare, serving, until
 from user_sys.errors import Refused
 from user_sys.tunnel import keys_cli
 from user_sys.tunnel.client import TunnelClient, TunnelState
-from user_sys.tunnel.keys import KeyPair, load_keypair, new_keypair
+from user_sys.tunnel.keys import KeyPair, fingerprint, load_keypair, new_keypair
 
 
 def keys(run: Path, *argv: str) -> None:
@@ -77,3 +78,26 @@ def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> 
             near.wait_open(10)
         keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-1")
         until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once", 2)
+
+
+def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: Path) -> None:
+    pairs = prepare(tmp_path)
+    stranger = new_keypair()
+    with serving(tmp_path) as site:
+        site.client("panda-0").close()
+        with pytest.raises(Refused):
+            dial(site, "panda-1", stranger).wait_open(10)
+        with pytest.raises(Refused):
+            dial(site, "panda-1", pairs["panda-0"]).wait_open(10)
+        site.client("panda-1")
+        keys(tmp_path, "revoke", "panda-1")
+        until(lambda: "revoked" in (tmp_path / "audit.jsonl").read_text(), "the revocation is noted", 5)
+    noted = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    found = {(line["event"], line.get("peer"), line["key"]): line for line in noted}
+    assert found["opened", "panda-0", fingerprint(pairs["panda-0"].public)]["role"] == "robot"
+    assert found["refused", None, fingerprint(stranger.public)]["reason"] == "this key is not allowed"
+    assert (
+        "belongs to the robot 'panda-0'" in found["refused", "panda-1", fingerprint(pairs["panda-0"].public)]["reason"]
+    )
+    assert "revoked" in found["closed", "panda-1", fingerprint(pairs["panda-1"].public)]["reason"]
+    assert all(line["address"] for line in noted)

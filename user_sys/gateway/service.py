@@ -47,6 +47,7 @@ from user_sys.messages import (
 )
 from user_sys.robot_cards import keep_card
 from user_sys.store.store import StoreWriter
+from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -89,7 +90,8 @@ class Gateway:
         self._writer = StoreWriter.open(run_dir / "store")
         self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
-        self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME)
+        self._audit = AuditLog(run_dir / "audit.jsonl")
+        self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
         self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
         self._weights = WeightsRelay(WeightsShelf(run_dir / "weights", config.weights_kept), self.server.send)
         self._previews = PreviewRelay(self.server.send)
@@ -119,6 +121,7 @@ class Gateway:
                 part.close()
         self.server.close()
         self._writer.close()
+        self._audit.close()
 
     def _write_address(self) -> None:
         address = GatewayAddress(endpoint=self.server.endpoint, public_key=self._keys.public)

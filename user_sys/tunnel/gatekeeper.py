@@ -10,6 +10,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from user_sys.tunnel.audit import Audit
 from user_sys.tunnel.keys import Keyring
 from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket
 
@@ -46,9 +47,15 @@ class Gatekeeper:
     """
 
     def __init__(
-        self, context: zmq.Context[Socket], router: Socket, ring: Keyring, counters: Counter[str], log: SparingLog
+        self,
+        context: zmq.Context[Socket],
+        router: Socket,
+        ring: Keyring,
+        counters: Counter[str],
+        log: SparingLog,
+        audit: Audit,
     ) -> None:
-        self._ring, self._counters, self._log, self._router = ring, counters, log, router
+        self._ring, self._counters, self._log, self._router, self._audit = ring, counters, log, router, audit
         self.zap: Socket = context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
@@ -63,8 +70,9 @@ class Gatekeeper:
             known = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._ring.find(public) is not None
             if not known:
                 self._counters["keys_refused"] += 1
-                who = f"key={public or 'none'} address={address.decode(errors='replace')}"
-                self._log.warn(f"key:{public}", f"tunnel.refused {who} reason=this key is not allowed")
+                where, why = address.decode(errors="replace"), "this key is not allowed"
+                self._audit("refused", public=public, address=where, reason=why)
+                self._log.warn(f"key:{public}", f"tunnel.refused key={public or 'none'} address={where} reason={why}")
             status = (b"200", b"OK") if known else (b"400", b"this key is not allowed")
             self.zap.send_multipart([version, request, *status, public.encode(), b""])
 

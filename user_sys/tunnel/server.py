@@ -33,6 +33,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.admission import objection, other_version, require_allowed
 from user_sys.tunnel.arrivals import Arrivals
+from user_sys.tunnel.audit import Audit, Event, unaudited
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import KeyPair, Keyring, Role
@@ -104,8 +105,10 @@ class TunnelServer:
         handler: TunnelHandler,
         limits: TunnelLimits | None = None,
         name: str = "gateway",
+        audit: Audit = unaudited,
     ) -> None:
         self.endpoint = endpoint
+        self._audit = audit
         self.name = name
         self.counters: Counter[str] = Counter()
         self.gauges = {channel: ChannelGauges() for channel in Channel}
@@ -133,7 +136,7 @@ class TunnelServer:
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(IO_THREADS)
         self._router: Socket = self._context.socket(zmq.ROUTER)
-        self._gate = Gatekeeper(self._context, self._router, self._keyring, self.counters, self._log)
+        self._gate = Gatekeeper(self._context, self._router, self._keyring, self.counters, self._log, self._audit)
         try:
             open_router(self._router, self._keys, self._limits)
             self.endpoint = bind(self._router, self.endpoint, self._keys.public)
@@ -315,9 +318,10 @@ class TunnelServer:
         if version is not None and not OLDEST_PROTOCOL <= version <= PROTOCOL_VERSION:
             why = other_version(str(version))
         entry = self._keyring.find(public)
-        self._turn_away(routing_id, entry.name if entry else "?", public, why)
+        self._turn_away(routing_id, entry.name if entry else "?", public, str(frames[-1].get("Peer-Address")), why)
 
-    def _turn_away(self, routing_id: bytes, name: str, public: str, why: str) -> None:
+    def _turn_away(self, routing_id: bytes, name: str, public: str, address: str, why: str) -> None:
+        self._audit("refused", public=public, peer=name, address=address, reason=why)
         self._log.warn(f"refused:{public}", f"tunnel.refused peer={name} key={public} reason={why}")
         send_frames(self._router, [routing_id, *encode(Envelope(Refusal(reason=why)))])
 
@@ -383,7 +387,7 @@ class TunnelServer:
             why = self._handler.objection(hello)
         if why or entry is None:
             self.counters["hellos_refused"] += 1
-            self._turn_away(routing_id, hello.name[:80], public, why)
+            self._turn_away(routing_id, hello.name[:80], public, address, why)
             return
         if session is None:
             peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec)
@@ -401,6 +405,7 @@ class TunnelServer:
         if len(session.greeted) == len(Channel) and not session.is_open:
             session.machine.enter(SessionState.OPEN)
             logger.info("tunnel.opened peer=%s role=%s address=%s", session.peer.name, session.peer.role, address)
+            self._tell_audit("opened", session.peer)
             self._handler.peer_opened(session.peer)
 
     def _begin(self, peer: Peer, stream: str) -> Session:
@@ -417,7 +422,7 @@ class TunnelServer:
     def _refuse(self, session: Session, why: str) -> None:
         """Ends a session for good: its client will not come back by itself."""
         peer = session.peer
-        self._turn_away(Channel.CONTROL.value + peer.session, peer.name, peer.public_key, why)
+        self._turn_away(Channel.CONTROL.value + peer.session, peer.name, peer.public_key, peer.address, why)
         self._end(session, f"refused: {why}")
 
     def _end(self, session: Session, reason: str) -> None:
@@ -430,7 +435,11 @@ class TunnelServer:
         session.end()
         logger.info("tunnel.closed peer=%s reason=%s", peer.name, reason)
         if was_open:
+            self._tell_audit("closed", peer, reason)
             self._handler.peer_closed(peer, reason)
+
+    def _tell_audit(self, event: Event, peer: Peer, reason: str = "") -> None:
+        self._audit(event, public=peer.public_key, peer=peer.name, role=peer.role, address=peer.address, reason=reason)
 
     # Sending
 
