@@ -45,7 +45,7 @@ def headers(log: Path) -> list[ChunkHeader]:
     if not any(log.glob("*.seg")):
         return []
     with LogReader.open(log) as reader:
-        return [decode_chunk(bytes(reader.read(ref))).header for ref in reader.refresh() if ref.kind == CHUNK]
+        return [decode_chunk(bytes(reader.read(ref))).header for ref in reader.records() if ref.kind == CHUNK]
 
 
 def require_delivered(run: Path, outbox: Path) -> None:
