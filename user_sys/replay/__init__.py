@@ -1,1 +1,1 @@
-"""The replay buffer: the learner's view of the store, held in memory and sampled."""
+"""The replay buffer: the learner's view of the experience store, cached and sampled."""

@@ -1,247 +1,168 @@
-"""The replay buffer: a ring of rows in memory, fed from the store, sampled uniformly.
-
-A row is one observation and what was done there. An episode of T steps takes T + 1 rows, the last one being its final
-observation, so that no observation and no frame is kept twice: a transition is a row and its *successor*. Rows of
-episodes that stream in at the same time interleave; `successor` links them. Only a row that has a successor can be
-sampled, so neither the newest step of a running episode nor the last one of an episode that a crash cut short is ever
-drawn, and no transition crosses from one episode into another.
-"""
+"""The replay buffer: everything that a store holds as decoded observations, hot where it fits and cold else."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.episode import APPLIED, Chunk, ChunkHeader
-from user_sys.errors import ConfigError, StoreCorrupt, WireError
-from user_sys.replay.frames import decode_frames
-from user_sys.replay.rng import SamplerRng
-from user_sys.replay.rows import SCALARS, Batch, Features, check_features
-from user_sys.replay.select import Select, Selector
+from user_sys.errors import ConfigError
+from user_sys.replay.cache import HotCache
+from user_sys.replay.cold import ColdReader
+from user_sys.replay.features import Features
+from user_sys.replay.filler import Filler
+from user_sys.replay.shapes import Fetch
+from user_sys.replay.timeline import Timeline
+from user_sys.replay.where import Filter, Where
+from user_sys.store.index import Change
 from user_sys.store.store import StoreReader
 
-__all__ = ["Batch", "Features", "ReplayBuffer"]
+COLD_THREADS = 16
+VECTORS_SHARE = 0.25  # of the cache, where there are cameras; vectors take far less than frames
 
-MAX_OPEN_EPISODES = 256
-NONE = -1  # no row
-
-_logger = logging.getLogger(__name__)
+Listener = Callable[[Timeline, Change], None]
 
 
-@dataclass
-class _OpenEpisode:
-    """An episode that may go on: what its next chunk must continue.
+class CacheReport(NamedTuple):
+    """How the cache did so far.
 
-    `row` is the absolute number of its newest row if that waits for a successor, else NONE.
+    Attributes:
+        observations, cold: observations that were fetched; those of them that were not in the cache.
+        damaged: chunks and frames that could not be used.
+        held: observations in the cache now (with their frames, where there are cameras).
+        waiting: chunks that are still to come into it.
     """
 
-    next_index: int
-    next_step: int
-    row: int
-    frames: dict[str, Array]
+    observations: int
+    cold: int
+    damaged: int
+    held: int
+    waiting: int
 
 
 class ReplayBuffer:
-    """Rows of the newest experience, overwritten in a ring. Every method may be called from any thread.
+    """A store's experience for learners: follows it, keeps it hot, fetches observations wherever they are.
+
+    One thread refreshes and closes it; any number may fetch meanwhile. Memory: `cache_bytes`, and beside it 12 bytes a
+    chunk and, with cameras, 16 bytes an observation and camera; the index and the choosers come on top of that.
 
     Attributes:
-        features: what a row holds.
-        capacity: rows that fit.
-        skipped: chunks that could not be taken: damaged, or without the features asked for.
+        features: what an observation holds.
+        timeline: the steps stored, as of the last refresh.
     """
 
     def __init__(
         self,
+        reader: StoreReader,
         features: Features,
         *,
-        capacity_rows: int | None = None,
-        budget_bytes: int | None = None,
-        select: Selector | None = None,
-        seed: int = 0,
+        cache_bytes: int,
+        where: Filter = Where(),  # noqa: B008  # frozen
+        fill_threads: int = 1,
+        cold_threads: int = COLD_THREADS,
     ) -> None:
-        """Exactly one of `capacity_rows` and `budget_bytes` is given; all memory is allocated here.
+        """Follows `reader`, which nobody else may refresh; closing it is the caller's.
+
+        Args:
+            cache_bytes: memory of the hot cache, all of it allocated here.
+            where: what is worth caching: chunks none of whose steps meet it are read when they are drawn.
+            fill_threads, cold_threads: how many fill the cache, and read what it lacks.
 
         Raises:
-            ConfigError: neither or both are given, or they leave no room for two rows.
+            ConfigError: the cache is too small for a few rows, or there are no threads.
         """
-        if (capacity_rows is None) == (budget_bytes is None):
-            raise ConfigError("give a replay buffer either capacity_rows or budget_bytes")
-        self.capacity = capacity_rows if capacity_rows is not None else (budget_bytes or 0) // features.row_bytes
-        if self.capacity < 2:
-            raise ConfigError(f"a replay buffer needs at least 2 rows of {features.row_bytes} bytes")
-        self.features, self.skipped = features, 0
-        self._select: Selector = select or Select()
-        self._tables = features.tables(self.capacity)
-        self._successor = np.full(self.capacity, -1, np.int64)
-        self._candidates = np.empty(self.capacity, np.int64)  # the slots that can be sampled, in its first _size places
-        self._place = np.full(self.capacity, -1, np.int64)  # where a slot stands among the candidates; -1: nowhere
-        self._size = self._head = self._cursor = 0
-        self._open: dict[str, _OpenEpisode] = {}
-        self._rng = SamplerRng(seed)
-        self._filling = threading.RLock()  # one filler at a time; taken before _lock
-        self._lock = threading.Lock()  # rows and index
+        if min(fill_threads, cold_threads) < 1:
+            raise ConfigError("a replay buffer needs a thread to fill the cache and one to read what it lacks")
+        self.features, self._reader, self._where = features, reader, where
+        self.timeline = Timeline(reader.index)
+        of_vectors = int(cache_bytes * VECTORS_SHARE) if features.cameras else cache_bytes
+        self._vectors = HotCache.of_vectors(features, of_vectors)
+        self._frames = HotCache.of_frames(features, cache_bytes - of_vectors) if features.cameras else None
+        self._cold = ColdReader(reader, self.timeline, features, self._vectors, self._frames, cold_threads)
+        self._filler = Filler(self._load, fill_threads, most=self._rows.capacity)
+        self._listeners: list[Listener] = []
+        self._refreshed = False
+        self._fetched = self._missed = 0
+        self._counting = threading.Lock()
 
-    def __len__(self) -> int:
-        """How many transitions can be sampled now."""
-        return self._size
+    @property
+    def _rows(self) -> HotCache:
+        """The cache that decides what fits."""
+        return self._vectors if self._frames is None else self._frames
 
-    # Filling.
+    def listen(self, listener: Listener) -> None:
+        """Has `listener` told of each change, and of everything that is there already."""
+        index, nothing = self.timeline.index, np.empty(0, np.int64)
+        listener(self.timeline, Change(range(len(index.steps)), range(len(index.chunks)), nothing, nothing, nothing))
+        self._listeners.append(listener)
 
-    def follow(self, reader: StoreReader, max_chunks: int | None = None) -> int:
-        """Takes in what the store has that this buffer has not seen yet, at most `max_chunks` chunks; never waits.
-
-        One buffer follows one reader for its life. What it holds depends on the store's content alone, and not on how
-        many calls it took. Returns the number of transitions that became sampleable.
+    def refresh(self) -> Change:
+        """Takes in what was stored since the last call; never waits.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        with self._filling:
-            reader.refresh()
-            stop = None if max_chunks is None else self._cursor + max_chunks
-            gained = 0
-            for row in range(self._cursor, min(len(reader.index.chunks), stop or sys.maxsize)):
-                self._cursor += 1
-                try:
-                    gained += self.add(reader.read(row))
-                except StoreCorrupt as error:
-                    self._skip(f"chunk row {row}", error)
-            return gained
+        change = self._reader.refresh()
+        self.timeline.extend()
+        self._cold.extend()
+        self._have_loaded(change)
+        for listener in self._listeners:
+            listener(self.timeline, change)
+        return change
 
-    def add(self, chunk: Chunk) -> int:
-        """Takes the steps of `chunk` that the selector wants; returns how many transitions became sampleable."""
-        with self._filling:
-            wanted = np.array(self._select(chunk), bool)
-            if not wanted.any() and chunk.header.episode not in self._open:
-                return 0
-            before = self._continued(chunk)
-            try:
-                check_features(chunk, self.features)
-                # Decoding is slow and touches no row: samplers need not wait for it.
-                frames, first = decode_frames(chunk, self.features.cameras, before.frames if before else {})
-            except WireError as error:
-                self._skip(f"episode {chunk.header.episode} chunk {chunk.header.index}", error)
-                return 0
-            wanted[:first] = False
-            with self._lock:
-                gained, newest = self._write(chunk, wanted, frames, before.row if before else NONE)
-            self._keep_open(chunk.header, newest, {name: array[-1].copy() for name, array in frames.items()})
-            return gained
+    def _have_loaded(self, change: Change) -> None:
+        if len(change.rows):
+            wanted = self._where.fits(self.timeline, change.rows.start)
+            chunks = np.unique(self.timeline.index.steps.chunk[change.rows.start :][wanted])
+            self._filler.add(chunks, fresh=self._refreshed)
+        self._refreshed = True
 
-    def _skip(self, what: str, error: Exception) -> None:
-        self.skipped += 1
-        _logger.warning("replay.skipped %s: %s", what, error)
+    def _load(self, chunk: int, fresh: bool) -> bool:
+        if not fresh and len(self._rows) >= self._rows.capacity:
+            return False
+        return self._cold.load(chunk, fresh=fresh) > 0 or fresh
 
-    def _continued(self, chunk: Chunk) -> _OpenEpisode | None:
-        """Takes out what is open of the chunk's episode; None unless the chunk goes on exactly where that stopped."""
-        before = self._open.pop(chunk.header.episode, None)
-        here = (chunk.header.index, chunk.header.first_step)
-        return before if before is not None and here == (before.next_index, before.next_step) else None
+    def fetch(self, fetches: Sequence[Fetch]) -> list[Array]:
+        """Fills in observations; blocks for those that are cold. Any thread may call it.
 
-    def _keep_open(self, header: ChunkHeader, newest: int, frames: dict[str, Array]) -> None:
-        if header.end is None:
-            self._open[header.episode] = _OpenEpisode(
-                header.index + 1, header.first_step + header.steps, newest, frames
-            )
-            if len(self._open) > MAX_OPEN_EPISODES:  # episodes that a crash cut short never end
-                del self._open[next(iter(self._open))]
-
-    def _write(self, chunk: Chunk, wanted: Array, frames: dict[str, Array], waiting: int) -> tuple[int, int]:
-        """Writes the wanted steps and their successors.
-
-        `waiting` is the absolute row that waits for this chunk's first step, or NONE. Returns the number of transitions
-        gained, and the absolute row that waits for the next chunk, or NONE.
+        Returns the places of each fetch that could not be read: damaged, dropped, or without the features wanted.
         """
-        rows = len(wanted) + (chunk.header.end is not None)
-        kept = np.zeros(rows, bool)
-        kept[: len(wanted)] = wanted
-        kept[1:] |= wanted[: rows - 1]
-        kept[0] |= waiting != NONE
-        steps = np.flatnonzero(kept)[-self.capacity :]
-        slots = self._allot(len(steps))
-        self._fill(chunk, steps, slots, frames)
-        linked = np.append(wanted, False)[steps[:-1]]  # whatever follows a wanted step was kept too
-        sources, targets = slots[:-1][linked], slots[1:][linked]
-        if waiting != NONE and waiting >= self._head - self.capacity and steps[0] == 0:
-            sources, targets = np.append(waiting % self.capacity, sources), np.append(slots[0], targets)
-        self._link(sources, targets)
-        return len(sources), self._head - 1 if chunk.header.end is None and wanted[-1] else NONE
+        return [self._fetch(fetch) for fetch in fetches]
 
-    def _allot(self, count: int) -> Array:
-        """The next `count` slots of the ring, with what they held forgotten."""
-        slots: Array = np.arange(self._head, self._head + count, dtype=np.int64) % self.capacity
-        self._head += count
-        for slot in slots[self._place[slots] >= 0].tolist():
-            self._size -= 1
-            hole, last = self._place[slot], self._candidates[self._size]
-            self._candidates[hole], self._place[last] = last, hole
-            self._place[slot] = -1
-        # A row is forgotten before its successor, which is younger: no link points to a new row by mistake.
-        self._successor[slots] = -1
-        return slots
+    def _fetch(self, fetch: Fetch) -> Array:
+        bad = np.empty(0, np.int64)
+        frames = {name: out for name, out in fetch.out.items() if name in self.features.cameras}
+        vectors = {name: out for name, out in fetch.out.items() if name not in frames}
+        missed = np.zeros(len(fetch.numbers), bool)
+        for cache, out, read in (
+            (self._vectors, vectors, self._cold.vectors),
+            (self._frames, frames, self._cold.frames),
+        ):
+            if cache is not None and out:
+                miss = cache.copy(fetch.numbers, out)
+                if miss.any():
+                    bad = np.union1d(bad, read(fetch.numbers, np.flatnonzero(miss), out))
+                    missed |= miss
+        with self._counting:
+            self._fetched += len(missed)
+            self._missed += int(np.count_nonzero(missed))
+        return bad
 
-    def _fill(self, chunk: Chunk, steps: Array, slots: Array, frames: dict[str, Array]) -> None:
-        columns = {name: chunk.columns[name] for name in (*self.features.vectors, *SCALARS)}
-        body = steps[steps < chunk.header.steps]
-        for name, column in (columns | {"action": chunk.columns[APPLIED]}).items():
-            self._tables[name][slots[: len(body)]] = column[body]
-        if len(body) < len(steps):
-            for name in self.features.vectors:
-                self._tables[name][slots[-1]] = chunk.final[name].reshape(-1)
-        for name, pictures in frames.items():
-            self._tables[name][slots] = pictures[steps]
+    def report(self) -> CacheReport:
+        """How the cache did so far."""
+        return CacheReport(self._fetched, self._missed, self._cold.damaged, len(self._rows), self._filler.waiting)
 
-    def _link(self, sources: Array, targets: Array) -> None:
-        self._successor[sources] = targets
-        places = np.arange(self._size, self._size + len(sources))
-        self._candidates[places] = sources
-        self._place[sources] = places
-        self._size += len(sources)
+    def close(self) -> None:
+        """Ends the threads. Calling it twice is harmless."""
+        self._filler.close()
+        self._cold.close()
 
-    # Sampling.
+    def __enter__(self) -> Self:
+        return self
 
-    def empty_batch(self, n: int) -> Batch:
-        """Arrays for a batch of `n`, to be given to `sample` again and again."""
-        return Batch.empty(self.features, n)
-
-    def sample(self, n: int, rng: np.random.Generator | None = None, out: Batch | None = None) -> Batch:
-        """Draws `n` transitions uniformly, with replacement, by `rng` or else the buffer's own generator.
-
-        Fills and returns `out` where it is given, which must be of length `n` and allocates nothing of size.
-
-        Raises:
-            ValueError: nothing can be sampled yet (see `len`), or `out` has another length.
-        """
-        batch = self.empty_batch(n) if out is None else out
-        if len(batch) != n:
-            raise ValueError(f"the batch to fill has length {len(batch)}; {n} were asked for")
-        with self._lock:
-            if not self._size:
-                raise ValueError("the replay buffer holds no transition yet")
-            picks = (rng or self._rng.generator).integers(0, self._size, n)
-            # With mode="raise", numpy fills a copy of `out` first; every index is in range.
-            np.take(self._candidates, picks, out=batch.index, mode="clip")
-            self._gather(batch)
-        return batch
-
-    def _gather(self, batch: Batch) -> None:
-        successors = np.take(self._successor, batch.index)
-        for name, target in batch.observation.items():
-            table = self._tables[name]
-            np.take(table, batch.index, axis=0, out=target, mode="clip")
-            np.take(table, successors, axis=0, out=batch.next_observation[name], mode="clip")
-        for name in ("action", *SCALARS):
-            np.take(self._tables[name], batch.index, axis=0, out=getattr(batch, name), mode="clip")
-
-    def state_dict(self) -> dict[str, str]:
-        """The state of the buffer's own generator; its rows are rebuilt from the store."""
-        return self._rng.state_dict()
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        """Continues the generator where `state` was taken. Raises ConfigError when it is no such state."""
-        self._rng.load_state_dict(state)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,158 @@
+"""SOP's adaptive sampler, after Pan et al., "SOP: A Scalable Online Post-Training System for Vision-Language-Action
+Models", 2026 (arXiv 2601.03044): tasks are drawn from evenly, and within a task the share of online experience follows
+the recent losses on either side,
+
+    w_on = exp(kappa l_on) / (exp(kappa l_on) + exp(l_off)),     kept within [low, high]
+
+where l_on and l_off are means over the last `window` losses of the task's online and offline samples, and kappa >= 1
+favours the online side. A side that has not been heard of yet counts as equal to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.episode import Source
+from user_sys.errors import ConfigError, WireError
+from user_sys.replay.choosers import Choice, Chooser, State, column, plain_choice
+from user_sys.replay.timeline import Timeline
+from user_sys.replay.where import Candidates, Where
+from user_sys.store.index import Change, Index
+
+OFFLINE, ONLINE = 0, 1
+
+
+class _Task:
+    """One task's rows and the losses on them, offline first."""
+
+    def __init__(self, name: str, where: Where, window: int) -> None:
+        self.name = name
+        here = dataclasses.replace(where, tasks=frozenset({name}))
+        self.sides = tuple(
+            Candidates(dataclasses.replace(here, sources=frozenset({source})))
+            for source in (Source.DEMO, Source.ONLINE)
+        )
+        self.losses = np.zeros((2, window))
+        self.heard = np.zeros(2, np.int64)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sides))
+
+    def hear(self, side: int, losses: Array) -> None:
+        window = self.losses.shape[1]
+        losses = losses[-window:]
+        self.losses[side, (self.heard[side] + np.arange(len(losses))) % window] = losses
+        self.heard[side] += len(losses)
+
+    def mean(self, side: int) -> float | None:
+        count = min(int(self.heard[side]), self.losses.shape[1])
+        return float(self.losses[side, :count].mean()) if count else None
+
+
+class TaskBalanced(Chooser):
+    """See the file's head. A sample's group is 2 x (its task's place) + (1 where it is online)."""
+
+    def __init__(
+        self,
+        where: Where = Where(),  # noqa: B008  # frozen
+        *,
+        kappa: float = 1.5,
+        bounds: tuple[float, float] = (0.2, 0.8),
+        window: int = 256,
+    ) -> None:
+        """`where` says nothing of tasks and sources. Raises ConfigError: it does, or the bounds are none."""
+        if where.tasks is not None or where.sources is not None:
+            raise ConfigError("a task-balanced sampler finds tasks and sources by itself; leave them out of its filter")
+        if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or window < 1 or kappa <= 0:
+            raise ConfigError(f"bounds {bounds}, window {window} and kappa {kappa}: the bounds must lie within 0 to 1")
+        self._where, self._kappa, self._bounds, self._window = where, kappa, bounds, window
+        self._tasks: list[_Task] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tasks))
+
+    def update(self, timeline: Timeline, change: Change) -> None:
+        """See `Chooser.update`. Tasks stand in the order in which the store first saw them."""
+        nothing = np.empty(0, np.int64)
+        everything = Change(
+            range(len(timeline.index.steps)), range(len(timeline.index.chunks)), nothing, nothing, nothing
+        )
+        known = len(self._tasks)
+        self._find_tasks(timeline.index)
+        for place, task in enumerate(self._tasks):
+            for side in task.sides:
+                side.update(timeline, change if place < known else everything)
+
+    def _find_tasks(self, index: Index) -> None:
+        for name in index.episodes.tasks.names[len(self._tasks) :]:
+            self._tasks.append(_Task(name, self._where, self._window))
+
+    def online_share(self, task: str) -> float:
+        """The present share of online samples among those of `task`. Raises KeyError: there is no such task."""
+        for each in self._tasks:
+            if each.name == task:
+                return self._share(each)
+        raise KeyError(task)
+
+    def _share(self, task: _Task) -> float:
+        if not len(task.sides[OFFLINE]) or not len(task.sides[ONLINE]):
+            return float(len(task.sides[ONLINE]) > 0)
+        online, offline = task.mean(ONLINE), task.mean(OFFLINE)
+        online, offline = (offline if online is None else online), (online if offline is None else offline)
+        if online is None or offline is None:
+            return min(max(0.5, self._bounds[0]), self._bounds[1])
+        exponent = min(max(offline - self._kappa * online, -700.0), 700.0)
+        return min(max(1.0 / (1.0 + math.exp(exponent)), self._bounds[0]), self._bounds[1])
+
+    def choose(self, n: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.choose`."""
+        open_ = [place for place, task in enumerate(self._tasks) if len(task)]
+        counts = np.full(len(open_), n // len(open_))
+        counts[rng.permutation(len(open_))[: n % len(open_)]] += 1
+        rows, groups = [], []
+        for place, count in zip(open_, counts.tolist(), strict=True):
+            online = int(count * self._share(self._tasks[place]) + rng.random())
+            for side, of_side in ((OFFLINE, count - online), (ONLINE, online)):
+                if of_side:
+                    rows.append(_draw(self._tasks[place].sides[side], of_side, rng))
+                    groups.append(np.full(of_side, 2 * place + side, np.int32))
+        return plain_choice(np.concatenate(rows))._replace(groups=np.concatenate(groups))
+
+    def redraw(self, group: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.redraw`: of the same task and side."""
+        rows = _draw(self._tasks[group // 2].sides[group % 2], 1, rng)
+        return plain_choice(rows)._replace(groups=np.array([group], np.int32))
+
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+        """See `Chooser.feedback`: losses; those that are not finite are left out."""
+        losses = np.asarray(losses, np.float64)
+        for group in np.unique(groups).tolist():
+            mine = losses[(groups == group) & np.isfinite(losses)]
+            self._tasks[group // 2].hear(group % 2, mine)
+
+    def state_dict(self, timeline: Timeline) -> State:
+        """See `Chooser.state_dict`."""
+        state: State = {}
+        for task in self._tasks:
+            state |= {f"losses.{task.name}": task.losses.copy(), f"heard.{task.name}": task.heard.copy()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
+        """See `Chooser.load_state_dict`. Tasks that the state does not know have not been heard of."""
+        for task in self._tasks:
+            if f"losses.{task.name}" not in state:
+                continue
+            losses, heard = column(state, f"losses.{task.name}"), column(state, f"heard.{task.name}")
+            if losses.shape != task.losses.shape or heard.shape != task.heard.shape:
+                raise WireError(f"the losses of {task.name!r} were kept in another window")
+            task.losses[:], task.heard[:] = losses, heard
+
+
+def _draw(candidates: Candidates, n: int, rng: np.random.Generator) -> Array:
+    rows: Array = candidates.rows[rng.integers(0, len(candidates), n)]
+    return rows

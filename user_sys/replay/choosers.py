@@ -1,0 +1,192 @@
+"""Which steps a batch starts at. Choosers are small and are put together: filters within them, mixes over them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.errors import ConfigError, WireError
+from user_sys.replay.timeline import Timeline
+from user_sys.replay.where import INTERVENTIONS, Candidates, Filter, Where
+from user_sys.store.index import Change
+
+State = dict[str, Array]
+
+
+class Choice(NamedTuple):
+    """Rows of the index, int64 (n,); weights, float32 (n,); and the part that chose each, int32 (n,)."""
+
+    rows: Array
+    weights: Array
+    groups: Array
+
+
+class Chooser(ABC):
+    """Chooses rows. One thread calls it.
+
+    What it chooses depends on the store's content, its own state and the generator alone.
+    """
+
+    @abstractmethod
+    def update(self, timeline: Timeline, change: Change) -> None:
+        """Takes in a change of the index; the first one that it gets tells of everything."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows it chooses from."""
+
+    @abstractmethod
+    def choose(self, n: int, rng: np.random.Generator) -> Choice:
+        """`n` rows, with replacement. There is at least one to choose from."""
+
+    def redraw(self, group: int, rng: np.random.Generator) -> Choice:
+        """One row in place of another, which belonged to `group` and cannot be used."""
+        return self.choose(1, rng)
+
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+        """Hears how rows that it chose did: TD errors or losses, float (n,)."""
+
+    def state_dict(self, timeline: Timeline) -> State:
+        """Copies of everything that determines later choices and is not in the store."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
+        """Takes up where `state` was taken. Raises WireError: it is another chooser's."""
+
+
+class Uniform(Chooser):
+    """Every row that meets a filter is as likely."""
+
+    def __init__(self, where: Filter = Where()) -> None:  # noqa: B008  # frozen
+        self._candidates = Candidates(where)
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def update(self, timeline: Timeline, change: Change) -> None:
+        """See `Chooser.update`."""
+        self._candidates.update(timeline, change)
+
+    def choose(self, n: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.choose`."""
+        return plain_choice(self._candidates.rows[rng.integers(0, len(self), n)])
+
+
+class InterventionWeighted(Chooser):
+    """Steps that a person controlled are `weight` times as likely as others; a bias that is wanted, not corrected."""
+
+    def __init__(self, where: Where = Where(), weight: float = 4.0) -> None:  # noqa: B008  # frozen
+        """Raises ConfigError unless `weight` is at least 1."""
+        if weight < 1.0:
+            raise ConfigError(f"interventions are weighted by {weight}; give at least 1")
+        self._weight = weight
+        self._all = Candidates(where)
+        self._persons = Candidates(Where(**{**vars(where), "phases": INTERVENTIONS & (where.phases or INTERVENTIONS)}))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def update(self, timeline: Timeline, change: Change) -> None:
+        """See `Chooser.update`."""
+        self._all.update(timeline, change)
+        self._persons.update(timeline, change)
+
+    def choose(self, n: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.choose`."""
+        # A mix of "any row" and, for what weight 1 does not give already, "a person's row".
+        extra = (self._weight - 1.0) * len(self._persons)
+        draw = rng.random(n) * (len(self) + extra)
+        rows = self._all.rows[np.minimum(draw, len(self) - 1).astype(np.int64)]
+        of_person = draw >= len(self)
+        if of_person.any():
+            place = ((draw[of_person] - len(self)) / (self._weight - 1.0)).astype(np.int64)
+            rows[of_person] = self._persons.rows[np.minimum(place, len(self._persons) - 1)]
+        return plain_choice(rows)
+
+
+class Mix(Chooser):
+    """Fixed shares of each batch from several choosers, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
+
+    The shares are exact in every batch; what does not divide goes to the last. While one has nothing, the others take
+    its place, in proportion to their shares. In a batch the parts stand one after the other.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Chooser, float]]) -> None:
+        """Raises ConfigError unless the shares are positive and add up to 1."""
+        self._choosers = [chooser for chooser, _ in parts]
+        self._shares = np.array([share for _, share in parts], float)
+        if (self._shares < 0).any() or abs(self._shares.sum() - 1.0) > 1e-6:
+            raise ConfigError(f"shares of {self._shares.tolist()}: they must add up to 1")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._choosers))
+
+    def update(self, timeline: Timeline, change: Change) -> None:
+        """See `Chooser.update`."""
+        for chooser in self._choosers:
+            chooser.update(timeline, change)
+
+    def counts(self, n: int) -> list[int]:
+        """How many of `n` samples come from each part now."""
+        open_ = np.array([len(chooser) > 0 for chooser in self._choosers])
+        shares = np.where(open_, self._shares, 0.0)
+        if shares.sum() == 0.0:  # only parts of share 0 have anything
+            shares = open_.astype(float)
+        counts = (n * shares / shares.sum() + 1e-9).astype(np.int64)
+        counts[np.flatnonzero(shares)[-1]] += n - counts.sum()
+        return [int(count) for count in counts]
+
+    def choose(self, n: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.choose`."""
+        chosen = [
+            self._of_part(part, self._choosers[part].choose(count, rng))
+            for part, count in enumerate(self.counts(n))
+            if count
+        ]
+        return Choice(*(np.concatenate(column) for column in zip(*chosen, strict=True)))
+
+    def redraw(self, group: int, rng: np.random.Generator) -> Choice:
+        """See `Chooser.redraw`: the part stays the same."""
+        part, inner = group % len(self._choosers), group // len(self._choosers)
+        return self._of_part(part, self._choosers[part].redraw(inner, rng))
+
+    def _of_part(self, part: int, choice: Choice) -> Choice:
+        return choice._replace(groups=choice.groups * len(self._choosers) + part)
+
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+        """See `Chooser.feedback`: each part hears of its own."""
+        for part, chooser in enumerate(self._choosers):
+            mine = groups % len(self._choosers) == part
+            if mine.any():
+                chooser.feedback(rows[mine], groups[mine] // len(self._choosers), losses[mine])
+
+    def state_dict(self, timeline: Timeline) -> State:
+        """See `Chooser.state_dict`."""
+        return {
+            f"{part}.{name}": value
+            for part, chooser in enumerate(self._choosers)
+            for name, value in chooser.state_dict(timeline).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
+        """See `Chooser.load_state_dict`."""
+        for part, chooser in enumerate(self._choosers):
+            prefix = f"{part}."
+            inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            chooser.load_state_dict(inner, timeline)
+
+
+def plain_choice(rows: Array) -> Choice:
+    """`rows` with weight 1, in group 0."""
+    return Choice(rows.astype(np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.int32))
+
+
+def column(state: Mapping[str, Array], name: str) -> Array:
+    """A column of a state. Raises WireError: there is none of that name."""
+    if name not in state:
+        raise WireError(f"this is the state of another sampler: it lacks {name!r}")
+    return state[name]

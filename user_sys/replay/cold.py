@@ -1,0 +1,256 @@
+"""Observations read from the store: what the hot cache does not hold, and what it is to hold.
+
+Nothing comes out unverified. A chunk's record is verified as a whole when it is first touched; what is remembered of it
+then is where each frame lies and its CRC32C (16 bytes for each observation and camera), and the CRC32C of its vectors
+(8 bytes for each chunk). Later reads touch only the bytes that they want and check just those.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from crc32c import crc32c
+
+from user_sys.codec import Array
+from user_sys.errors import StoreCorrupt, StoreError, WireError
+from user_sys.replay.cache import HotCache
+from user_sys.replay.features import Features
+from user_sys.replay.timeline import Timeline
+from user_sys.replay.verified import FRAME, ChunkRows
+from user_sys.store.store import StoreReader
+
+UNREAD, READ, BAD = 0, 1, 2  # what is known of a chunk
+ADMITTED = (
+    8  # one frame in so many that were read cold comes into the cache: copying each would cost as much as it gains
+)
+UNUSABLE = (StoreError, WireError)
+
+_logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class ColdReader:
+    """See the module. `extend` is called by the thread that refreshes the reader; the rest by any.
+
+    Attributes:
+        damaged: chunks and frames that could not be used so far.
+    """
+
+    def __init__(
+        self,
+        reader: StoreReader,
+        timeline: Timeline,
+        features: Features,
+        vectors: HotCache,
+        frames: HotCache | None,
+        threads: int,
+    ) -> None:
+        """Reads with `threads` threads of its own into and beside the two caches; `frames` is None without cameras."""
+        self._reader, self._timeline, self._features = reader, timeline, features
+        self._vectors, self._frames = vectors, frames
+        self._known = np.zeros(1024, np.uint8)
+        self._sums = np.zeros(1024, np.uint32)  # CRC32C of a chunk's vectors
+        self._shown = {name: np.zeros(1024, FRAME) for name in features.cameras}
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="replay-cold")
+        self._turn = 0
+        self._lock = threading.Lock()
+        self.damaged = 0
+
+    def extend(self) -> None:
+        """Makes room for what is new in the timeline. What another thread learns meanwhile may have to be read again."""
+        chunks, observations = len(self._timeline.index.chunks), self._timeline.observations
+        self._known, self._sums = _grown(self._known, chunks), _grown(self._sums, chunks)
+        self._shown = {name: _grown(table, observations) for name, table in self._shown.items()}
+
+    def close(self) -> None:
+        """Ends the threads; what they are at is done first."""
+        self._pool.shutdown(cancel_futures=True)
+
+    # Whole chunks
+
+    def load(self, chunk: int, *, fresh: bool) -> int:
+        """Brings a chunk's observations into the caches; what is not fresh displaces nothing.
+
+        Returns how many found a place (with their frames, where there are cameras).
+
+        Raises:
+            StoreError, WireError: it cannot be used.
+        """
+        rows, span = self._learn(chunk), self._timeline.span(chunk)
+        numbers = np.arange(span.start, span.stop)
+        kept = self._keep_vectors(rows.vectors(), numbers, fresh, only_empty=not fresh)
+        if self._frames is None:
+            return kept
+        numbers = numbers[np.all([self._shown[name][numbers]["bytes"] != 0 for name in self._shown], axis=0)]
+        with self._frames.filling(numbers, fresh=fresh, only_empty=not fresh) as claim:
+            for name, table in self._frames.tables.items():
+                shown = self._shown[name][numbers[claim.taken]]
+                if self._read_frames(name, shown, claim.slots, table):
+                    raise StoreCorrupt(f"a frame of {name} in chunk {chunk} does not decode")
+        return len(claim.slots)
+
+    def _keep_vectors(self, rows: dict[str, Array], numbers: Array, fresh: bool, only_empty: bool = False) -> int:
+        with self._vectors.filling(numbers, fresh=fresh, only_empty=only_empty) as claim:
+            for name, table in self._vectors.tables.items():
+                table[claim.slots] = rows[name][claim.taken]
+        return len(claim.slots)
+
+    def _learn(self, chunk: int) -> ChunkRows:
+        """Verifies a chunk as a whole and remembers what later reads check against. Raises as `load`."""
+        if self._known[chunk] == BAD:
+            raise StoreCorrupt(f"chunk {chunk} could not be used before")
+        try:
+            rows = ChunkRows(self._reader.packed(chunk), self._features)
+            span = self._timeline.span(chunk)
+            for name, table in self._shown.items():
+                table[span.start : span.stop] = rows.frames(name, chunk, self._before(name, chunk))
+        except UNUSABLE as error:
+            self._known[chunk] = BAD
+            self._count_damage(f"chunk {chunk}", error)
+            raise
+        self._sums[chunk] = _checksum(rows.vectors())
+        self._known[chunk] = READ
+        return rows
+
+    def _before(self, camera: str, chunk: int) -> Array:
+        """What the camera showed just before a chunk, `FRAME` ()."""
+        earlier = np.flatnonzero(self._timeline.index.chunks.next_chunk == chunk)
+        if not len(earlier):
+            return np.zeros((), FRAME)
+        if self._known[earlier[0]] == UNREAD:
+            self._learn(int(earlier[0]))
+        return self._shown[camera][self._timeline.span(int(earlier[0])).stop - 1]  # type: ignore[no-any-return]
+
+    def _count_damage(self, what: str, error: Exception) -> None:
+        with self._lock:
+            self.damaged += 1
+        _logger.warning("replay.unusable %s: %s", what, error)
+
+    # Single rows
+
+    def vectors(self, numbers: Array, places: Array, out: dict[str, Array]) -> Array:
+        """Reads vectors of the observations ``numbers[places]`` into the same places of `out`.
+
+        Returns the places that could not be read.
+        """
+        chunk, step = self._timeline.locate(numbers[places])
+        groups = _groups(chunk)
+
+        def read(group: Array) -> bool:
+            try:
+                number = int(chunk[group[0]])
+                rows = self._vectors_of(number)
+                span = self._timeline.span(number)
+                self._keep_vectors(rows, np.arange(span.start, span.stop), fresh=False)
+            except UNUSABLE:
+                return False
+            for name, target in out.items():
+                target[places[group]] = rows[name][step[group]]
+            return True
+
+        done = self._each(read, groups)
+        bad = [places[group] for group, sound in zip(groups, done, strict=True) if not sound]
+        return np.concatenate(bad) if bad else places[:0]
+
+    def _vectors_of(self, chunk: int) -> dict[str, Array]:
+        """A chunk's vectors, verified. Raises as `load`."""
+        if self._known[chunk] != READ:
+            return self._learn(chunk).vectors()
+        rows = ChunkRows(self._reader.packed(chunk, verified=False), self._features).vectors()
+        if _checksum(rows) != self._sums[chunk]:
+            self._known[chunk] = BAD
+            error = StoreCorrupt(f"the vectors of chunk {chunk} are no longer what was stored")
+            self._count_damage(f"chunk {chunk}", error)
+            raise error
+        return rows
+
+    def frames(self, numbers: Array, places: Array, out: dict[str, Array]) -> Array:
+        """As `vectors`, for the frames of cameras."""
+        chunk = self._timeline.locate(numbers[places]).chunk
+        self._each(self._try_learn, [int(c) for c in np.unique(chunk[self._known[chunk] == UNREAD])])
+        lost = self._known[chunk] != READ
+        bad, places = [places[lost]], places[~lost]
+        for name, target in out.items():
+            shown = self._shown[name][numbers[places]]
+            order = np.lexsort((shown["start"], shown["chunk"]))
+            slices = [part for part in np.array_split(order, self._threads) if len(part)]
+
+            def read(
+                part: Array, name: str = name, shown: Array = shown, places: Array = places, target: Array = target
+            ) -> list[int]:
+                return self._read_frames(name, shown[part], places[part], target)
+
+            failed = np.array(sum(self._each(read, slices), []), np.int64)
+            bad.append(failed)
+            places = np.setdiff1d(places, failed, assume_unique=True) if len(failed) else places
+        self._admit(numbers, places, out)
+        return np.concatenate(bad)
+
+    def _try_learn(self, chunk: int) -> None:
+        try:
+            self._learn(chunk)
+        except UNUSABLE:
+            _logger.debug("replay.unusable chunk %d, counted", chunk)
+
+    def _read_frames(self, camera: str, frames: Array, places: Array, out: Array) -> list[int]:
+        """Reads `frames`, `FRAME` (n,), into ``out[places]``; returns the places whose frame could not be read."""
+        import simplejpeg  # here, because a learner of states alone needs no codec
+
+        failed, view, shape = [], self._reader.view, out.shape[1:]
+        for (chunk, start, size, crc), place in zip(frames.tolist(), places.tolist(), strict=True):
+            try:
+                frame = view(chunk, start, start + abs(size))
+                if not size or crc32c(frame) != crc:
+                    raise StoreCorrupt("the frame is absent or no longer what was stored")
+                if size < 0:
+                    out[place] = np.frombuffer(frame, np.uint8).reshape(shape)
+                else:
+                    simplejpeg.decode_jpeg(frame, buffer=out[place])
+            except (*UNUSABLE, ValueError) as error:
+                self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
+                failed.append(place)
+        return failed
+
+    def _admit(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
+        """Puts some of the frames just read into the cache."""
+        self._turn = (self._turn + 1) % ADMITTED
+        places = places[self._turn :: ADMITTED]
+        if self._frames is None or not len(places) or out.keys() != self._frames.tables.keys():
+            return
+        with self._frames.filling(numbers[places], fresh=False) as claim:
+            for name, table in self._frames.tables.items():
+                for slot, place in zip(claim.slots.tolist(), places[claim.taken].tolist(), strict=True):
+                    table[slot] = out[name][place]
+
+    def _each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`work` done on each of `items` by the pool; one alone is done here."""
+        return [work(item) for item in items] if len(items) < 2 else list(self._pool.map(work, items))
+
+
+def _grown(table: Array, rows: int) -> Array:
+    """`table`, or a longer one that starts with it, zero behind."""
+    if rows <= len(table):
+        return table
+    grown = np.zeros(max(rows, 2 * len(table)), table.dtype)
+    grown[: len(table)] = table
+    return grown
+
+
+def _groups(keys: Array) -> list[Array]:
+    """The places of equal `keys`, one array for each key."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+
+
+def _checksum(rows: dict[str, Array]) -> int:
+    crc = 0
+    for table in rows.values():
+        crc = crc32c(np.ascontiguousarray(table).view(np.uint8).reshape(-1), crc)
+    return crc
