@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -37,15 +37,14 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Self:
         """Samples `start` to `stop`, sharing memory with this batch."""
-        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(
-            **{
-                name: {key: array[start:stop] for key, array in value.items()}
-                if isinstance(value, dict)
-                else value[start:stop]
-                for name, value in arrays.items()
-            }
-        )
+        parts: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            whole = getattr(self, field.name)
+            if isinstance(whole, dict):
+                parts[field.name] = {name: array[start:stop] for name, array in whole.items()}
+            else:
+                parts[field.name] = whole[start:stop]
+        return type(self)(**parts)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class SequenceBatch(Batch):
     mask: Array
 
 
-def columns(features: Features, n: int, length: int | None, allocate: Allocate) -> dict[str, Array | dict[str, Array]]:
+def columns(features: Features, n: int, length: int | None, allocate: Allocate) -> dict[str, Any]:
     """What every `Batch` has; observations are stretches of `length` where that is given."""
     return {
         "row": np.empty(n, np.int64),
@@ -114,4 +113,4 @@ def pinned(shape: tuple[int, ...], dtype: str) -> Array:
     import torch  # here, because a process without a GPU needs none of it for sampling
 
     tensor = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
-    return tensor.numpy()  # type: ignore[no-any-return]  # torch leaves it untyped
+    return tensor.numpy()

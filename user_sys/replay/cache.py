@@ -24,7 +24,7 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.replay.features import Allocate, Features
+from user_sys.replay.features import Features
 
 WAYS = 8
 EMPTY, BUSY = 0, -1  # tags; else an observation's number plus one
@@ -85,7 +85,7 @@ class HotCache:
     @classmethod
     def of_frames(cls, features: Features, budget_bytes: int) -> HotCache:
         """A cache of decoded frames of all cameras. Raises as the constructor."""
-        return cls({name: (table.shape[1:], "uint8") for name, table in features.frame_tables(1).items()}, budget_bytes)
+        return cls(_rows(features.frame_tables(1)), budget_bytes)
 
     def __len__(self) -> int:
         """How many observations it holds."""
@@ -102,13 +102,14 @@ class HotCache:
         stamps = self._stamps[slots]
         hit = self._tags.reshape(-1)[slots] == tags
         if not hit.any():
-            return ~hit
+            return np.ones(len(numbers), bool)
         for name, target in out.items():
             # With mode="raise", numpy fills a copy of `out` first; every slot is in range. Misses copy what is there.
             np.take(self.tables[name], slots, axis=0, out=target, mode="clip")
         hit &= self._stamps[slots] == stamps
         self._marks.reshape(-1)[slots[hit]] = 1
-        return ~hit
+        missed: Array = ~hit
+        return missed
 
     @contextmanager
     def filling(self, numbers: Array, *, fresh: bool, only_empty: bool = False) -> Iterator[Claim]:
@@ -147,3 +148,7 @@ class HotCache:
             self._stamps[slots] += 1
             self._held -= int((cost[taken] > 0).sum())
         return Claim(np.flatnonzero(taken), slots, tags[taken])
+
+
+def _rows(tables: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (table.shape[1:], table.dtype.name) for name, table in tables.items()}

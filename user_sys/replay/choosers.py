@@ -47,14 +47,14 @@ class Chooser(ABC):
         """One row in place of another, which belonged to `group` and cannot be used."""
         return self.choose(1, rng)
 
-    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
+    def feedback(self, rows: Array, groups: Array, losses: Array) -> None:  # noqa: B027  # most have no use for it
         """Hears how rows that it chose did: TD errors or losses, float (n,)."""
 
     def state_dict(self, timeline: Timeline) -> State:
         """Copies of everything that determines later choices and is not in the store."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
+    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:  # noqa: B027  # as `state_dict`
         """Takes up where `state` was taken. Raises WireError: it is another chooser's."""
 
 

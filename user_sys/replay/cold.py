@@ -64,7 +64,7 @@ class ColdReader:
         self.damaged = 0
 
     def extend(self) -> None:
-        """Makes room for what is new in the timeline. What another thread learns meanwhile may have to be read again."""
+        """Makes room for what is new in the timeline. What other threads learn meanwhile may have to be read again."""
         chunks, observations = len(self._timeline.index.chunks), self._timeline.observations
         self._known, self._sums = _grown(self._known, chunks), _grown(self._sums, chunks)
         self._shown = {name: _grown(table, observations) for name, table in self._shown.items()}
@@ -252,5 +252,5 @@ def _groups(keys: Array) -> list[Array]:
 def _checksum(rows: dict[str, Array]) -> int:
     crc = 0
     for table in rows.values():
-        crc = crc32c(np.ascontiguousarray(table).view(np.uint8).reshape(-1), crc)
+        crc = crc32c(table.tobytes(), crc)
     return crc

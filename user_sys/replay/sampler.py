@@ -213,5 +213,7 @@ def _set_generator(bits: np.random.PCG64, saved: Array) -> None:
     if saved.shape != (6,):
         raise WireError("the sampler's state holds no generator")
     low, high, inc_low, inc_high, has, rest = map(int, saved)
-    inner = {"state": low | high << 64, "inc": inc_low | inc_high << 64}
-    bits.state = {"bit_generator": "PCG64", "state": inner, "has_uint32": has, "uinteger": rest}
+    state = bits.state
+    state["state"] = {"state": low | high << 64, "inc": inc_low | inc_high << 64}
+    state["has_uint32"], state["uinteger"] = has, rest
+    bits.state = state

@@ -1,4 +1,4 @@
-"""What a sample is: one transition, n steps, a chunk of actions or a stretch of an episode, from the row it starts at."""
+"""What a sample is, from the row that it starts at: n steps of transition, a chunk of actions, a stretch of steps."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ class Transitions(Shape[TransitionBatch]):
 
     def empty(self, features: Features, n: int, allocate: Allocate = np.empty) -> TransitionBatch:
         """See `Shape.empty`."""
-        common = columns(features, n, None, allocate)
         return TransitionBatch(
-            **common,  # type: ignore[arg-type]  # the columns of `Batch`
+            **columns(features, n, None, allocate),
             next_observation=features.observations((n,), allocate),
             action=allocate((n, features.action_size), "float32"),
             reward=allocate((n,), "float32"),
@@ -94,9 +93,8 @@ class ActionChunks(Shape[ActionChunkBatch]):
 
     def empty(self, features: Features, n: int, allocate: Allocate = np.empty) -> ActionChunkBatch:
         """See `Shape.empty`."""
-        common = columns(features, n, None, allocate)
         return ActionChunkBatch(
-            **common,  # type: ignore[arg-type]  # the columns of `Batch`
+            **columns(features, n, None, allocate),
             action=allocate((n, self.length, features.action_size), "float32"),
             mask=allocate((n, self.length), "bool"),
         )
@@ -120,9 +118,8 @@ class Sequences(Shape[SequenceBatch]):
 
     def empty(self, features: Features, n: int, allocate: Allocate = np.empty) -> SequenceBatch:
         """See `Shape.empty`."""
-        common = columns(features, n, self.length, allocate)
         return SequenceBatch(
-            **common,  # type: ignore[arg-type]  # the columns of `Batch`
+            **columns(features, n, self.length, allocate),
             action=allocate((n, self.length, features.action_size), "float32"),
             reward=allocate((n, self.length), "float32"),
             terminated=allocate((n, self.length), "bool"),

@@ -42,7 +42,8 @@ class SumTree:
 
     def __getitem__(self, places: Array | slice) -> Array:
         """Weights, float32."""
-        return self._levels[0][places]  # type: ignore[no-any-return]
+        weights: Array = self._levels[0][places]
+        return weights
 
     def set(self, places: Array, weights: Array) -> None:
         """Sets weights, none below 0; of equal places the last counts."""
