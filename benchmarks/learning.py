@@ -1,4 +1,4 @@
-"""The demo's peer: plain RLPD in one process, without tunnel, store or fleet: acting and training take turns.
+"""The demo's peer: plain RLPD in one process, without tunnel or fleet: acting and training take turns.
 
     python -m benchmarks.learning --task lift --seeds 0 1 2
 
@@ -10,9 +10,12 @@ safety kernel, algorithm, its settings and the replay buffer are the demo's; app
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,8 +31,12 @@ from user_sys.edge.driver import Driver, Tick
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.learner.service import LearnerConfig
 from user_sys.policies.mlp import MlpPolicy
-from user_sys.replay.mix import ReplayMix
-from user_sys.replay.rows import Features
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.features import Features
+from user_sys.replay.mix import DemoOnline
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+from user_sys.store.store import StoreReader, StoreWriter
 
 GOAL, LIMIT_S = 12, 300.0
 DEMONSTRATIONS, DEMONSTRATION_NOISE = 20, 0.1
@@ -109,8 +116,16 @@ class PlainLoop:
         spec = self._arm.spec
         self._learner = Rlpd(config.algorithm, spec, seed=seed)
         self._policy, self._judge = MlpPolicy(spec, seed=seed), MlpPolicy(spec, seed=seed)
-        self._replay = ReplayMix(Features.of(spec), spec.embodiment, online_rows=config.online_rows, seed=seed)
-        self._batch = self._replay.empty_batch(config.batch_size)
+        self._experience = contextlib.ExitStack()
+        folder = Path(self._experience.enter_context(tempfile.TemporaryDirectory()))
+        self._store = self._experience.enter_context(StoreWriter.open(folder))
+        reader = self._experience.enter_context(StoreReader.open(folder))
+        self._replay = self._experience.enter_context(
+            ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes)
+        )
+        mix = DemoOnline(spec.embodiment, config.demo_fraction)
+        self._sampler = Sampler(self._replay, mix, Transitions(), config.batch_size, seed=seed)
+        self._batch = self._sampler.empty_batch()
         self._steps, self._owed, self._count = 0, 0.0, 0
         self._demonstrate()
         self._arm.reset(self._seed)
@@ -132,11 +147,11 @@ class PlainLoop:
     def close(self) -> None:
         self._arm.close()
         self._test.close()
+        self._experience.close()
 
     def _train(self, done: int, updates: int) -> None:
         for update in range(done, done + updates):
-            self._replay.sample(self._config.batch_size, out=self._batch)
-            self._learner.update(self._batch)
+            self._learner.update(self._sampler.sample(self._batch))
             if update % PUBLISH_EVERY == 0:
                 self._policy.load(self._learner.policy_weights())
             self._owed += STEPS_PER_UPDATE * (update >= self._config.warmup_updates)
@@ -148,8 +163,13 @@ class PlainLoop:
         self._steps += 1
         if self._arm.step(self._policy.act(self._arm.observation, "", deterministic=False).actions[0]):
             self._count += 1
-            self._replay.online.add(self._arm.chunk(f"online-{self._count}", Source.ONLINE))
+            self._keep(self._arm.chunk(f"online-{self._count}", Source.ONLINE))
             self._arm.reset(self._seed + self._count)
+
+    def _keep(self, chunk: Chunk) -> None:
+        self._store.append(chunk.encode())
+        self._store.sync()
+        self._replay.refresh()
 
     def _evaluate(self, episodes: int) -> int:
         self._judge.load(self._learner.policy_weights())
@@ -169,7 +189,7 @@ class PlainLoop:
             while not self._arm.step(expert(self._arm.observation)):
                 pass
             if self._arm.success:
-                self._replay.demo.add(self._arm.chunk(f"demo-{kept}", Source.DEMO))
+                self._keep(self._arm.chunk(f"demo-{kept}", Source.DEMO))
                 kept += 1
             start += 1
 

@@ -1,4 +1,4 @@
-"""The experience store against its bounds: hot sampling and durable ingest. ``python -m benchmarks.store``"""
+"""The experience store against its bounds: durable ingest. ``python -m benchmarks.store``"""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
 
 from benchmarks.harness import OUT, Row, compare, report
-from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source
-from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.rows import Features
+from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns
 from user_sys.store.log import LogWriter
 from user_sys.store.store import StoreWriter
 
-BATCH = 256
 SIDE = 128
 FLOATS = 32
-IMAGE_BYTES = SIDE * SIDE * 3
-ROWS = 8_000  # 400 MB of frames a camera: far beyond any cache
-RUN_S = 0.4
 GROUP = 32
 
 
@@ -42,8 +36,7 @@ def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int
     }
     for camera in range(cameras):
         frames = [jpegs[(episode * 31 + camera + step) % len(jpegs)] for step in range(steps)]
-        columns[f"{IMAGES}{camera}"] = np.frombuffer(b"".join(frames), np.uint8)
-        columns[f"{IMAGES}{camera}.length"] = np.array([len(frame) for frame in frames], np.int32)
+        columns |= frame_columns(f"{IMAGES}{camera}", frames)
     header = ChunkHeader(
         episode=f"ep-{episode}",
         index=index,
@@ -70,49 +63,6 @@ def pictures() -> list[bytes]:
         noise = rng.normal(0, 6, (SIDE, SIDE, 3))
         found.append(simplejpeg.encode_jpeg(np.clip(scene + noise, 0, 255).astype(np.uint8), quality=90))
     return found
-
-
-def per_second(step: Callable[[], object], count: int) -> float:
-    """How many things a second `step` does, when one call does `count` of them."""
-    start, calls = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < RUN_S:
-        step()
-        calls += 1
-    return calls * count / elapsed
-
-
-def sampling(cameras: int, jpegs: list[bytes]) -> Row:
-    """Uniform sampling of observation and next observation, against one take of as many bytes in packed rows."""
-    shapes = {f"{IMAGES}{camera}": (SIDE, SIDE, 3) for camera in range(cameras)}
-    # Observation and next observation hold half the floats each.
-    features = Features(vectors={"observation.state": FLOATS // 2}, action_size=4, cameras=shapes)
-    buffer = ReplayBuffer(features, capacity_rows=ROWS)
-    episode = 0
-    while len(buffer) < ROWS * 0.95:
-        buffer.add(chunk(episode, 100, cameras, jpegs, state=FLOATS // 2))
-        episode += 1
-    batch, rng = buffer.empty_batch(BATCH), np.random.default_rng(0)
-
-    rows = ROWS // 2
-    images = np.random.default_rng(0).integers(0, 255, (rows, 2 * cameras * IMAGE_BYTES), np.uint8)
-    floats = np.zeros((rows, FLOATS), np.float32)
-    images_out = np.empty((BATCH, images.shape[1]), np.uint8)
-    floats_out = np.empty((BATCH, FLOATS), np.float32)
-
-    def bound() -> None:
-        picks = rng.integers(0, rows, BATCH)
-        np.take(images, picks, axis=0, out=images_out, mode="clip")
-        np.take(floats, picks, axis=0, out=floats_out, mode="clip")
-
-    return compare(
-        f"hot sampling, {2 * cameras} images a transition ({cameras} now, {cameras} next)",
-        lambda: per_second(lambda: buffer.sample(BATCH, rng, batch), BATCH),
-        lambda: per_second(bound, BATCH),
-        pairs=11,
-        goal=1,
-        unit="transitions/s",
-        target=0.9,
-    )
 
 
 class Disk:
@@ -204,7 +154,7 @@ def tail(disk: Disk, what: str) -> Row:
 
 def main() -> None:
     jpegs = pictures()
-    rows = [sampling(1, jpegs), sampling(2, jpegs)]
+    rows: list[Row] = []
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUT) as folder:
         for name, cameras, count in (("states", 0, 192), ("two cameras", 2, 192)):

@@ -27,7 +27,7 @@ ROOMS = {
     "zmq": ("user_sys/tunnel/", "user_sys/edge/"),
     "mujoco": ("sim/",),
     "gymnasium": ("sim/",),
-    "torch": ("user_sys/algorithms/", "user_sys/learner/", "user_sys/policies/"),
+    "torch": ("user_sys/algorithms/", "user_sys/learner/", "user_sys/policies/", "user_sys/replay/pinned.py"),
     "fastapi": ("user_sys/console/",),
     "starlette": ("user_sys/console/",),
     "uvicorn": ("user_sys/console/",),

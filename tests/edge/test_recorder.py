@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import simplejpeg
@@ -15,7 +17,9 @@ from user_sys.edge.pilots import rule_verdict
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig, Verdict
 from user_sys.episode import APPLIED, IMAGES, Chunk, EpisodeEnd, Phase, Source, decode_chunk
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.rows import Features
+from user_sys.replay.choosers import Uniform
+from user_sys.replay.features import Features
+from user_sys.store.store import StoreReader, StoreWriter
 
 
 class Stage:
@@ -135,11 +139,16 @@ def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampl
 
 @pytest.mark.parametrize(("steps", "end", "transitions"), [(1, CUT, 1), (6, CUT, 6), (6, None, 3)])
 def test_the_learner_can_draw_every_step_whose_outcome_is_known(
-    steps: int, end: Verdict | None, transitions: int
+    tmp_path: Path, steps: int, end: Verdict | None, transitions: int
 ) -> None:
     """Of an episode without its end, cut off after a chunk of 4, the last step's outcome is not known."""
     stage = Stage(RecorderConfig(chunk_steps=4), cameras=())
     stage.act(steps, RIGHT, end)
-    buffer = ReplayBuffer(Features.of(stage.driver.spec), capacity_rows=100)
-    assert sum(buffer.add(chunk) for chunk in stage.chunks) == transitions
-    assert not buffer.skipped
+    with StoreWriter.open(tmp_path) as writer:
+        for chunk in stage.chunks:
+            writer.append(chunk.encode())
+    chooser, features = Uniform(), Features.of(stage.driver.spec)
+    with StoreReader.open(tmp_path) as reader, ReplayBuffer(reader, features, cache_bytes=1 << 20) as replay:
+        replay.listen(chooser.update)
+        replay.refresh()
+        assert len(chooser) == transitions

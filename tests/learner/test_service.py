@@ -28,9 +28,7 @@ from user_sys.weights.transfer import NotFinite, decode
 SPEC = example_spec()
 STEPS = 12
 SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(16,), critics=3)
-CONFIG = LearnerConfig(
-    algorithm=SMALL, batch_size=16, demo_rows=500, online_rows=500, publish_interval_s=0.0, warmup_updates=40
-)
+CONFIG = LearnerConfig(algorithm=SMALL, batch_size=16, cache_bytes=1 << 20, publish_interval_s=0.0, warmup_updates=40)
 
 
 def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
@@ -117,7 +115,6 @@ def test_a_resumed_run_is_bit_identical(bench: Bench) -> None:
     assert learner.updates == 30
     straight, halves = (latest(bench.folder / name) for name in ("straight", "halves"))
     assert straight is not None and halves is not None
-    assert straight.scalars["sampler"] == halves.scalars["sampler"]
     for name, value in straight.arrays.items():
         np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
 

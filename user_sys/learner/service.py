@@ -21,14 +21,19 @@ from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
 from user_sys.messages import WeightsManifest
-from user_sys.replay.mix import ReplayMix
-from user_sys.replay.rows import Features
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.features import Features
+from user_sys.replay.mix import DemoOnline
+from user_sys.replay.prefetch import Prefetcher
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
 from user_sys.weights.transfer import NotFinite, encode_full
 
 FOLLOW_INTERVAL_S = 0.05
-CHUNKS_PER_FOLLOW = 64  # bounds how long training pauses for ingestion
 IDLE_WAIT_S = 0.01
+SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
 """At most so many versions are published from one checkpoint to the next; a resumed learner skips as many, so that it
 never gives a number that was used after its checkpoint: robots take only numbers that grow."""
@@ -46,7 +51,8 @@ class LearnerConfig:
         algorithm: RLPD's own settings.
         batch_size: transitions in an update.
         demo_fraction: share of demonstrations and interventions in a batch.
-        demo_rows, online_rows: the replay buffer's size on each side, in steps.
+        cache_bytes: memory of the replay buffer's hot cache; what does not fit is read from the disk when it is drawn.
+        batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
         warmup_updates: updates allowed on demonstrations alone, before the first online step.
         utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
         publish_interval_s: from one publication of weights to the next.
@@ -60,8 +66,8 @@ class LearnerConfig:
     algorithm: RlpdConfig = field(default_factory=RlpdConfig)
     batch_size: int = 256
     demo_fraction: float = 0.5
-    demo_rows: int = 50_000
-    online_rows: int = 200_000
+    cache_bytes: int = 256 << 20
+    batches_ahead: int = 0
     warmup_updates: int = 500
     utd_max: float = 8.0
     publish_interval_s: float = 1.0
@@ -113,17 +119,13 @@ class Learner:
         self._config, self._reader, self._clock = config, reader, clock
         self._publish_weights, self._report_scalars = publish, report
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
-        self._replay = ReplayMix(
-            Features.of(spec),
-            spec.embodiment,
-            demo_rows=config.demo_rows,
-            online_rows=config.online_rows,
-            demo_fraction=config.demo_fraction,
-            seed=seed,
-        )
-        self._batch = self._replay.empty_batch(config.batch_size)
+        here = Where(embodiments=frozenset({spec.embodiment}))
+        self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
+        self._mix = DemoOnline(spec.embodiment, config.demo_fraction)
+        self._sampler = Sampler(self._replay, self._mix, Transitions(), config.batch_size, seed=seed)
+        self._batches = Prefetcher(self._sampler, config.batches_ahead)
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
-        self._updates, self._online_steps, self._chunks = 0, 0, 0
+        self._updates, self._online_steps, self._online_seen = 0, 0, 0
         self._version, self._version_limit = 0, 0
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
@@ -150,6 +152,18 @@ class Learner:
             StoreError: the store cannot be read.
         """
         log.info("learner.started updates=%d training_s=%.1f", self._updates, self._training_s)
+        try:
+            self._run(stop)
+        finally:
+            self.close()
+        log.info("learner.stopped updates=%d training_s=%.1f", self._updates, self._training_s)
+
+    def close(self) -> None:
+        """Ends the replay buffer's threads. `run` does it too; calling it twice is harmless."""
+        self._batches.close()
+        self._replay.close()
+
+    def _run(self, stop: threading.Event) -> None:
         self._checkpoint(wait=True)  # an unwritable disk shows now, and the versions to come are reserved
         follow, publish, checkpoint, report = (
             _Pace(seconds, self._clock)
@@ -160,7 +174,6 @@ class Learner:
                 self._config.report_interval_s,
             )
         )
-        self._follow_all()
         while not (stop.is_set() or self._finished()):
             started = self._clock()
             if follow.due():
@@ -179,15 +192,13 @@ class Learner:
         self._publish()
         self._report()
         self._checkpoint(wait=True)
-        log.info("learner.stopped updates=%d training_s=%.1f", self._updates, self._training_s)
 
     def _finished(self) -> bool:
         config = self._config
         return self._training_s >= config.max_training_s or 0 < config.max_updates <= self._updates
 
     def _update(self) -> None:
-        self._replay.sample(self._config.batch_size, out=self._batch)
-        self._algorithm.update(self._batch)
+        self._algorithm.update(self._batches.next())
         self._updates += 1
 
     def _count_time(self, trained: bool, seconds: float) -> None:
@@ -198,20 +209,13 @@ class Learner:
 
     def _may_update(self) -> bool:
         allowed = self._config.warmup_updates + self._config.utd_max * self._online_steps
-        return len(self._replay) > 0 and self._updates < allowed
+        return len(self._sampler) > 0 and self._updates < allowed
 
-    def _follow(self) -> int:
-        """Takes in new chunks, a bounded number; returns how many."""
-        self._reader.refresh()
-        chunks = min(len(self._reader.index.chunks) - self._chunks, CHUNKS_PER_FOLLOW)
-        if chunks:
-            self._online_steps += self._replay.follow(self._reader, max_chunks=chunks)
-            self._chunks += chunks
-        return chunks
-
-    def _follow_all(self) -> None:
-        while self._follow():
-            pass
+    def _follow(self) -> None:
+        """Takes in what is new in the store."""
+        self._replay.refresh()
+        self._online_steps += max(0, len(self._mix.online) - self._online_seen)
+        self._online_seen = len(self._mix.online)
 
     def _publish(self) -> None:
         if not self._updates or self._version >= self._version_limit:
@@ -236,47 +240,50 @@ class Learner:
 
     def _snapshot(self) -> Checkpoint:
         scalars: Scalars = {
-            "chunks": self._chunks,
+            "position": self._position(),
             "online_steps": self._online_steps,
+            "online_seen": self._online_seen,
             "version": self._version,
             "training_s": self._training_s,
             "waited_s": self._waited_s,
-            "sampler": self._replay.state_dict()["rng"],
         }
-        return Checkpoint(self._updates, scalars, self._algorithm.state_dict())
+        sampler = {SAMPLER + name: value for name, value in self._batches.state_dict().items()}
+        return Checkpoint(self._updates, scalars, {**self._algorithm.state_dict(), **sampler})
+
+    def _position(self) -> int:
+        """How far into the store the learner has seen: the sequence number of the newest chunk's record."""
+        sequence = self._replay.timeline.index.chunks.sequence
+        return int(sequence.max()) if len(sequence) else -1
 
     def _resume(self, folder: Path) -> None:
+        self._replay.refresh()
         checkpoint = latest(folder)
         if checkpoint is None:
             return
         scalars = checkpoint.scalars
         try:
-            self._chunks = int(scalars["chunks"])
-            self._online_steps = int(scalars["online_steps"])
+            position = int(scalars["position"])
+            self._online_steps, self._online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
             self._version = int(scalars["version"]) + VERSIONS_PER_CHECKPOINT
             self._training_s, self._waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
-            self._replay.load_state_dict({"rng": str(scalars["sampler"])})
         except (KeyError, ValueError) as error:
             raise WireError(f"the checkpoint in {folder} lacks {error}: another program wrote it") from None
-        self._algorithm.load_state_dict(checkpoint.arrays)
-        self._updates = checkpoint.updates
-        self._refill()
-        log.info("learner.resumed updates=%d training_s=%.1f", self._updates, self._training_s)
-
-    def _refill(self) -> None:
-        """Rebuilds the replay buffer as it was: from the same chunks of the store."""
-        self._reader.refresh()
-        if self._chunks > len(self._reader.index.chunks):
+        if position > self._position():
             raise ConfigError(
-                f"the checkpoint has seen {self._chunks} chunks and the store holds {len(self._reader.index.chunks)}: "
+                f"the checkpoint has seen the store's record {position} and the store ends at {self._position()}: "
                 "it belongs to another store"
             )
-        self._replay.follow(self._reader, max_chunks=self._chunks)
+        sampler = {name: value for name, value in checkpoint.arrays.items() if name.startswith(SAMPLER)}
+        self._algorithm.load_state_dict({k: v for k, v in checkpoint.arrays.items() if k not in sampler})
+        self._batches.load_state_dict({name.removeprefix(SAMPLER): value for name, value in sampler.items()})
+        self._updates = checkpoint.updates
+        log.info("learner.resumed updates=%d training_s=%.1f", self._updates, self._training_s)
 
     def _report(self) -> None:
         updates, seconds = self._reported
         elapsed = self._training_s - seconds
         self._reported = (self._updates, self._training_s)
+        cache = self._replay.report()
         self._report_scalars(
             self._updates,
             {
@@ -286,8 +293,10 @@ class Learner:
                 "updates_per_s": (self._updates - updates) / elapsed if elapsed > 0 else 0.0,
                 "online_steps": float(self._online_steps),
                 "updates_per_step": self._updates / max(1, self._online_steps),
-                "demo_transitions": float(len(self._replay.demo)),
-                "online_transitions": float(len(self._replay.online)),
+                "demo_transitions": float(len(self._mix.demo)),
+                "online_transitions": float(len(self._mix.online)),
+                "cold_share": cache.cold / max(1, cache.observations),
+                "damaged": float(cache.damaged),
                 "policy_version": float(self._version),
             },
         )

@@ -106,11 +106,3 @@ def columns(features: Features, n: int, length: int | None, allocate: Allocate) 
         "phase": allocate((n,), "uint8"),
         "policy_version": allocate((n,), "int64"),
     }
-
-
-def pinned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Memory that a GPU copies from without a detour. Imports torch, and needs a GPU."""
-    import torch  # here, because a process without a GPU needs none of it for sampling
-
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
-    return tensor.numpy()

@@ -16,9 +16,10 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, StoreCorrupt, WireError
-from user_sys.replay.batch import Batch, pinned
+from user_sys.replay.batch import Batch
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.choosers import Choice, Chooser, State, column
+from user_sys.replay.features import Allocate
 from user_sys.replay.shapes import Fetch, Shape
 
 REDRAWS_MAX = 1000  # for one sample; then nothing of the store can be read
@@ -77,7 +78,7 @@ class Sampler(Generic[B]):
         if batch_size < 1 or not 0 <= rank < world:
             raise ConfigError(f"a batch of {batch_size} for rank {rank} of {world}")
         self._replay, self._chooser, self._shape, self.batch_size = replay, chooser, shape, batch_size
-        self._allocate = pinned if pin else np.empty
+        self._allocate = _allocator(pin)
         self._bits = np.random.PCG64(seed).jumped(rank)
         self._rng = np.random.Generator(self._bits)
         self.redrawn = 0
@@ -199,6 +200,14 @@ class Sampler(Generic[B]):
             return None
         rows: Array = chunks.first_row[chunk] + step
         return rows
+
+
+def _allocator(pin: bool) -> Allocate:
+    if not pin:
+        return np.empty
+    from user_sys.replay.pinned import pinned  # here, because it imports torch
+
+    return pinned
 
 
 def _generator_state(bits: np.random.PCG64) -> Array:

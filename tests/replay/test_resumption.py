@@ -1,0 +1,152 @@
+"""Reproducible draws: whatever the cache holds, however threads run, over checkpoints and over several learners."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, raw, wait_until
+
+from user_sys.codec import Array
+from user_sys.episode import Source
+from user_sys.errors import StoreCorrupt, WireError
+from user_sys.replay.batch import TransitionBatch
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.choosers import Uniform
+from user_sys.replay.mix import DemoOnline, Mix
+from user_sys.replay.prefetch import Prefetcher
+from user_sys.replay.prioritized import Prioritized
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+
+
+def fill(store: Store, pictures: bool = False) -> None:
+    for episode in range(8):
+        frames = {step: raw(30 * episode + step) for step in range(6)} if pictures else None
+        source = Source.DEMO if episode < 2 else Source.ONLINE
+        store.put(chunk(episode, 0, 5, end=True, source=source, frames=frames))
+
+
+def prioritized(replay: ReplayBuffer, seed: int = 3) -> Sampler[TransitionBatch]:
+    return Sampler(replay, Mix([(Prioritized(), 0.5), (Uniform(), 0.5)]), Transitions(2, 0.9), 32, seed=seed)
+
+
+def train(batches: Prefetcher[TransitionBatch], sampler: Sampler[TransitionBatch], updates: int) -> list[Array]:
+    """As a learner does: each batch's priorities follow from its content."""
+    drawn = []
+    for _ in range(updates):
+        batch = batches.next()
+        drawn.append(np.concatenate([batch.row, batch.weight, batch.observation["observation.state"].ravel()]))
+        sampler.feedback(batch, batch.reward * batch.weight)
+    return drawn
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_resumed_learner_draws_as_if_it_had_never_stopped(store: Store, depth: int) -> None:
+    fill(store)
+    with store.replay() as replay:
+        sampler = prioritized(replay)
+        with Prefetcher(sampler, depth) as batches:
+            train(batches, sampler, 5)
+            saved = batches.state_dict()
+            expected = train(batches, sampler, 6)
+    with store.replay() as again:
+        sampler = prioritized(again, seed=77)
+        with Prefetcher(sampler, depth) as batches:
+            batches.load_state_dict(saved)
+            np.testing.assert_array_equal(train(batches, sampler, 6), expected)
+
+
+def test_a_state_of_another_sampler_is_refused(store: Store) -> None:
+    fill(store)
+    with store.replay() as replay:
+        sampler = prioritized(replay)
+        saved = sampler.state_dict()
+        for name in ("generator", "ahead.spare", "chooser.0.powers"):
+            with pytest.raises(WireError):
+                prioritized(replay).load_state_dict({key: value for key, value in saved.items() if key != name})
+        with Prefetcher(sampler, 2) as batches:
+            batches.next()
+            saved = batches.state_dict()
+        with pytest.raises(WireError, match="batch size"):
+            Sampler(replay, Uniform(), Transitions(), 7).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_draws_do_not_depend_on_the_cache_on_refreshes_or_on_threads(store: Store, depth: int) -> None:
+    drawn = []
+    for cache_bytes, step_by_step in ((20_000, False), (1 << 22, True)):
+        if not step_by_step:
+            fill(store, pictures=True)
+        with store.replay(PICTURES, cache_bytes) as replay:
+            sampler = Sampler(replay, DemoOnline("e1"), Transitions(), 64, seed=5)
+            for _ in range(7 if step_by_step else 0):
+                replay.refresh()
+            if step_by_step:
+                wait_until(lambda replay=replay: replay.report().waiting == 0)  # type: ignore[misc]
+            with Prefetcher(sampler, depth) as batches:
+                drawn.append([batches.next().observation[CAMERA].copy() for _ in range(5)])
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+
+
+def test_batches_come_in_order_and_are_the_callers_until_the_next(store: Store) -> None:
+    fill(store)
+    with store.replay() as replay:
+        plain = Sampler(replay, Uniform(), Transitions(), 16, seed=1)
+        expected = [plain.sample().row.copy() for _ in range(40)]
+        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 16, seed=1), 4) as batches:
+            handed = [batches.next() for _ in range(40)]
+        assert len({id(batch) for batch in handed}) <= 6, "batches are used again"
+        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 16, seed=1), 4) as batches:
+            for row in expected:
+                np.testing.assert_array_equal(batches.next().row, row)
+
+
+def test_errors_of_filling_come_out_where_the_batch_is_asked_for(store: Store) -> None:
+    store.put(chunk(1, 0, 3, end=True))
+    before = set(threading.enumerate())
+    with store.replay(PICTURES) as replay:
+        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 4), 2) as batches, pytest.raises(StoreCorrupt):
+            batches.next()
+    assert set(threading.enumerate()) <= before, "no thread is left behind"
+
+
+RANK = """
+import sys, numpy as np
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from replay_kit import STATE
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.choosers import Uniform
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+from user_sys.store.store import StoreReader
+with StoreReader.open(Path(sys.argv[2])) as reader, ReplayBuffer(reader, STATE, cache_bytes=1 << 20) as replay:
+    replay.refresh()
+    sampler = Sampler(replay, Uniform(), Transitions(), 64, seed=4, rank=int(sys.argv[3]), world=3)
+    print(" ".join(str(row) for _ in range(4) for row in sampler.sample().row))
+"""
+
+
+def test_several_learners_draw_streams_of_their_own_from_one_seed(store: Store) -> None:
+    fill(store)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(Path(__file__).parent), str(store.path), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1, 2)
+    ]
+    streams = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks) and {len(stream) for stream in streams} == {256}
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        same = np.mean(np.array(streams[one]) == np.array(streams[other]))
+        assert same < 0.15, "by chance one in forty is the same"
+    with store.replay(STATE) as replay:
+        alone = Sampler(replay, Uniform(), Transitions(), 64, seed=4, rank=1, world=3)
+        assert [str(row) for _ in range(4) for row in alone.sample().row] == streams[1]

@@ -1,0 +1,231 @@
+"""Uniform transitions: none that never happened is ever drawn, and every one that did can be."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_kit import CAMERA, PICTURES, SHAPE, STATE, Store, chunk, grey, raw, seen, wait_until
+
+from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from user_sys.errors import ConfigError, StoreCorrupt
+from user_sys.replay.batch import TransitionBatch
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.choosers import Uniform
+from user_sys.replay.features import Features
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+from user_sys.store.labels import DeleteLabel, RewardLabel
+from user_sys.store.store import StoreWriter
+
+
+def sampler(replay: ReplayBuffer, n: int = 400, seed: int = 0) -> Sampler[TransitionBatch]:
+    return Sampler(replay, Uniform(), Transitions(), n, seed=seed)
+
+
+def everything(replay: ReplayBuffer) -> set[tuple[int, int]]:
+    drawing = sampler(replay)
+    return seen(drawing.sample()) if len(drawing) else set()
+
+
+def test_a_whole_episode_gives_each_of_its_transitions_and_no_other(store: Store) -> None:
+    store.put(chunk(1, 0, 5, end=True))
+    with store.replay() as replay:
+        assert everything(replay) == {(1, step) for step in range(5)}
+        batch = sampler(replay).sample()
+        np.testing.assert_array_equal(batch.terminated, batch.reward == 4)
+        assert (batch.weight == 1).all() and (batch.discount == 1).all()
+
+
+def test_the_newest_step_of_a_running_episode_waits_for_its_successor(store: Store) -> None:
+    store.put(chunk(1, 0, 3))
+    with store.replay() as replay:
+        drawing = sampler(replay)
+        assert seen(drawing.sample()) == {(1, 0), (1, 1)}
+        store.put(chunk(1, 3, 1, index=1))
+        replay.refresh()
+        assert seen(drawing.sample()) == {(1, 0), (1, 1), (1, 2)}
+        store.put(chunk(1, 4, 1, index=2, end=True))
+        replay.refresh()
+        assert seen(drawing.sample()) == {(1, step) for step in range(5)}
+
+
+def test_a_missing_chunk_breaks_the_episode_in_two(store: Store) -> None:
+    store.put(chunk(1, 0, 3), chunk(1, 6, 3, index=2, end=True), chunk(2, 0, 2))
+    with store.replay() as replay:
+        assert everything(replay) == {(1, 0), (1, 1), (1, 6), (1, 7), (1, 8), (2, 0)}
+
+
+plans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans(), st.booleans()), max_size=25)
+
+
+@settings(max_examples=25, deadline=None)
+@given(plan=plans, cache_rows=st.integers(1, 30), refreshes=st.integers(1, 5))
+def test_whatever_streams_in_and_however_little_is_cached_only_true_transitions_come_out(
+    plan: list[tuple[int, int, bool, bool]], cache_rows: int, refreshes: int
+) -> None:
+    """`plan`: for each chunk the robot, its steps, whether the episode ends, whether the chunk gets lost."""
+    at = {robot: (robot, 0, 0) for robot in range(4)}  # episode, next step, next index
+    known, expected = set(), set()
+    with tempfile.TemporaryDirectory() as folder, StoreWriter.open(Path(folder) / "store") as writer:
+        store = Store(Path(folder) / "store", writer)
+        with store.replay(cache_bytes=cache_rows * 8 * 64) as replay:
+            drawing = sampler(replay)
+            for number, (robot, steps, end, lost) in enumerate(plan):
+                episode, first, index = at[robot]
+                if not lost:
+                    store.put(chunk(episode, first, steps, index=index, end=end))
+                    observed = range(first, first + steps + end)
+                    acted = {(episode, step) for step in range(first, first + steps)}
+                    known |= {(episode, step) for step in observed}
+                    expected |= acted
+                at[robot] = (episode + 4, 0, 0) if end else (episode, first + steps, index + 1)
+                if number % refreshes == 0:
+                    replay.refresh()
+                    if len(drawing):
+                        seen(drawing.sample())
+            replay.refresh()
+            expected = {(episode, step) for episode, step in expected if (episode, step + 1) in known}
+            assert len(drawing) == len(expected)
+            if expected:
+                assert seen(drawing.sample()) <= expected
+
+
+def test_sampling_while_experience_streams_into_a_tiny_cache_sees_no_mixed_row(store: Store) -> None:
+    store.put(chunk(0, 0, 5, end=True))
+    done = threading.Event()
+
+    def write() -> None:
+        for episode in range(1, 150):
+            store.put(chunk(episode, 0, 5, end=True))
+        done.set()
+
+    with store.replay(cache_bytes=8 * 8 * 64) as replay:
+        drawing, writer = sampler(replay, 64), threading.Thread(target=write)
+        writer.start()
+        while not done.is_set():
+            replay.refresh()
+            seen(drawing.sample())
+        writer.join(10)
+
+
+def test_a_batch_can_be_filled_again(store: Store) -> None:
+    with store.replay() as replay:
+        drawing = sampler(replay, 8)
+        with pytest.raises(ValueError, match="nothing to choose from"):
+            drawing.sample()
+        store.put(chunk(1, 0, 5, end=True))
+        replay.refresh()
+        batch = drawing.empty_batch()
+        assert drawing.sample(batch) is batch and len(batch) == 8
+
+
+@pytest.mark.parametrize("kind", [grey, raw])
+@pytest.mark.parametrize("cached", [True, False])
+def test_frames_stand_until_the_next_one_also_over_chunk_ends(store: Store, kind: object, cached: bool) -> None:
+    assert callable(kind)
+    store.put(chunk(1, 0, 3, frames={0: kind(0), 2: kind(200)}))
+    store.put(chunk(1, 3, 2, index=1, frames={4: kind(90)}))
+    store.put(chunk(1, 5, 2, index=2, end=True, frames={7: kind(30)}))
+    with store.replay(PICTURES, cache_bytes=ROOM_FOR_PICTURES if cached else 20_000) as replay:
+        if cached:
+            wait_until(lambda: replay.report().held == 8)
+        batch = sampler(replay, 200).sample()
+        level = np.array([0, 0, 200, 200, 90, 90, 90, 30])
+        step = batch.reward.astype(int)
+        np.testing.assert_allclose(batch.observation[CAMERA].mean((1, 2, 3)), level[step], atol=2)
+        np.testing.assert_allclose(batch.next_observation[CAMERA].mean((1, 2, 3)), level[step + 1], atol=2)
+        assert not cached or replay.report().cold == 0
+
+
+ROOM_FOR_PICTURES = 1 << 20
+
+
+def test_a_step_of_which_no_frame_is_known_is_drawn_anew(store: Store) -> None:
+    store.put(chunk(1, 6, 4, index=2, end=True, frames={8: grey(50)}))
+    with store.replay(PICTURES) as replay:
+        drawing = sampler(replay, 100)
+        assert {step for _, step in seen(drawing.sample())} == {8, 9}
+        assert drawing.redrawn > 0
+
+
+@pytest.mark.parametrize("frame", [b"\xff\xd8 not a picture", np.zeros((8, 8, 3), np.uint8), grey(3)[:100]])
+def test_a_frame_that_does_not_fit_costs_only_the_steps_that_show_it(store: Store, frame: object) -> None:
+    store.put(chunk(1, 0, 2, frames={0: grey(10)}))
+    store.put(chunk(1, 2, 2, index=1, frames={2: frame, 3: frame}))  # type: ignore[dict-item]
+    store.put(chunk(1, 4, 2, index=2, end=True, frames={4: grey(10)}))
+    with store.replay(PICTURES) as replay:
+        assert {step for _, step in seen(sampler(replay, 100).sample())} == {0, 4, 5}
+
+
+def test_where_nothing_can_be_read_the_learner_is_told(store: Store) -> None:
+    store.put(chunk(1, 0, 3))  # no camera at all
+    with store.replay(PICTURES) as replay, pytest.raises(StoreCorrupt, match="none can be read"):
+        sampler(replay, 4).sample()
+    assert replay.report().damaged >= 1
+
+
+def test_bytes_that_rot_are_noticed_drawn_anew_and_counted(store: Store) -> None:
+    for episode in range(6):
+        store.put(chunk(episode, 0, 4, end=True, frames={step: raw(episode * 40) for step in range(5)}))
+    with store.replay(PICTURES, cache_bytes=20_000) as replay:
+        drawing = sampler(replay, 300)
+        wait_until(lambda: replay.report().waiting == 0)
+        assert {episode for episode, _ in seen(drawing.sample())} == set(range(6))
+        segment = next(store.path.glob("*.seg*"))
+        content = bytearray(segment.read_bytes())
+        at = content.index(bytes([160]) * 500)  # of episode 4
+        with segment.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([161]))
+        for _ in range(5):
+            batch = drawing.sample()
+            for name in ("observation", "next_observation"):
+                picture = getattr(batch, name)[CAMERA]
+                np.testing.assert_array_equal(picture, np.broadcast_to(picture[:, :1, :1, :1], picture.shape))
+            seen(batch)
+        assert replay.report().damaged >= 1 and drawing.redrawn >= 1
+
+
+def test_labels_take_effect_at_the_next_refresh(store: Store) -> None:
+    store.put(chunk(1, 0, 3, end=True), chunk(2, 0, 3, end=True))
+    with store.replay() as replay:
+        drawing = sampler(replay)
+        store.put(
+            RewardLabel(episode="ep-1", labeller="ada", at_unix_ns=1, first_step=1, rewards=(7.0,)),
+            DeleteLabel(episode="ep-2", labeller="ada", at_unix_ns=2),
+        )
+        replay.refresh()
+        batch = drawing.sample()
+        assert set(batch.reward.tolist()) == {0.0, 7.0, 2.0}
+        assert set(batch.observation["observation.state"][:, 0].tolist()) == {1.0}
+        store.put(DeleteLabel(episode="ep-2", labeller="ada", at_unix_ns=3, deleted=False))
+        replay.refresh()
+        assert set(drawing.sample().observation["observation.state"][:, 0].tolist()) == {1.0, 2.0}
+
+
+def test_features_come_from_the_robots_spec() -> None:
+    vector = ArraySpec(name="observation.state", labels=("a",), units=("1",), low=(0,), high=(1,))
+    action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(0, 0), high=(1, 1))
+    camera = CameraSpec(name="front", height=16, width=24, rate_hz=10)
+    spec = RobotSpec(model="toy", rate_hz=10, observation=(vector,), action=action, cameras=(camera,))
+    assert Features.of(spec).cameras == {}
+    assert Features.of(spec, ("front",)) == Features({"observation.state": 1}, 2, {CAMERA: SHAPE})
+    with pytest.raises(ConfigError, match="front"):
+        Features.of(spec, ("wrist",))
+
+
+def test_settings_that_cannot_work_are_refused(store: Store) -> None:
+    store.put(chunk(1, 0, 3, end=True))
+    with pytest.raises(ConfigError, match="holds no"), store.replay(cache_bytes=10):
+        pass
+    with store.replay() as replay:
+        for wrong in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world": 2}):
+            with pytest.raises(ConfigError):
+                Sampler(replay, Uniform(), Transitions(), **wrong)
+    assert STATE.cameras == {}
