@@ -119,8 +119,10 @@ class Sampler(Generic[B]):
         samples = [
             places // (len(fetch.numbers) // len(draw.batch))
             for fetch, places in zip(draw.fetches, self._replay.fetch(draw.fetches), strict=True)
+            if len(places)
         ]
-        draw.bad = np.unique(np.concatenate(samples))
+        if samples:
+            draw.bad = np.unique(np.concatenate(samples))
 
     def finish(self, draw: Draw[B]) -> B:
         """Draws anew what could not be read; returns the batch. Raises StoreCorrupt as `sample`."""
