@@ -243,7 +243,7 @@ def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeyp
         outbox.sync()
         assert robot.drain(10) == 0
         full.set()
-        monkeypatch.setattr(site.gateway._writer, "sync", _full_while(full, site.gateway._writer.sync))  # type: ignore[union-attr]
+        monkeypatch.setattr(site.gateway._writer, "flush", _full_while(full, site.gateway._writer.flush))  # type: ignore[union-attr]
         for index in range(20, 40):
             outbox.append(chunk(index))
         until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["store_full"] == 1, "people see it")  # type: ignore[attr-defined]
@@ -255,11 +255,11 @@ def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeyp
     assert stored(run) == [("episode-0", index) for index in range(40)]
 
 
-def _full_while(full: threading.Event, sync):  # type: ignore[no-untyped-def]
-    def attempt() -> None:
+def _full_while(full: threading.Event, flush):  # type: ignore[no-untyped-def]
+    def attempt() -> object:
         if full.is_set():
             raise StoreFull("no space left on device")
-        sync()
+        return flush()
 
     return attempt
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from user_sys.episode import open_chunk
 from user_sys.errors import StoreFull, TunnelError, WireError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.store.labels import Label
+from user_sys.store.log import Ticket
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.server import Peer
 from user_sys.tunnel.wire import Payload
@@ -21,6 +28,7 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 
+Result = TypeVar("Result")
 Answer = Callable[[Peer, ChunkAck | ChunkRefusal], None]
 Release = Callable[[Peer, int, int], None]
 """Gives a peer credit back for so many chunks and bytes."""
@@ -45,20 +53,29 @@ class CommitTotals:
     full: bool = False
 
 
+@dataclass(frozen=True)
+class _Saying:
+    labels: Sequence[Label]
+    durable: Future[None]
+
+
 @dataclass(eq=False)
 class _Group:
-    """Chunks that share one sync."""
+    """What shares one sync."""
 
     newest: dict[Peer, int] = field(default_factory=dict)
     settled: list[_Arrival] = field(default_factory=list)
+    said: list[Future[None]] = field(default_factory=list)
     size_bytes: int = 0
+    ticket: Ticket | None = None
 
 
 class Committer:
-    """One thread that appends chunks to the store, syncs once a group, and then acknowledges.
+    """Appends chunks to the store, syncs once a group, and then acknowledges.
 
-    Its queue is bounded by the window of each connected robot, which opens again as its chunks are settled. While the
-    disk is full it acknowledges nothing and keeps trying; robots then stop sending by themselves when their windows are
+    Two threads: one checks, appends and writes out a group while the other waits for the disk to sync the group before.
+    The queue is bounded by the window of each connected robot, which opens again as its chunks are settled. While the
+    disk is full nothing is acknowledged and it keeps trying; robots then stop sending by themselves when their windows are
     used up, and spool to their outboxes.
     """
 
@@ -69,25 +86,32 @@ class Committer:
         self._answer = answer
         self._release = release
         self._config = config
-        self._queue: deque[_Arrival] = deque()
+        self._queue: deque[_Arrival | _Saying] = deque()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._written: queue.Queue[_Group | None] = queue.Queue(maxsize=1)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+            for name, run in (("commit", self._append_groups), ("commit-sync", self._sync_groups))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def started(self) -> bool:
-        return self._thread.ident is not None
+        return self._threads[0].ident is not None
 
     def close(self) -> None:
         """Commits what has arrived, then ends. Raises TunnelError when the disk takes longer than `STOP_TIMEOUT_S`."""
         self._stopping.set()
         with self._changed:
             self._changed.notify()
-        self._thread.join(STOP_TIMEOUT_S)
-        if self._thread.is_alive():
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
             raise TunnelError(f"the commit thread did not end within {STOP_TIMEOUT_S} s: the disk is stuck")
 
     def offer(self, peer: Peer, offer: ChunkOffer, packet: Payload) -> None:
@@ -96,42 +120,80 @@ class Committer:
             self._queue.append(_Arrival(peer, offer.sequence, packet))
             self._changed.notify()
 
+    def say(self, labels: Sequence[Label]) -> Future[None]:
+        """Queues labels; never blocks. The result comes once they are durable, and never if the disk fails."""
+        saying = _Saying(labels, Future())
+        with self._changed:
+            self._queue.append(saying)
+            self._changed.notify()
+        return saying.durable
+
     def forget(self, peer: Peer) -> None:
         """Drops what a session that is over had queued: it will be sent again under the next one."""
         with self._changed:
-            self._queue = deque(arrival for arrival in self._queue if arrival.peer is not peer)
+            self._queue = deque(item for item in self._queue if isinstance(item, _Saying) or item.peer is not peer)
 
     @property
     def queued_bytes(self) -> int:
         with self._changed:
-            return sum(len(arrival.packet) for arrival in self._queue)
+            return sum(len(item.packet) for item in self._queue if isinstance(item, _Arrival))
 
-    # The thread
+    # The threads
 
-    def _run(self) -> None:
+    def _guarded(self, run: Callable[[], None]) -> None:
         try:
-            while (group := self._next_group()) is not None:
-                self._patiently(self._writer.sync)
-                self._settle(group)
+            run()
         except Exception as error:
             logger.exception("commit.failed")
-            self.failure = error
+            self.failure = self.failure or error
+
+    def _append_groups(self) -> None:
+        while (group := self._next_group()) is not None:
+            group.ticket = self._patiently(self._writer.flush)
+            self._hand_over(group)
+        self._hand_over(None)
+
+    def _hand_over(self, group: _Group | None) -> None:
+        while self.failure is None:
+            try:
+                return self._written.put(group, timeout=WAIT_S)
+            except queue.Full:
+                continue
+
+    def _sync_groups(self) -> None:
+        while self.failure is None:
+            try:
+                group = self._written.get(timeout=WAIT_S)
+            except queue.Empty:
+                continue
+            if group is None:
+                return
+            self._writer.sync(group.ticket)
+            self._settle(group)
 
     def _next_group(self) -> _Group | None:
-        """Appends what has arrived, up to `commit_bytes`; None once stopped and empty."""
+        """Appends what has arrived, up to `commit_bytes`; None once stopped and empty, or failed."""
         with self._changed:
-            while not self._queue and not self._stopping.is_set():
+            while not self._queue and not self._stopping.is_set() and self.failure is None:
                 self._changed.wait(WAIT_S)
-            if not self._queue or (self._stopping.is_set() and self.totals.full):
+            if not self._queue or self.failure is not None or (self._stopping.is_set() and self.totals.full):
                 return None
         group = _Group()
-        while group.size_bytes < self._config.commit_bytes and (arrival := self._next_arrival()) is not None:
-            self._append(arrival, group)
+        while group.size_bytes < self._config.commit_bytes and (item := self._next_item()) is not None:
+            if isinstance(item, _Saying):
+                self._append_labels(item, group)
+            else:
+                self._append(item, group)
         return group
 
-    def _next_arrival(self) -> _Arrival | None:
+    def _next_item(self) -> _Arrival | _Saying | None:
         with self._changed:
             return self._queue.popleft() if self._queue else None
+
+    def _append_labels(self, saying: _Saying, group: _Group) -> None:
+        for label in saying.labels:
+            self._patiently(partial(self._writer.append_label, label))
+        group.said.append(saying.durable)
 
     def _append(self, arrival: _Arrival, group: _Group) -> None:
         totals = self.totals
@@ -153,7 +215,7 @@ class Committer:
             logger.warning("commit.refused peer=%s sequence=%d: %s", arrival.peer.name, arrival.sequence, error)
             self._answer(arrival.peer, ChunkRefusal(sequence=arrival.sequence, reason=str(error)))
 
-    def _patiently(self, attempt: Callable[[], bool | None]) -> bool | None:
+    def _patiently(self, attempt: Callable[[], Result]) -> Result:
         """Tries until the disk has room. Raises StoreFull only when the gateway stops meanwhile."""
         while True:
             try:
@@ -174,3 +236,5 @@ class Committer:
             self._answer(peer, ChunkAck(sequence=sequence))
             packets = [arrival.packet for arrival in group.settled if arrival.peer is peer]
             self._release(peer, len(packets), sum(map(len, packets)))
+        for durable in group.said:
+            durable.set_result(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from user_sys.store.retention import Retention
 from user_sys.tunnel.limits import TunnelLimits
 
 
@@ -18,6 +19,8 @@ class GatewayConfig:
         weights_kept: versions kept on disk.
         report_s: how often it reports to the consoles.
         retry_s: pause before it tries a full disk again.
+        retention: how large the store may become, and what is given up then.
+        upkeep_s: how often the store's size is looked at and deleted episodes are compacted away.
     """
 
     endpoint: str = "tcp://127.0.0.1:0"
@@ -26,4 +29,6 @@ class GatewayConfig:
     weights_kept: int = 3
     report_s: float = 1.0
     retry_s: float = 0.5
+    retention: Retention = field(default_factory=Retention)
+    upkeep_s: float = 10.0
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)

@@ -22,6 +22,7 @@ from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.previews import PreviewRelay
+from user_sys.gateway.upkeep import StoreKeeper
 from user_sys.gateway.weights import WeightsRelay, WeightsShelf
 from user_sys.messages import (
     ChunkAck,
@@ -93,6 +94,7 @@ class Gateway:
         self._audit = AuditLog(run_dir / "audit.jsonl")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
         self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
+        self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
         self._weights = WeightsRelay(WeightsShelf(run_dir / "weights", config.weights_kept), self.server.send)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
@@ -107,6 +109,7 @@ class Gateway:
         try:
             self.server.start()
             self._committer.start()
+            self._keeper.start()
             self._weights.start()
             self._write_address()
             while not stop.wait(self.config.report_s):
@@ -116,7 +119,7 @@ class Gateway:
             self._close()
 
     def _close(self) -> None:
-        for part in (self._committer, self._weights):
+        for part in (self._keeper, self._committer, self._weights):
             if part.started:
                 part.close()
         self.server.close()
@@ -128,9 +131,9 @@ class Gateway:
         replace_durably(self.run_dir / "gateway.json", msgspec.json.encode(address) + b"\n")
 
     def _raise_failures(self) -> None:
-        for failure in (self.server.failure, self._committer.failure, self._weights.failure):
-            if failure is not None:
-                raise failure
+        for part in (self.server, self._committer, self._keeper, self._weights):
+            if part.failure is not None:
+                raise part.failure
 
     def _keep_watch(self) -> None:
         with self._lock:
@@ -150,6 +153,9 @@ class Gateway:
             "chunks_refused": totals.refused,
             "queued_bytes": self._committer.queued_bytes,
             "store_full": totals.full,
+            "store_bytes": self._keeper.totals.store_bytes,
+            "store_shortfall_bytes": self._keeper.totals.shortfall_bytes,
+            "episodes_dropped": self._keeper.totals.episodes_dropped,
             "robots": len(self.server.peers("robot")),
             "weights_version": self._weights.version,
             "weights_pushed": self._weights.pushed,

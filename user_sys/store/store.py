@@ -123,9 +123,9 @@ class StoreWriter:
     # Giving space back
 
     @property
-    def deletions(self) -> frozenset[str]:
-        """Episodes that labels delete, those whose space was taken long ago included."""
-        return frozenset(self._known.deleted)
+    def deletions(self) -> int:
+        """How many episodes labels delete, those whose space was taken long ago included. Any thread may ask."""
+        return len(self._known.deleted)
 
     def rotate(self) -> None:
         """Begins a new segment, so that those before can be rewritten; they are sealed by the time `close` returns."""

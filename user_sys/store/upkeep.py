@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def compact(path: Path, retention: Retention = NO_BOUND) -> CompactionReport:
             writer.rotate()
     with StoreWriter.open(path) as writer, StoreReader.open(path) as reader:
         reader.refresh()
-        damaged = reclaim(writer, reader.index, least_share=0.0)
+        damaged = [reason for reason in reclaim(writer, reader.index, least_share=0.0) if reason]
     after = disk_bytes(path)
     return CompactionReport(
         dropped=choice.episodes,
@@ -177,11 +177,13 @@ class SegmentLoad(NamedTuple):
     dead_bytes: int
 
 
-def reclaim(writer: StoreWriter, index: Index, *, least_share: float = DEAD_SHARE) -> list[str]:
+def reclaim(writer: StoreWriter, index: Index, *, least_share: float = DEAD_SHARE) -> Iterator[str]:
     """Rewrites the sealed segments in which deleted episodes take at least `least_share`, and joins small ones.
 
-    Call it only once the deletions in `index` are durable. It blocks for as long as it copies; appends go on meanwhile,
-    and readers find what moved. Returns why segments could not be rewritten, which are then as they were.
+    Call it only once the deletions in `index` are durable. It goes on as it is iterated, and blocks for as long as it
+    copies; appends go on meanwhile, and readers find what moved.
+
+    Yields after each rewriting: nothing, or why it could not be done and the segments are as they were.
 
     Raises:
         StoreFull: no space for a new segment; what was rewritten until then stays so.
@@ -196,14 +198,14 @@ def reclaim(writer: StoreWriter, index: Index, *, least_share: float = DEAD_SHAR
     for entry in writer.sealed():
         low, high = np.searchsorted(sequences, [entry.first_sequence, entry.next_sequence])
         loads.append(SegmentLoad(entry.number, entry.size_bytes, int(taken[high] - taken[low])))
-    damaged = []
     for numbers in plan(loads, SEGMENT_BYTES, least_share):
         try:
             writer.rewrite(numbers, lambda ref: ref.kind != CHUNK or ref.sequence not in unwanted)
         except StoreCorrupt as error:
             _logger.warning("store.not-compacted segments=%s: %s", numbers, error)
-            damaged.append(str(error))
-    return damaged
+            yield str(error)
+        else:
+            yield ""
 
 
 def plan(loads: Sequence[SegmentLoad], full_bytes: int, least_share: float) -> list[list[int]]:
