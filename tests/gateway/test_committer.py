@@ -63,14 +63,19 @@ class Desk:
     committer: Committer = field(init=False)
     acknowledged: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    released: int = 0
 
     def __post_init__(self) -> None:
         answer: Answer = self.answer
-        self.committer = Committer(self.writer, answer, GatewayConfig(commit_bytes=20_000))
+        self.committer = Committer(self.writer, answer, self.release, GatewayConfig(commit_bytes=20_000))
 
     def answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
         assert peer is ROBOT
         (self.acknowledged if isinstance(answer, ChunkAck) else self.refused).append(answer.sequence)
+
+    def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
+        assert peer is ROBOT and size_bytes >= chunks > 0
+        self.released += chunks
 
     def offer(self, sequence: int, raw: bytes) -> None:
         self.committer.offer(ROBOT, ChunkOffer(sequence=sequence, episode="any", index=0), raw)
@@ -97,7 +102,7 @@ def test_groups_are_acknowledged_in_order_and_what_is_refused_is_named(desk: Des
     said.result(DEADLINE_S)
     desk.committer.close()
     assert desk.acknowledged == sorted(desk.acknowledged) and desk.acknowledged[-1] == 50
-    assert desk.refused == [7] and desk.committer.failure is None
+    assert desk.refused == [7] and desk.released == 51 and desk.committer.failure is None
     totals = desk.committer.totals
     assert (totals.chunks, totals.duplicates, totals.refused) == (49, 1, 1) and desk.committer.queued_bytes == 0
     with StoreReader.open(desk.path) as reader:

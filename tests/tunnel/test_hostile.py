@@ -203,8 +203,9 @@ def test_a_robot_that_ignores_its_window_is_refused(site: Site) -> None:
     run = site.run
     flood = site.client("panda-1")
     assert site.gateway is not None
-    site.gateway._committer._stopping.set()  # a store that takes nothing any more
-    until(lambda: not site.gateway._committer._thread.is_alive(), "the committer stands still")  # type: ignore[union-attr]
+    committer = site.gateway._committer
+    committer._stopping.set()  # a store that takes nothing any more
+    until(lambda: not any(thread.is_alive() for thread in committer._threads), "the committer stands still")
     flood._outlets[Channel.EXPERIENCE].grant(Grant(messages=1 << 40, size_bytes=1 << 40))  # by nobody
     packet = chunk(0, robot="panda-1")
     for sequence in range(CONFIG.tunnel.experience.window_messages + 1):

@@ -75,8 +75,8 @@ class Committer:
 
     Two threads: one checks, appends and writes out a group while the other waits for the disk to sync the group before.
     The queue is bounded by the window of each connected robot, which opens again as its chunks are settled. While the
-    disk is full nothing is acknowledged and it keeps trying; robots then stop sending by themselves when their windows are
-    used up, and spool to their outboxes.
+    disk is full nothing is acknowledged and it keeps trying; robots then stop sending by themselves when their windows
+    are used up, and spool to their outboxes.
     """
 
     def __init__(self, writer: StoreWriter, answer: Answer, release: Release, config: GatewayConfig) -> None:
