@@ -15,12 +15,13 @@ endif
 
 INSTALLED_RUN := .venv/.installed-run
 INSTALLED_DEV := .venv/.installed-dev
+INSTALLED_LEROBOT := .venv-lerobot/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow lint format types bench wheel setup clean
+.PHONY: help demo test test-slow test-lerobot lint format types bench wheel setup clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watch (DEMO=smoke: a short form; ARGS=--seed=1)
 	@.ci/check-egl
@@ -33,6 +34,9 @@ test: $(INSTALLED_DEV)  ## the default tests: no GPU, no network, no hardware (A
 test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
 	@.ci/check-egl
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
+
+test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## LeRobot itself reads what we export, and we what it writes
+	$(BIN)/pytest -m lerobot $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -58,10 +62,14 @@ setup: $(INSTALLED_DEV)  ## the environment in .venv, with the tools for develop
 
 clean:  ## remove what was built and cached; runs/ and .venv/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis benchmarks/out
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 $(INSTALLED_RUN): $(PINS)
 	@.ci/set-up $(RUN_EXTRAS)
+	@touch $@
+
+$(INSTALLED_LEROBOT): .ci/set-up .ci/lerobot-overrides
+	@.ci/set-up --lerobot
 	@touch $@
 
 $(INSTALLED_DEV): $(PINS)

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 DRIVE_S = 60.0
-HEAVY = ("torch", "ray", "mujoco", "gymnasium", "matplotlib", "fastapi", "wandb", "tensorboard")
+HEAVY = ("torch", "ray", "mujoco", "gymnasium", "matplotlib", "fastapi", "wandb", "tensorboard", "pyarrow", "av")
 LIGHT_MODULES = (
     "hal.conformance",
     "hal.discovery",
