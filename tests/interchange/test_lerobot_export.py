@@ -15,15 +15,17 @@ import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from interchange_kit import episode_chunks, export, make_store, read_store, usual_store
+from interchange_kit import bring_in, episode_chunks, export, make_store, read_store, usual_store
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.cli import main
-from user_sys.episode import Source
+from user_sys.episode import Phase, Source
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import Selection
 from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
 from user_sys.interchange.statistics import RunningStatistics, of_column
+from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel
+from user_sys.store.store import StoreWriter
 
 EXPORT = """
 import sys
@@ -139,6 +141,36 @@ def test_filters(tmp_path: Path, selection: Selection, names: list[str]) -> None
     usual_store(store)
     plan = open_plan(store, tmp_path / "set", LerobotOptions(selection=selection))
     assert [each.episode for part in plan.data_sets[0].parts for each in part] == names
+
+
+def test_what_people_said_last_is_exported_and_what_they_deleted_is_not(tmp_path: Path) -> None:
+    store = usual_store(tmp_path / "store")
+    said = {"labeller": "ada", "at_unix_ns": 1}
+    with StoreWriter.open(store) as writer:
+        writer.append_label(SuccessLabel(episode="b", success=True, **said))
+        writer.append_label(RewardLabel(episode="b", first_step=3, rewards=(0.5, 0.25), **said))
+        writer.append_label(PhaseLabel(episode="b", first_step=0, steps=7, phase=Phase.TELEOP, **said))
+        writer.append_label(DeleteLabel(episode="a", **said))
+        writer.sync()
+    export(store, tmp_path / "set")
+    rows = pq.read_table(tmp_path / "set/data/chunk-000/file-000.parquet").to_pylist()
+    assert len(rows) == 7 + 5 and rows[6]["next.success"]
+    assert [row["next.reward"] for row in rows[3:5]] == [0.5, 0.25]
+    assert {row["phase"] for row in rows[:7]} == {Phase.TELEOP}
+    bring_in(tmp_path / "set", tmp_path / "again")
+    end = read_store(tmp_path / "again")["b"].header.end
+    assert end is not None and end.success and end.reward_source == "person"
+
+
+def test_an_episode_with_a_hole_is_exported_up_to_it(tmp_path: Path) -> None:
+    chunks = episode_chunks("holed", 15)
+    store = make_store(tmp_path / "store", [chunks[0], chunks[1], chunks[3]])
+    with pytest.raises(DataSetError, match="none of the store's 1 episodes"):
+        open_plan(store, tmp_path / "set", LerobotOptions())
+    plan = export(store, tmp_path / "set", LerobotOptions(selection=Selection(incomplete=True)))
+    assert plan.steps == 8
+    bring_in(tmp_path / "set", tmp_path / "again")
+    assert read_store(tmp_path / "again")["holed"].header.end is None
 
 
 def test_nothing_chosen_and_unknown_episodes_are_told(tmp_path: Path) -> None:

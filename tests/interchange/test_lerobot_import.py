@@ -33,6 +33,7 @@ def foreign(root: Path) -> Path:
             "action": pa.array(np.arange(steps, dtype=np.float32)),
             "observation.images.top": [image] * steps,
             "weather": ["sunny"] * steps,
+            "phase": pa.array(np.full(steps, 77.0)),
             "timestamp": pa.array((frame_index / 20).astype(np.float32)),
             "frame_index": frame_index,
             "episode_index": np.repeat([0, 1], lengths),
@@ -45,6 +46,7 @@ def foreign(root: Path) -> Path:
         "observation.matrix": {"dtype": "float64", "shape": [2, 2], "names": None},
         "action": {"dtype": "float32", "shape": [1], "names": {"motors": ["m"]}},
         "observation.images.top": {"dtype": "image", "shape": [24, 24, 3], "names": ["height", "width", "channels"]},
+        "phase": {"dtype": "float64", "shape": [1]},
         "weather": {"dtype": "string", "shape": [1], "names": None},
         **{n: {"dtype": "int64", "shape": [1]} for n in ("frame_index", "episode_index", "index", "task_index")},
         "timestamp": {"dtype": "float32", "shape": [1]},
@@ -73,7 +75,7 @@ def foreign(root: Path) -> Path:
 
 def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
     done = bring_in(foreign(tmp_path / "set"), tmp_path / "store")
-    assert (done.episodes, done.steps, done.left_out) == (2, 43, ("weather",))
+    assert (done.episodes, done.steps, done.left_out) == (2, 43, ("phase", "weather"))
     long, short = read_store(tmp_path / "store").values()
     assert long.header.source is Source.DEMO and long.header.task == "Lift-it" and long.header.sentence == "Lift it!"
     assert long.header.robot == "so-101" and long.chunk_steps == (32, 8)
@@ -142,6 +144,20 @@ def drop_rows(root: Path) -> None:
     pq.write_table(pq.read_table(path).slice(0, 8), path)
 
 
+def empty_episode(root: Path) -> None:
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    number = table.column_names.index("length")
+    pq.write_table(table.set_column(number, "length", pa.array([10, 0, 5])), path)
+
+
+def rename_source(root: Path) -> None:
+    path = root / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    number = table.column_names.index("source")
+    pq.write_table(table.set_column(number, "source", pa.array(["moon"] * len(table))), path)
+
+
 WRIST = "observation.images.wrist"
 
 
@@ -161,6 +177,8 @@ WRIST = "observation.images.wrist"
         (set_feature("observation.state", shape=[4]), "'observation.state' does not hold float32 .4,. a step"),
         (set_feature("observation.force"), "has no column 'observation.force'"),
         (set_feature(WRIST, shape=[64, 64, 3]), "has a frame of .32, 48.; meta/info.json says .64, 64."),
+        (empty_episode, "episode 1 has 0 steps"),
+        (rename_source, "says its source is 'moon'; give --source demo.online.evaluation"),
         (drop_rows, "fewer than the 10 steps|ends before the steps"),
     ],
 )

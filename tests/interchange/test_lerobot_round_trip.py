@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import interchange_kit
@@ -15,6 +18,15 @@ from user_sys.episode import Source
 from user_sys.interchange.episodes import Selection
 from user_sys.interchange.lerobot_export import LerobotOptions
 from user_sys.interchange.lerobot_import import ImportOptions
+
+IMPORT = """
+import sys
+from pathlib import Path
+from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
+from user_sys.interchange.lerobot_read import LerobotDataSet
+root, store = Path(sys.argv[1]), Path(sys.argv[2])
+import_lerobot(LerobotDataSet.open(root), root, store, ImportOptions(), lambda steps: print(steps, flush=True))
+"""
 
 
 def test_images_come_back_to_the_byte(tmp_path: Path) -> None:
@@ -47,10 +59,11 @@ def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> 
         assert_same(episode, after[name], frames_within=6.0)
 
 
-def test_video_of_an_odd_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(interchange_kit.CAMERAS, "front", (25, 33))
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_video_of_an_odd_size(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(interchange_kit.CAMERAS, "front", (75, 93))
     store = make_store(tmp_path / "store", episode_chunks("a", cameras=("front",)))
-    export(store, tmp_path / "set", LerobotOptions(codec="h264"))
+    export(store, tmp_path / "set", LerobotOptions(codec=codec))
     bring_in(tmp_path / "set", tmp_path / "again")
     assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"], frames_within=6.0)
 
@@ -63,6 +76,20 @@ def test_importing_again_adds_nothing_and_goes_on_after_a_break(tmp_path: Path) 
     done = bring_in(tmp_path / "set", half_done)
     assert (done.episodes, done.known) == (0, 3)
     after = read_store(half_done)
+    for name, episode in read_store(store).items():
+        assert_same(episode, after[name])
+
+
+def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 9) for n in range(12)))
+    export(store, tmp_path / "set")
+    command = [sys.executable, "-c", IMPORT, str(tmp_path / "set"), str(tmp_path / "again")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "9\n"
+        process.send_signal(signal.SIGKILL)
+    done = bring_in(tmp_path / "set", tmp_path / "again")
+    assert done.known >= 1 and done.known + done.episodes == 12
+    after = read_store(tmp_path / "again")
     for name, episode in read_store(store).items():
         assert_same(episode, after[name])
 

@@ -37,7 +37,7 @@ from user_sys.interchange.lerobot_format import (
 from user_sys.interchange.lerobot_part import PartWriter, statistics_name
 from user_sys.interchange.progress import Advance
 from user_sys.interchange.statistics import NAMES, RunningStatistics
-from user_sys.interchange.video import ENCODERS, pixel_format
+from user_sys.interchange.video import ENCODERS
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 
@@ -103,6 +103,8 @@ def open_plan(store: Path, output: Path, options: LerobotOptions) -> Plan:
         DataSetError: `output` holds something else, or nothing is chosen.
         StoreError: the store cannot be read.
     """
+    if options.codec not in (None, *ENCODERS):
+        raise DataSetError(f"no codec {options.codec!r}; there are {', '.join(ENCODERS)}")
     path = output / PLAN
     if path.exists():
         return _earlier_plan(path, store, options)
@@ -163,18 +165,12 @@ def _plan_data_set(
     spec: RobotSpec | None,
 ) -> DataSetPlan:
     fps = options.fps or (spec.rate_hz if spec else _recorded_rate(reader, episodes[0].episode))
-    codec = options.codec
-    if codec is not None and codec not in ENCODERS:
-        raise DataSetError(f"no codec {codec!r}; there are {', '.join(ENCODERS)}")
-    sizes = {(height, width) for _, height, width in layout.cameras}
-    formats = [pixel_format(*size, codec) for size in sizes] if codec else []
-    video = {"codec": codec, "pix_fmt": formats[0] if formats else "yuv420p", "fps": fps} if codec else None
     return DataSetPlan(
         folder=folder,
         embodiment=episodes[0].embodiment,
         robot_type=spec.model if spec else None,
         fps=float(fps),
-        features=features_of(layout, video, spec),
+        features=features_of(layout, options.codec, fps, spec),
         tasks=list(dict.fromkeys(reader.sentence(episode.episode) for episode in episodes)),
         parts=list(_parts(reader, episodes, options.file_mb * 1e6)),
     )

@@ -24,6 +24,7 @@ from hal.spec import RobotSpec
 from user_sys.episode import APPLIED
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import Layout
+from user_sys.interchange.video import pixel_format
 
 VERSION = "v3.0"
 FILES_PER_CHUNK = 1000
@@ -94,11 +95,11 @@ def place(template: str, number: int, video_key: str = "") -> Path:
     return Path(template.format(chunk_index=chunk, file_index=file, video_key=video_key))
 
 
-def features_of(layout: Layout, video: Mapping[str, object] | None, spec: RobotSpec | None) -> dict[str, Feature]:
+def features_of(layout: Layout, codec: str | None, fps: float, spec: RobotSpec | None) -> dict[str, Feature]:
     """The features of a data set whose steps look like `layout`.
 
     Args:
-        video: how frames are kept as video (``codec``, ``pix_fmt``, ``fps``); None where they are kept as images.
+        codec: of the video; None where frames are kept as images.
         spec: names the elements, where it is known.
 
     Raises:
@@ -113,8 +114,8 @@ def features_of(layout: Layout, video: Mapping[str, object] | None, spec: RobotS
     features |= {name: Feature("bool", (1,)) for name in (DONE, SUCCESS)}
     features |= {name: Feature("string", (1,)) for name in TEXTS}
     for name, height, width in layout.cameras:
-        dtype = "image" if video is None else "video"
-        told = None if video is None else _video_info(video, height, width)
+        told = None if codec is None else _video_info(codec, height, width, fps)
+        dtype = "image" if codec is None else "video"
         features[name] = Feature(dtype, (height, width, 3), ("height", "width", "channels"), told)
     return features | {name: Feature(dtype, (1,)) for name, dtype in COUNTERS.items()}
 
@@ -126,14 +127,14 @@ def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
     return {**labels, spec.action.name: spec.action.labels, APPLIED: spec.action.labels}
 
 
-def _video_info(video: Mapping[str, object], height: int, width: int) -> dict[str, object]:
+def _video_info(codec: str, height: int, width: int, fps: float) -> dict[str, object]:
     return {
         "video.height": height,
         "video.width": width,
-        "video.codec": video["codec"],
-        "video.pix_fmt": video["pix_fmt"],
+        "video.codec": codec,
+        "video.pix_fmt": pixel_format(height, width, codec),
         "video.is_depth_map": False,
-        "video.fps": video["fps"],
+        "video.fps": fps,
         "video.channels": 3,
         "has_audio": False,
     }

@@ -109,7 +109,8 @@ class _Converter:
         described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in COUNTERS}
         told = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
         self._fingerprint = hashlib.blake2b(told, digest_size=8).hexdigest()
-        kept = {DONE, SUCCESS, *TEXTS, *COUNTERS, *ORIGINAL, *SCALARS, "action"}
+        self._ours = info.features.keys() >= {*TEXTS, "phase"}  # otherwise such names may mean anything
+        kept = {SUCCESS, DONE, *COUNTERS, *ORIGINAL, "reward", "action"} | ({*TEXTS, *SCALARS} if self._ours else set())
         self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.visual]
         self._cameras = {n: IMAGES + _camera_name(n) for n, f in info.features.items() if f.visual}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
@@ -118,10 +119,9 @@ class _Converter:
 
     def header(self, episode: ForeignEpisode) -> ChunkHeader:
         """The header of the episode's first chunk."""
-        facts, texts, options = episode.facts, episode.texts, self._options
+        facts, options = episode.facts, self._options
+        texts = episode.texts if self._ours else {}
         robot = _first(texts, "robot") or _name(options.robot or self._info.robot_type or "imported")
-        phase = episode.columns.get("phase")
-        recorded = _first(texts, "source") if phase is not None else ""
         return ChunkHeader(
             episode=facts.get(OURS + "episode") or f"{robot}-{episode.index:06d}-{_digest(episode)}",
             index=0,
@@ -131,7 +131,7 @@ class _Converter:
             embodiment=_first(texts, "embodiment") or options.embodiment or self._fingerprint,
             task=facts.get(OURS + "task") or _name(options.task or episode.sentence),
             sentence=facts.get(OURS + "sentence", episode.sentence),
-            source=options.source or Source(recorded or Source.DEMO),
+            source=options.source or _source(_first(texts, "source") or Source.DEMO),
             seed=facts.get(OURS + "seed", 0),
             started_unix_ns=facts.get(OURS + "started_unix_ns", self._written_unix_ns),
             unix_offset_ns=facts.get(OURS + "unix_offset_ns", self._written_unix_ns),
@@ -172,7 +172,7 @@ class _Converter:
         return EpisodeEnd(steps=episode.steps, success=success, reward_source="import")
 
     def _columns(self, episode: ForeignEpisode, end: EpisodeEnd | None, source: Source) -> dict[str, Array]:
-        found = {ORIGINAL.get(name, name): column for name, column in episode.columns.items()}
+        found = {ORIGINAL.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
         columns = {name: _as_vectors(found[name]) for name in (*self._observations, "action")}
         columns[APPLIED] = _as_vectors(found.get(APPLIED, found["action"]))
         known = _filled_in(episode, found, end, source)
@@ -224,6 +224,13 @@ def _filled_in(
 
 def _first(texts: Mapping[str, Sequence[str]], name: str) -> str:
     return texts[name][0] if name in texts else ""
+
+
+def _source(text: str) -> Source:
+    try:
+        return Source(text)
+    except ValueError:
+        raise DataSetError(f"the data set says its source is {text!r}; give --source {'|'.join(Source)}") from None
 
 
 def _name(text: str) -> str:

@@ -119,6 +119,8 @@ class LerobotDataSet:
                 missing = {"episode_index", "length", "data/chunk_index", "data/file_index"} - row.keys()
                 if missing:
                     raise DataSetError(f"{path} has no column {min(missing)!r}; the data set is not v3 or not whole")
+                if not row["length"] or row["length"] < 1:
+                    raise DataSetError(f"{path}: episode {row['episode_index']} has {row['length']} steps")
                 yield row
 
     def _rows_of(self, facts: Mapping[str, Any]) -> pa.Table:

@@ -25,7 +25,7 @@ def export_main(args: argparse.Namespace) -> int:
         incomplete=args.incomplete,
     )
     export = _export_lerobot if args.format == "lerobot" else _export_mcap
-    Console(stderr=True).print(export(args, selection), soft_wrap=True)
+    _tell(export(args, selection))
     return 0
 
 
@@ -76,7 +76,9 @@ def import_main(args: argparse.Namespace) -> int:
         done = import_lerobot(data_set, args.path, Path(args.output), options, advance)
     known = f", {done.known} were there already" if done.known else ""
     left_out = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
-    Console(stderr=True).print(
-        f"{args.output}: {done.episodes} episodes added, {done.steps} steps{known}{left_out}", soft_wrap=True
-    )
+    _tell(f"{args.output}: {done.episodes} episodes added, {done.steps} steps{known}{left_out}")
     return 0
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import av.video.reformatter
 import numpy as np
 
 from user_sys.codec import Array
@@ -72,6 +73,7 @@ class VideoReader:
         self._stream.thread_type = "AUTO"
         self._path = path
         self._frames = self._container.decode(self._stream)
+        self._to_rgb = av.video.reformatter.VideoReformatter()  # one for all: each sets up its tables anew
         self._at_s = 0.0  # where the next frame should be
 
     def read(self, start_s: float, count: int, fps: float) -> Iterator[Array]:
@@ -93,7 +95,7 @@ class VideoReader:
                     raise DataSetError(f"{self._path} has no frame at {wanted:.3f} s; the next is at {frame.time:.3f}")
                 given += 1
                 self._at_s = start_s + given / fps
-                yield frame.to_ndarray(format="rgb24")
+                yield self._to_rgb.reformat(frame, format="rgb24").to_ndarray()
         except StopIteration:
             raise DataSetError(f"{self._path} ends before {start_s + given / fps:.3f} s") from None
         except av.FFmpegError as error:
