@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +17,8 @@ import numpy as np
 import pytest
 
 from user_sys.errors import StoreError, StoreGone
-from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.files import Files
+from user_sys.store.log import LogReader, LogWriter, RecordRef, Ticket
 from user_sys.store.segments import list_segments
 
 WAIT_S = 20.0
@@ -112,6 +121,17 @@ def test_only_neighbours_are_rewritten_into_one(tmp_path: Path) -> None:
         writer.rewrite([0, 2], lambda ref: True)
 
 
+def test_a_file_that_stands_for_more_than_what_is_dropped_stays(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer:
+        writer.rewrite([1, 2], lambda ref: True)
+        writer.drop_before(2)
+        with LogReader.open(tmp_path) as reader:
+            assert [ref.sequence for ref in reader.records()] == list(range(4, 20)) and not reader.damaged
+        writer.drop_before(3)
+        with LogReader.open(tmp_path) as reader:
+            assert [ref.sequence for ref in reader.records()] == list(range(12, 20)) and not reader.damaged
+
+
 def test_dropped_segments_are_gone_for_a_reader_that_had_seen_them(tmp_path: Path) -> None:
     with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive:
         refs = alive.records()
@@ -122,3 +142,119 @@ def test_dropped_segments_are_gone_for_a_reader_that_had_seen_them(tmp_path: Pat
         assert alive.read(refs[8]) == content(8) and not alive.damaged
     with LogWriter.open(tmp_path) as writer:
         assert writer.sequence == 20 and [entry.number for entry in writer.sealed()] == [2, 3]
+
+
+def test_many_threads_read_while_segments_are_rewritten_under_them(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    stop = threading.Event()
+    with filled(tmp_path, 80) as writer, LogReader.open(tmp_path) as reader:
+        refs = reader.records()
+
+        def read(seed: int) -> None:
+            rng = random.Random(seed)
+            while not stop.is_set():
+                ref = rng.choice(refs)
+                try:
+                    assert reader.read(ref) == content(ref.sequence)
+                    assert reader.read_range(ref, 3, 6) == content(ref.sequence)[3:6]
+                except StoreGone:
+                    assert ref.sequence % 5 == 0
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for first in range(0, 16, 2):
+            writer.rewrite([first, first + 1], lambda ref: ref.sequence % 5 != 0)
+            reader.refresh()
+        stop.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not failures and not reader.damaged
+
+
+def test_one_thread_appends_while_another_syncs(tmp_path: Path) -> None:
+    queue: deque[Ticket] = deque()
+    with LogWriter.open(tmp_path, segment_bytes=5000) as writer:
+        done = threading.Event()
+
+        def sync() -> None:
+            while not done.is_set() or queue:
+                if queue:
+                    writer.sync(queue.popleft())
+
+        thread = threading.Thread(target=sync)
+        thread.start()
+        for number in range(300):
+            writer.append(1, content(number))
+            queue.append(writer.flush())
+        done.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive() and writer.pending_bytes == 0
+        with LogReader.open(tmp_path) as reader:
+            assert [bytes(reader.read(ref)) for ref in reader.records()] == [content(number) for number in range(300)]
+
+
+COMPACTED = """
+    import sys
+    from pathlib import Path
+    from user_sys.store.log import LogWriter
+    with LogWriter.open(Path(sys.argv[1]), segment_bytes=20_000) as writer:
+        done = 0
+        for number in range(4000):
+            writer.append(0, number.to_bytes(4, "little") * (number % 50))
+            if number % 25 == 0:
+                writer.sync()
+            sealed = writer.sealed()
+            if len(sealed) > done + 3:
+                writer.rewrite([sealed[done].number, sealed[done + 1].number], lambda ref: ref.sequence % 7 != 0)
+                done += 1
+"""
+
+
+def test_a_reader_follows_a_writer_that_compacts_in_another_process(tmp_path: Path) -> None:
+    LogWriter.open(tmp_path).close()
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(COMPACTED), str(tmp_path)])
+    refs: dict[int, RecordRef] = {}
+    gone: set[int] = set()
+    deadline = time.monotonic() + WAIT_S
+    with LogReader.open(tmp_path) as reader:
+        while child.poll() is None and time.monotonic() < deadline:
+            for batch in reader.refresh():
+                assert not refs.keys() & {ref.sequence for ref in batch.records}
+                refs |= {ref.sequence: ref for ref in batch.records}
+                gone |= set(batch.dropped.tolist())
+            for ref in list(refs.values())[-40:]:
+                with contextlib.suppress(StoreGone):
+                    assert reader.read(ref) == ref.sequence.to_bytes(4, "little") * (ref.sequence % 50)
+        assert child.wait(WAIT_S) == 0
+        for batch in reader.refresh():
+            refs |= {ref.sequence: ref for ref in batch.records}
+            gone |= set(batch.dropped.tolist())
+        with LogReader.open(tmp_path) as fresh:
+            assert {ref.sequence for ref in fresh.records()} == refs.keys() - gone
+        assert reader.damaged == [] and all(number % 7 == 0 for number in gone)
+        assert all(number % 7 == 0 for number in set(range(4000)) - refs.keys())
+        for number in refs.keys() - gone:
+            assert reader.read(refs[number]) == number.to_bytes(4, "little") * (number % 50)
+
+
+def test_a_log_of_many_segments_opens_without_a_look_at_the_records(tmp_path: Path) -> None:
+    with filled(tmp_path, 800) as writer:
+        writer.sync()
+
+    class Counting(Files):
+        bytes_read = 0
+
+        def pread(self, fd: int, count: int, offset: int) -> bytes:
+            raw = super().pread(fd, count, offset)
+            self.bytes_read += len(raw)
+            return raw
+
+    counting = Counting()
+    with LogReader.open(tmp_path, files=counting) as reader:
+        assert sum(len(batch.records) for batch in reader.refresh()) == 800
+    stored = sum(file.stat().st_size for file in tmp_path.glob("*.seg"))
+    assert counting.bytes_read < 0.8 * stored

@@ -8,6 +8,7 @@ a power cut leaves has whole content behind it. The manifest is switched in betw
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from array import array
@@ -35,10 +36,19 @@ from user_sys.store.segments import TEMPORARY, SegmentName, choose, list_segment
 MAX_GENERATION = (1 << 16) - 1
 MAX_SPAN = (1 << 16) - 1
 
+_logger = logging.getLogger(__name__)
+
 
 def drop_before(files: Files, path: Path, catalog: Catalog, segment: int) -> None:
-    """Deletes the segments below `segment`. Raises OSError."""
-    doomed = [name for name in list_segments(path, files) if name.stop <= segment]
+    """Deletes the segments that lie wholly below `segment`. Raises OSError.
+
+    Without space for a manifest they are deleted first, which is what gives the space; until the next switch the
+    manifest then lists files that are missing.
+    """
+    names = list_segments(path, files)
+    # A file that stands for numbers on both sides stays whole.
+    segment = min([segment, *(name.number for name in choose(names)[0] if name.number < segment < name.stop)])
+    doomed = [name for name in names if name.stop <= segment]
     if not doomed and catalog.manifest.first >= segment:
         return
     try:
@@ -48,10 +58,7 @@ def drop_before(files: Files, path: Path, catalog: Catalog, segment: int) -> Non
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        for name in doomed:  # a full disk can be helped in this order only
-            files.unlink(path / str(name))
-        catalog.switch(lambda old: old)
-        return
+        _logger.warning("store.manifest-late path=%s: %s", path, error.strerror)
     for name in doomed:
         files.unlink(path / str(name))
 

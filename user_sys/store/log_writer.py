@@ -312,7 +312,7 @@ class LogWriter:
             raise self._failed(error, "rewrite") from error
 
     def drop_before(self, segment: int) -> None:
-        """Deletes the segments numbered below `segment`; never the one being written.
+        """Deletes the segments that lie wholly below number `segment`; never the one being written.
 
         The manifest says so first, and durably: a power cut leaves no segment that is listed and missing.
 
@@ -356,6 +356,7 @@ class LogWriter:
             if not self._failure:
                 self.sync()
                 self._finish_sealing()
+                self._settle()
         finally:
             self._failure = self._failure or f"{self._path} is closed"
             self._release()
@@ -365,6 +366,12 @@ class LogWriter:
             done, _ = concurrent.futures.wait([self._pool.submit(self._seal_finished)], SEAL_TIMEOUT_S)
             if not done:
                 raise StoreError(f"{self._path}: sealing took more than {SEAL_TIMEOUT_S} s")
+
+    def _settle(self) -> None:
+        try:
+            self._catalog.settle()
+        except OSError as error:
+            raise self._failed(error, "write the manifest") from error
 
     def _close_segment(self) -> None:
         fd, self._fd = self._fd, -1

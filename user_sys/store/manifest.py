@@ -191,9 +191,16 @@ class Catalog:
         self.maintenance = threading.RLock()
         self._files, self._path, self._lock = files, path, threading.Lock()
         self.manifest = manifest
+        self._stale = False
 
     def switch(self, change: Callable[[Manifest], Manifest]) -> None:
         """Replaces the manifest by what `change` makes of it. Raises OSError; the next switch then makes up for it."""
         with self._lock:
-            self.manifest = change(self.manifest)
+            self.manifest, self._stale = change(self.manifest), True
             replace(self._files, self._path, self.manifest)
+            self._stale = False
+
+    def settle(self) -> None:
+        """Makes up for a switch that failed. Raises OSError."""
+        if self._stale:
+            self.switch(lambda old: old)
