@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from hal.errors import SpecError
 from hal.spec import RobotSpec
 from hal.station import Station, StationFactory, StationRequest, installed_drivers, load_driver
+from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError
 from user_sys.policies.policy import Policy
 
@@ -26,6 +29,8 @@ class RobotConfig:
             instead; it follows the clock all the same while a person drives.
         frame_stride: without real time, pictures are taken in every so-many-th control period.
         options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
+        link: an emulated network between a run's gateway and the robot's session (`sim.link_config.LinkConfig`); empty
+            is none.
     """
 
     name: str = "panda-0"
@@ -34,6 +39,7 @@ class RobotConfig:
     real_time: bool = False
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
+    link: dict[str, Any] = field(default_factory=dict)
 
     @property
     def simulated(self) -> bool:
@@ -92,6 +98,25 @@ def _factory(driver: str) -> StationFactory:
 def robot_spec(config: RobotConfig) -> RobotSpec:
     """The spec of the robot that `config` describes, without connecting to it. Raises ConfigError."""
     return build_station(config, cameras=False).robot.spec
+
+
+def link_settings(config: RobotConfig, endpoint: str, gateway: str) -> dict[str, Any]:
+    """What `link_command` reads: the emulated link from `endpoint`, which the session dials, to `gateway`.
+
+    Raises:
+        ConfigError: a setting that a link does not have.
+    """
+    from sim.link_config import LinkConfig
+
+    link = build(LinkConfig, config.link, f"robot {config.name}: link")
+    listen, target = endpoint.removeprefix("tcp://"), gateway.removeprefix("tcp://")
+    return {"listen": listen, "target": target, **as_dict(link)}
+
+
+def link_command(settings: Path) -> tuple[str, ...]:
+    """The program of an emulated link; it appends to a file ``.jsonl`` beside `settings` what it has carried."""
+    counts = settings.with_suffix(".jsonl")
+    return (sys.executable, "-m", "sim.link", "--config", str(settings), "--counts", str(counts))
 
 
 def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:

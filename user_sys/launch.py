@@ -21,7 +21,7 @@ from hal.discovery import configured_robots, discover, installed_probes
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
 from hal.resource import local_node
 from hal.spec import RobotSpec
-from user_sys.compose import robot_spec
+from user_sys.compose import link_settings, robot_spec
 from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
@@ -121,6 +121,8 @@ def _open(args: Namespace, verb: str) -> tuple[RunFolder, RunConfig, RunCard]:
     require_keys(config.gateway.endpoint, args.keys)
     for robot in config.robots:
         robot_spec(robot)
+        if robot.link:
+            link_settings(robot, "", "")
     name = args.name or config.name or default_name(Path(args.config))
     folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
     if args.keys:

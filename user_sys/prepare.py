@@ -6,8 +6,11 @@ import logging
 import socket
 from pathlib import Path
 
+import msgspec
+
+from hal.durable import replace_durably
 from hal.spec import RobotSpec
-from user_sys.compose import robot_spec
+from user_sys.compose import RobotConfig, link_settings, robot_spec
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.errors import RunError
@@ -32,7 +35,7 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
         session = SessionConfig(
             robot=robot.name,
             holder=f"run {card.name}",
-            endpoint=local_endpoint(card.endpoint),
+            endpoint=_dialled(robot, folder, local_endpoint(card.endpoint)),
             keys=folder.keys.resolve(),
             state=state.resolve(),
             seed=config.seed,
@@ -67,6 +70,15 @@ def share_keys(folder: RunFolder, keys: Path) -> None:
         folder.keys.symlink_to(keys.resolve(), target_is_directory=True)
     elif not folder.keys.samefile(keys):
         raise RunError(f"{folder.path} has keys of its own, in {folder.keys}; leave --keys away")
+
+
+def _dialled(robot: RobotConfig, folder: RunFolder, gateway: str) -> str:
+    """Where a robot's session finds the gateway: at the near end of its emulated link, if it has one."""
+    if not robot.link:
+        return gateway
+    near = free_endpoint("tcp://127.0.0.1:0")
+    replace_durably(folder.link(robot.name), msgspec.json.encode(link_settings(robot, near, gateway)))
+    return near
 
 
 def _keys(config: RunConfig, folder: RunFolder) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
+from user_sys.compose import PolicyConfig, RobotConfig, link_command, require_unique_names
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.stations import module_argv, station_argv
@@ -107,6 +107,10 @@ class RunFolder:
         """What is known of each robot (`robot_cards`), of those too that came in over the tunnel."""
         return self.path / "robots"
 
+    def link(self, robot: str) -> Path:
+        """Settings of the emulated network between a robot's session and the gateway."""
+        return self.edge(robot) / "link.yaml"
+
     def log(self, node: str) -> Path:
         return self.path / "logs" / f"{node}.log"
 
@@ -141,6 +145,9 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
         state = root / "edge" / robot.name
         resource = f"robot:{robot.name}"
         place = {resource: 0.5} if declared(resource) or not robot.simulated else beside_folder
+        if robot.link:
+            settings, link = folder.link(robot.name).resolve(), f"{robot.name}-link"
+            edges.append(Node(link, link_command(settings), place, folder.log(link)))
         for name, argv in station_argv(robot.name, state):
             edges.append(Node(name, argv, place, folder.log(name)))
     return (gateway, *edges, learner)

@@ -1,0 +1,317 @@
+"""The emulated network as the two programs at its ends see it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sim.link import Link
+from sim.link_config import LinkBreak, LinkConfig, LinkEvent, link_config
+
+DEADLINE_S = 10.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.002)
+
+
+def read(end: socket.socket, size: int) -> bytes:
+    """Exactly `size` bytes, or fewer where the stream ends."""
+    received = bytearray()
+    while len(received) < size and (part := end.recv(size - len(received))):
+        received += part
+    return bytes(received)
+
+
+class Ends:
+    """A link, a gateway that accepts, and edges that dial."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(DEADLINE_S)
+        self.link = Link(f"127.0.0.1:{self._listener.getsockname()[1]}", config)
+        self.link.start()
+        self._sockets: list[socket.socket] = []
+
+    def dial(self) -> socket.socket:
+        host, _, port = self.link.address.rpartition(":")
+        return self._kept(socket.create_connection((host, int(port)), DEADLINE_S))
+
+    def accept(self) -> socket.socket:
+        return self._kept(self._listener.accept()[0])
+
+    def pair(self) -> tuple[socket.socket, socket.socket]:
+        edge = self.dial()
+        return edge, self.accept()
+
+    def _kept(self, end: socket.socket) -> socket.socket:
+        end.settimeout(DEADLINE_S)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sockets.append(end)
+        return end
+
+    def close(self) -> None:
+        self.link.close()
+        for end in (*self._sockets, self._listener):
+            end.close()
+
+
+@contextmanager
+def linked(config: LinkConfig | None = None) -> Iterator[Ends]:
+    ends = Ends(config or LinkConfig())
+    try:
+        yield ends
+    finally:
+        ends.close()
+
+
+def round_trip_s(edge: socket.socket, gateway: socket.socket) -> float:
+    began = time.perf_counter()
+    edge.sendall(b"?")
+    gateway.sendall(read(gateway, 1))
+    assert read(edge, 1) == b"?"
+    return time.perf_counter() - began
+
+
+def test_a_round_trip_takes_twice_the_delay_within_a_millisecond_each_way() -> None:
+    with linked(LinkConfig(delay_ms=20)) as ends:
+        edge, gateway = ends.pair()
+        quickest_s = min(round_trip_s(edge, gateway) for _ in range(15))
+    assert 0.040 <= quickest_s < 0.042
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_transfer_takes_its_size_over_the_bandwidth_of_its_direction(way: str) -> None:
+    size, mbit_s = 400_000, 20.0
+    with linked(LinkConfig(**{f"{way}_mbit_s": mbit_s})) as ends:  # type: ignore[arg-type]
+        edge, gateway = ends.pair()
+        sender, receiver = (edge, gateway) if way == "up" else (gateway, edge)
+        threading.Thread(target=sender.sendall, args=(bytes(size),), daemon=True).start()
+        read(receiver, 50_000)  # the line's queue is full from here on
+        began = time.perf_counter()
+        assert len(read(receiver, size - 50_000)) == size - 50_000
+        took_s = time.perf_counter() - began
+        round_trip = round_trip_s(edge, gateway)
+    nominal_s = (size - 50_000) * 8 / (mbit_s * 1e6)
+    assert 0.95 * nominal_s <= took_s <= 1.05 * nominal_s + 0.05
+    assert round_trip < 0.1, "the queue before the line is short"
+
+
+def test_connections_share_the_bandwidth() -> None:
+    size = 150_000
+    with linked(LinkConfig(up_mbit_s=20)) as ends:
+        pairs = [ends.pair() for _ in range(3)]
+        began = time.perf_counter()
+        for edge, _ in pairs:
+            threading.Thread(target=edge.sendall, args=(bytes(size),), daemon=True).start()
+        assert [len(read(gateway, size)) for _, gateway in pairs] == [size] * 3
+        assert time.perf_counter() - began >= 0.95 * 3 * size * 8 / 20e6
+
+
+def test_jitter_and_loss_change_neither_bytes_nor_their_order() -> None:
+    sent = random.Random(3).randbytes(300_000)
+    with linked(LinkConfig(jitter_ms=3, loss=0.02, stall_ms=20, up_mbit_s=80)) as ends:
+        edge, gateway = ends.pair()
+        threading.Thread(target=edge.sendall, args=(sent,), daemon=True).start()
+        assert read(gateway, len(sent)) == sent
+        until(lambda: ends.link.traffic.up_bytes == len(sent), "counted")
+
+
+def test_loss_is_a_stall_for_as_long_as_sending_again_takes() -> None:
+    with linked(LinkConfig(loss=0.5, stall_ms=150, seed=1)) as ends:
+        edge, gateway = ends.pair()
+        times = [round_trip_s(edge, gateway) for _ in range(8)]
+    assert max(times) >= 0.15 and min(times) < 0.1
+
+
+def test_the_end_of_a_stream_passes_and_the_other_direction_goes_on() -> None:
+    with linked(LinkConfig(delay_ms=5)) as ends:
+        edge, gateway = ends.pair()
+        edge.sendall(b"last")
+        edge.shutdown(socket.SHUT_WR)
+        assert read(gateway, 100) == b"last"
+        gateway.sendall(b"answer")
+        gateway.close()
+        assert read(edge, 100) == b"answer"
+        assert ends.link.traffic.broken == 0
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_one_way_partition_holds_one_direction_and_delivers_when_it_heals(way: str) -> None:
+    with linked() as ends:
+        edge, gateway = ends.pair()
+        sender, receiver = (edge, gateway) if way == "up" else (gateway, edge)
+        ends.link.cut(way)  # type: ignore[arg-type]
+        sender.sendall(b"held")
+        receiver.sendall(b"passes")
+        assert read(sender, 6) == b"passes"
+        receiver.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            receiver.recv(1)
+        ends.link.heal()
+        receiver.settimeout(DEADLINE_S)
+        assert read(receiver, 4) == b"held"
+
+
+def test_a_partition_hides_even_the_end_of_a_connection_and_new_ones_wait() -> None:
+    with linked() as ends:
+        edge, gateway = ends.pair()
+        ends.link.cut()
+        edge.close()
+        late = ends.dial()
+        late.sendall(b"late")
+        gateway.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            gateway.recv(1)
+        ends.link.heal()
+        gateway.settimeout(DEADLINE_S)
+        assert gateway.recv(1) == b""
+        assert read(ends.accept(), 4) == b"late"
+
+
+def test_a_reset_is_seen_at_both_ends_and_the_next_connection_works() -> None:
+    with linked() as ends:
+        edge, gateway = ends.pair()
+        ends.link.reset()
+        for end in (edge, gateway):
+            with pytest.raises(ConnectionResetError):
+                end.recv(1)
+        round_trip_s(*ends.pair())
+        assert ends.link.traffic.broken == 1
+
+
+def test_a_reset_by_one_end_reaches_the_other() -> None:
+    with linked(LinkConfig(delay_ms=5)) as ends:
+        edge, gateway = ends.pair()
+        round_trip_s(edge, gateway)
+        edge.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        edge.close()
+        with pytest.raises(ConnectionResetError):
+            gateway.recv(1)
+
+
+def test_half_open_breaks_one_end_and_leaves_the_other_in_silence() -> None:
+    with linked() as ends:
+        edge, gateway = ends.pair()
+        ends.link.half_open()
+        with pytest.raises(ConnectionResetError):
+            gateway.recv(1)
+        edge.sendall(b"is anybody there?")
+        late = ends.dial()
+        for end in (edge, late):
+            end.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                end.recv(1)
+        ends.link.heal()
+        round_trip_s(*ends.pair())
+
+
+@pytest.mark.parametrize("how", ["reset", "silence"])
+@pytest.mark.parametrize("at_byte", [0, 1, 64, 9_999])
+def test_a_connection_breaks_after_exactly_so_many_bytes(at_byte: int, how: str) -> None:
+    with linked(LinkConfig(breaks=(LinkBreak(at_byte, "up", how),))) as ends:  # type: ignore[arg-type]
+        edge, gateway = ends.pair()
+        edge.sendall(bytes(10_000))
+        assert len(read(gateway, at_byte)) == at_byte
+        until(lambda: ends.link.traffic.up_bytes == at_byte, "all that may pass has passed")
+        if how == "reset":
+            with pytest.raises(ConnectionResetError):
+                gateway.recv(1)
+        else:
+            gateway.sendall(b"no answer reaches the edge")
+            gateway.settimeout(0.05)
+            edge.settimeout(0.05)
+            for end in (edge, gateway):
+                with pytest.raises(TimeoutError):
+                    end.recv(1)
+            edge.close()
+            until(lambda: ends.link.traffic.broken == 1, "it ends when the edge gives up")
+        round_trip_s(*ends.pair())
+
+
+def test_a_script_runs_from_the_first_connection_on() -> None:
+    events = (LinkEvent(at_s=0.0, for_s=0.25), LinkEvent(at_s=0.3, what="reset"))
+    with linked(LinkConfig(events=events)) as ends:
+        began = time.monotonic()
+        edge, gateway = ends.pair()
+        assert time.monotonic() - began >= 0.2, "cut at first"
+        assert round_trip_s(edge, gateway) < 1
+        with pytest.raises(ConnectionResetError):
+            edge.recv(1)
+
+
+def test_random_resets_come_with_a_seed() -> None:
+    with linked(LinkConfig(resets_per_min=6000, seed=5)) as ends:
+        edge, _ = ends.pair()
+        with pytest.raises(ConnectionResetError):
+            edge.recv(1)
+
+
+def test_a_target_that_does_not_listen_breaks_the_connection() -> None:
+    with linked() as ends:
+        ends._listener.close()
+        with pytest.raises(ConnectionResetError):
+            ends.dial().recv(1)
+
+
+def test_memory_is_bounded_while_the_receiver_does_not_read() -> None:
+    with linked() as ends:
+        edge, gateway = ends.pair()
+        edge.settimeout(0.3)
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while sent < 64 << 20:
+                sent += edge.send(bytes(1 << 20))
+        assert sent < 32 << 20, "the sender is held back"
+        gateway.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"delay": 50}, {"delay_ms": -1}, {"loss": 1.0}, {"events": [{"at": 1}]}, {"seed": "x"}]
+)
+def test_settings_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        link_config(bad)
+
+
+def test_the_command_carries_counts_and_ends_on_sigterm(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gateway, socket.create_server(("127.0.0.1", 0)) as free:
+        target, listen = (f"127.0.0.1:{s.getsockname()[1]}" for s in (gateway, free))
+        free.close()
+        argv = [sys.executable, "-m", "sim.link", f"listen={listen}", f"target={target}", "delay_ms=1"]
+        command = subprocess.Popen([*argv, "--counts", str(tmp_path / "counts")], stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: _reachable(listen), "it listens")
+            with socket.create_connection(listen.split(":"), DEADLINE_S) as edge:
+                edge.sendall(bytes(1234))
+                until(lambda: _last_count(tmp_path / "counts") == 1234, "it counts")
+        finally:
+            command.send_signal(signal.SIGTERM)
+            assert command.wait(DEADLINE_S) == 0
+
+
+def _reachable(address: str) -> bool:
+    try:
+        socket.create_connection(address.split(":"), 1).close()  # type: ignore[arg-type]
+    except OSError:
+        return False
+    return True
+
+
+def _last_count(path: Path) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["up_bytes"]) if lines else 0

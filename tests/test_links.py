@@ -1,0 +1,85 @@
+"""An emulated network named in a run's configuration: its process, and who dials through it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from user_sys.config import load
+from user_sys.edge.session import SessionConfig
+from user_sys.errors import ConfigError
+from user_sys.gateway import GatewayConfig
+from user_sys.messages import PROTOCOL_VERSION, Hello
+from user_sys.prepare import free_endpoint, prepare
+from user_sys.run_folder import RunCard, create
+from user_sys.topology import RunConfig, RunFolder, topology
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
+from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.tunnel.wire import AnyMessage, Payload
+
+CONFIG = """
+robots:
+  - {name: far, driver: fake, link: {delay_ms: 30, up_mbit_s: 20}}
+  - {name: near, driver: fake}
+"""
+
+
+class Door:
+    """A TunnelHandler that lets peers in and hears nothing."""
+
+    def objection(self, hello: Hello) -> str:
+        return ""
+
+    def peer_opened(self, peer: Peer) -> None: ...
+
+    def peer_closed(self, peer: Peer, reason: str) -> None: ...
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None: ...
+
+
+def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunCard]:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    config = load(RunConfig, path, [f"--runs={tmp_path}"])
+    folder, card = create(config, "run", free_endpoint(GatewayConfig().endpoint))
+    prepare(config, folder, card)
+    return config, folder, card
+
+
+def test_a_robot_with_a_link_dials_through_a_process_that_delays(tmp_path: Path) -> None:
+    config, folder, card = made(tmp_path)
+    nodes = {node.name: node for node in topology(config, folder, "here", lambda _: False)}
+    session = load(SessionConfig, folder.edge("far") / "session.yaml")
+    assert "far-link" in nodes and "near-link" not in nodes
+    assert session.endpoint != card.endpoint == load(SessionConfig, folder.edge("near") / "session.yaml").endpoint
+    keys, gateway = load_keypair(folder.keys / "far.key"), load_keypair(folder.keys / "gateway.key")
+    link = subprocess.Popen(nodes["far-link"].argv, stderr=subprocess.DEVNULL)
+    hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="far")
+    public = load_public_key(folder.keys / "gateway.pub")
+    try:
+        with (
+            TunnelServer(card.endpoint, gateway, Keyring(folder.keys), Door()),
+            TunnelClient(session.endpoint, keys, public, hello) as client,
+        ):
+            client.wait_open(20)
+            deadline = time.monotonic() + 20
+            counts = folder.link("far").with_suffix(".jsonl")
+            while client.clock is None or not counts.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert client.clock.rtt_ns >= 60e6
+            assert json.loads(counts.read_text().splitlines()[0])["connections"] >= 1
+    finally:
+        link.terminate()
+        assert link.wait(20) == 0
+
+
+@pytest.mark.parametrize(("setting", "hint"), [("delay: 30", "delay_ms"), ("delay_ms: -1", "negative")])
+def test_a_setting_that_makes_no_sense_is_refused(tmp_path: Path, setting: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        made(tmp_path, f"robots: [{{name: far, driver: fake, link: {{{setting}}}}}]")
