@@ -51,16 +51,20 @@ def drop_before(files: Files, path: Path, catalog: Catalog, segment: int) -> Non
     doomed = [name for name in names if name.stop <= segment]
     if not doomed and catalog.manifest.first >= segment:
         return
+    _switch(catalog, lambda old: old.from_number(segment))
+    files.sync_folder(path)  # the names come off the disk only once the manifest that does not list them is there
+    for name in doomed:
+        files.unlink(path / str(name))
+
+
+def _switch(catalog: Catalog, change: Callable[[Manifest], Manifest]) -> None:
+    """Switches the manifest; without space for it the next switch makes up for it, and space is given first."""
     try:
-        catalog.switch(lambda old: old.from_number(segment))
-        # The names come off the disk only once the manifest that does not list them is there.
-        files.sync_folder(path)
+        catalog.switch(change)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        _logger.warning("store.manifest-late path=%s: %s", path, error.strerror)
-    for name in doomed:
-        files.unlink(path / str(name))
+        _logger.warning("store.manifest-late: %s", error)
 
 
 def rewrite(
@@ -88,7 +92,7 @@ def rewrite(
             files.unlink(temporary)
             raise
     files.rename(temporary, path / str(target))
-    catalog.switch(lambda old: old.with_entry(entry))
+    _switch(catalog, lambda old: old.with_entry(entry))
     files.sync_folder(path)
     for name in names:
         files.unlink(path / str(name))

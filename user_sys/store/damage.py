@@ -131,6 +131,7 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
             copies.append(_copy(files, path / str(name), damage, room))
     if copies:
         files.sync_folder(room)
+        files.sync_folder(path)  # the room itself may be new
     ranges = [
         Quarantined(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
         for damage in damaged

@@ -13,6 +13,7 @@ Why each sync is where it is:
   before the first record goes in (a commit syncs the file, not its name);
 - a footer's fdatasync, before the manifest lists the segment as sealed, or before a rewritten one gets its name;
 - the manifest before it gets its name; the folder before anything that the old manifest lists is deleted;
+- when a log is created, the folder above it, and nothing further up: what is made there is its maker's;
 - when a log is opened, the folder and the last segment: a killed writer may have renamed and written without having
   synced, readers have seen it, and what is appended now relies on it.
 

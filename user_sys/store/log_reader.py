@@ -117,11 +117,10 @@ class LogReader:
         if not names:
             raise StoreError(f"{path} is no store: it has no segment (*{SUFFIX})")
         reader = cls(path, files)
-        fd = files.open(path / str(names[0]), os.O_RDONLY)
         try:
-            read_header(files, fd)
-        finally:
-            files.close(fd)
+            reader._header(names[-1])
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
         return reader
 
     # Following
@@ -293,7 +292,8 @@ class LogReader:
         if scan is None:
             return
         if following is not None:
-            scan.stop = self._records_end(following) or scan.stop
+            header = self._header(following)
+            scan.stop = header.previous_bytes if header and header.previous_bytes else scan.stop
         refs = []
         for item in scan:
             if isinstance(item, Damage):
@@ -310,13 +310,12 @@ class LogReader:
             known.scan = None
             self._close(known)
 
-    def _records_end(self, following: SegmentName) -> int:
-        fd = self._files.open(self._path / str(following), os.O_RDONLY)
+    def _header(self, name: SegmentName) -> SegmentHeader | None:
+        fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
-            header = read_header(self._files, fd)
+            return read_header(self._files, fd)
         finally:
             self._files.close(fd)
-        return header.previous_bytes if header else 0
 
     def _report_rest(self, known: _Segment, scan: SegmentScan) -> None:
         stop = scan.stop if scan.stop < sys.maxsize else self._files.size(known.fd)

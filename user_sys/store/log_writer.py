@@ -46,7 +46,7 @@ from user_sys.store.segments import (
 SEGMENT_BYTES = 64 << 20
 MAX_PENDING_BYTES = 8 << 20  # appended records are written out once this many wait, synced or not
 JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload beside its header costs less than two more buffers
-SEAL_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
 TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class LogWriter:
         self._syncing = threading.Lock()  # the descriptor is neither closed nor reused while a sync is under way
         self._finished: deque[Finished] = deque()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="store-seal") if background else None
+        self._sealings: list[concurrent.futures.Future[None]] = []
         self._failure = ""
         self.sequence = self.cut_bytes = 0
 
@@ -268,7 +269,8 @@ class LogWriter:
         if self._pool is None:
             self._seal_finished()
         elif self._finished:
-            self._pool.submit(self._seal_finished)
+            running = [sealing for sealing in self._sealings if not sealing.done()]
+            self._sealings = [*running, self._pool.submit(self._seal_finished)]
 
     def _seal_finished(self) -> None:
         """Seals what waits for it. Without space for a footer it goes on waiting, for the next one or the next open."""
@@ -304,9 +306,9 @@ class LogWriter:
             StoreFull: no space for the new segment; nothing was changed.
             StoreError: they are no neighbours, or not all sealed; or the disk failed.
         """
-        self._check()
         try:
             with self._catalog.maintenance:
+                self._check()
                 return compaction.rewrite(self._files, self._path, self._catalog, segments, keep, self._summarise)
         except OSError as error:
             raise self._failed(error, "rewrite") from error
@@ -319,9 +321,9 @@ class LogWriter:
         Raises:
             StoreError: the disk failed, or a file cannot be deleted.
         """
-        self._check()
         try:
             with self._catalog.maintenance:
+                self._check()
                 compaction.drop_before(self._files, self._path, self._catalog, min(segment, self._segment))
         except OSError as error:
             raise self._failed(error, "drop old segments") from error
@@ -350,8 +352,14 @@ class LogWriter:
     def close(self) -> None:
         """Syncs and lets go of the log, which it does even where the sync fails. Calling it twice is harmless.
 
-        Waits at most `SEAL_TIMEOUT_S` for a segment that is being sealed; what is not sealed the next writer seals.
+        Waits at most `CLOSE_TIMEOUT_S` for a segment that is being sealed or rewritten; what is not sealed the next
+        writer seals.
+
+        Raises:
+            StoreError: as `sync`, or that time has passed; then the log stays locked until this process ends.
         """
+        if not self._catalog.maintenance.acquire(timeout=CLOSE_TIMEOUT_S):
+            raise StoreError(f"{self._path}: a compaction goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open")
         try:
             if not self._failure:
                 self.sync()
@@ -360,12 +368,16 @@ class LogWriter:
         finally:
             self._failure = self._failure or f"{self._path} is closed"
             self._release()
+            self._catalog.maintenance.release()
 
     def _finish_sealing(self) -> None:
-        if self._pool is not None:
-            done, _ = concurrent.futures.wait([self._pool.submit(self._seal_finished)], SEAL_TIMEOUT_S)
-            if not done:
-                raise StoreError(f"{self._path}: sealing took more than {SEAL_TIMEOUT_S} s")
+        self._start_sealing()
+        self._wait_for_sealing()
+        self._check()
+
+    def _wait_for_sealing(self) -> None:
+        if concurrent.futures.wait(self._sealings, CLOSE_TIMEOUT_S).not_done:
+            raise StoreError(f"{self._path}: sealing goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open")
 
     def _settle(self) -> None:
         try:
@@ -380,7 +392,8 @@ class LogWriter:
 
     def _release(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._wait_for_sealing()
+            self._pool.shutdown()
         while self._finished:
             self._files.close(self._finished.popleft().fd)
         self._close_segment()

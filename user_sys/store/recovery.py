@@ -74,6 +74,8 @@ class _Recovery:
         names = self._clean(list_segments(self._path, self._files))
         if names:
             self._adopt(names)
+        else:
+            self._files.sync_folder(self._path.parent)  # the log's folder may be new
         if names or found.manifest is not self._fresh:
             found.next_number = max([found.manifest.tail + 1, *(name.stop for name in names[-1:])])
 
