@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from hal.spec import RobotSpec
+from user_sys.weights.records import ParcelInfo, Signed
 
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL = 2  # the oldest version that this release still speaks
@@ -231,6 +232,51 @@ class WeightsManifest(Message, frozen=True, kw_only=True, tag="weights"):
     base: int = -1
 
 
+class WeightsAsk(Message, frozen=True, kw_only=True, tag="weights-ask"):
+    """The gateway asks the learner for its offer, as after a new connection."""
+
+
+class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
+    """The version that is to act, and what leads to it; newest wins. Whoever gets it asks for the parcels it needs.
+
+    `manifests` hold one `user_sys.weights.records.Manifest` for each form of the version, `order` the newest `Order` of
+    a person, where there is one; both are signed by the learner's key.
+    """
+
+    manifests: tuple[Signed, ...]
+    parcels: tuple[ParcelInfo, ...]
+    signer: bytes  # the learner's public key, for receivers that were given none
+    order: Signed | None = None
+    greeting: bool = False  # the first of a session: what was asked for in an earlier one will not come
+
+
+class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):
+    """Asks for `count` grains of a parcel from grain `first` on."""
+
+    parcel: bytes
+    first: int
+    count: int
+
+
+class WeightsGrains(Message, frozen=True, kw_only=True, tag="weights-grains"):
+    """The second frame holds consecutive grains of a parcel from grain `first` on."""
+
+    parcel: bytes
+    first: int
+
+
+class WeightsGone(Message, frozen=True, kw_only=True, tag="weights-gone"):
+    """A parcel that was asked for is not kept any more."""
+
+    parcel: bytes
+
+
+class WeightsProgress(Message, frozen=True, kw_only=True, tag="weights-progress"):
+    """To the learner: the oldest version with which a connected robot acts; -1 where none acts with any."""
+
+    oldest: int
+
+
 class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"):
     """Credit for the next version: a robot has taken this one over, or the gateway has it on disk."""
 
@@ -238,6 +284,8 @@ class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"
 
 
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
+    """`robot` acts with `version` since now, `seconds` after it first heard of it."""
+
     robot: str
     version: int
     seconds: float
@@ -277,5 +325,6 @@ ControlMessage = (
 ExperienceMessage = Hello | Welcome | Refusal | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
 WeightsMessage = (
     Hello | Welcome | Refusal | Grant | WeightsManifest | WeightsReceived | WeightsApplied | TransferStart
-    | TransferOffset | TransferPart
+    | TransferOffset | TransferPart | WeightsAsk | WeightsOffer | WeightsRequest | WeightsGrains | WeightsGone
+    | WeightsProgress
 )  # fmt: skip

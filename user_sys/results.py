@@ -16,28 +16,28 @@ from hal.spec import Array
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.errors import RunError
 from user_sys.evaluate import EvaluationConfig, evaluate
-from user_sys.gateway.weights import WeightsShelf
-from user_sys.messages import WeightsManifest
 from user_sys.report import VIDEO, EpisodePoint, Summary, wilson, write_report, write_video
 from user_sys.run_folder import reopen
 from user_sys.topology import RunConfig, RunFolder
-from user_sys.weights.transfer import decode
+from user_sys.weights.forms import restore
+from user_sys.weights.records import Manifest
+from user_sys.weights.shelf import Shelf, newest
 
 log = logging.getLogger(__name__)
 
 
-def newest_weights(folder: RunFolder) -> tuple[WeightsManifest, dict[str, Array]]:
+def newest_weights(folder: RunFolder) -> tuple[Manifest, dict[str, Array]]:
     """The newest version that the gateway has kept. Raises RunError where the learner has published none."""
-    kept = WeightsShelf(folder.weights, kept=1).newest()
+    kept = newest(Shelf(folder.weights).open())
     if kept is None:
         raise RunError(f"{folder.path} has no trained policy yet: the learner has published no weights")
-    manifest, payload = kept
-    return manifest, decode(manifest, payload)
+    manifest, state = kept
+    return manifest, restore(state.tensors, state.form)
 
 
 def run_evaluation(
     config: RunConfig, folder: RunFolder, episodes: int, console: Console
-) -> tuple[list[EpisodeSummary], list[Array], WeightsManifest]:
+) -> tuple[list[EpisodeSummary], list[Array], Manifest]:
     """Evaluates the newest policy on the first robot; also returns the pictures of the first episodes."""
     manifest, weights = newest_weights(folder)
     pictures: list[Array] = []

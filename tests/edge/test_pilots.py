@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-from edge_kit import WatchedRobot, until
+from edge_kit import WatchedRobot
 
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
@@ -22,7 +22,6 @@ from user_sys.episode import Phase
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.weights.swap import PolicySwapper
-from user_sys.weights.transfer import encode_full
 
 LENGTH = 3
 FAR = 0.01  # a policy's step along x: its version times this, plus a tenth of it for each step in the chunk
@@ -47,9 +46,8 @@ class Marching(Policy):
 
 
 def publish(swapper: PolicySwapper, version: int) -> None:
-    """Offers weights and waits until they are loaded and may be swapped in."""
-    swapper.offer(*encode_full({"size": np.array([version * FAR], np.float32)}, version, 0))
-    until(lambda: swapper._loaded_version == version, f"version {version} is loaded")
+    """Loads weights that may be swapped in then."""
+    swapper.load(version, {"size": np.array([version * FAR], np.float32)})
 
 
 @dataclass
@@ -64,6 +62,7 @@ class Session:
     leaving: bool = False
     sequence: int = 0
     steps: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
     replies: list[OperatorReply] = field(default_factory=list)
     decisions: list[Decision | None] = field(default_factory=list)
 
@@ -78,6 +77,7 @@ class Session:
             reply=self.replies.append,
             rearm=self.driver.kernel.rearm,
             leaving=lambda: self.leaving,
+            **self.options,
         )
         self.begin()
 
@@ -110,17 +110,17 @@ class Session:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Session]]:
-    with PolicySwapper(Marching) as swapper:
-        publish(swapper, 1)
+def make() -> Callable[..., Session]:
+    swapper = PolicySwapper(Marching)
+    publish(swapper, 1)
 
-        def session(max_steps: int = 50) -> Session:
-            robot = WatchedRobot()
-            driver = Driver(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
-            driver.connect()
-            return Session(robot, driver, swapper, max_steps)
+    def session(max_steps: int = 50, **options: Any) -> Session:
+        robot = WatchedRobot()
+        driver = Driver(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
+        driver.connect()
+        return Session(robot, driver, swapper, max_steps, options=options)
 
-        yield session
+    return session
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from user_sys.store.store import CHUNK
 from user_sys.topology import RunConfig
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
-from user_sys.weights.transfer import encode_full
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.signing import new_signer
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -120,8 +121,9 @@ def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Si
 
     spec = robot_spec(ROBOT)
     weights = Rlpd(RlpdConfig(), spec, seed=0).policy_weights()
-    learner.publish_weights(*encode_full(weights, 7, updates=100))
-    until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
+    with Publisher(learner, new_signer(), PublishConfig()) as publisher:
+        publisher.publish(weights, 7, updates=100)
+        until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
 
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(30) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,16 +19,18 @@ from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Sou
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import latest
 from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner, LearnerConfig
-from user_sys.messages import WeightsManifest
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.weights.transfer import NotFinite, decode
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.state import NotFinite, State, build_state
 
 SPEC = example_spec()
 STEPS = 12
 SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(16,), critics=3)
-CONFIG = LearnerConfig(algorithm=SMALL, batch_size=16, cache_bytes=1 << 20, publish_interval_s=0.0, warmup_updates=40)
+CONFIG = LearnerConfig(
+    algorithm=SMALL, batch_size=16, cache_bytes=1 << 20, publish=PublishConfig(every_updates=1), warmup_updates=40
+)
 
 
 def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
@@ -55,13 +57,37 @@ def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
     return Chunk(header, columns, {name: value[-1:] for name, value in batch.next_observation.items()}).encode()
 
 
+@dataclass(frozen=True)
+class Published:
+    version: int
+    updates: int
+    state: State
+
+
+@dataclass
+class Sink:
+    """Takes versions as the publisher does, and keeps them all."""
+
+    versions: list[Published]
+    lead: int = 0
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        self.versions.append(Published(version, updates, build_state(arrays)))
+
+    def observe(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+
 @dataclass
 class Bench:
     """A store with its writer, and what a learner published and reported."""
 
     folder: Path
     writer: StoreWriter
-    published: list[tuple[WeightsManifest, bytes]] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)
     reported: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def fill(self, source: Source, episodes: int, spoil: float = 0.0) -> None:
@@ -74,7 +100,7 @@ class Bench:
             config,
             SPEC,
             StoreReader.open(self.folder / "store"),
-            publish=lambda manifest, payload: self.published.append((manifest, payload)),
+            publish=Sink(self.published),
             report=lambda count, scalars: self.reported.append((count, scalars)),
             checkpoint_dir=self.folder / checkpoints,
             seed=seed,
@@ -97,11 +123,10 @@ def test_demonstrations_become_weights_that_a_robot_can_load(bench: Bench) -> No
     bench.fill(Source.DEMO, 3)
     learner = bench.train(replace(CONFIG, max_updates=10))
     assert learner.updates == 10 and learner.training_s > 0
-    versions = [manifest.version for manifest, _ in bench.published]
+    versions = [published.version for published in bench.published]
     assert versions == list(range(1, len(versions) + 1))
-    manifest, payload = bench.published[-1]
-    assert manifest.updates == 10
-    MlpPolicy(SPEC).load(decode(manifest, payload))
+    assert bench.published[-1].updates == 10
+    MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
     count, scalars = bench.reported[-1]
     assert count == 10 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
 
@@ -122,11 +147,11 @@ def test_a_resumed_run_is_bit_identical(bench: Bench) -> None:
 def test_time_and_versions_go_on_after_a_resumption(bench: Bench) -> None:
     bench.fill(Source.DEMO, 2)
     first = bench.train(replace(CONFIG, max_updates=5))
-    last_version = bench.published[-1][0].version
+    last_version = bench.published[-1].version
     second = bench.learner(replace(CONFIG, max_updates=9))
     assert second.updates == 5 and second.training_s == first.training_s
     second.run(threading.Event())
-    later = [manifest.version for manifest, _ in bench.published if manifest.updates > 5]
+    later = [p.version for p in bench.published if p.updates > 5]
     assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
 
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until, weights
+from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.edge.outbox import Outbox
@@ -14,7 +14,6 @@ from user_sys.errors import Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
 from user_sys.gateway.service import is_loopback, read_address
-from user_sys.gateway.weights import WeightsShelf
 from user_sys.messages import (
     PROTOCOL_VERSION,
     EpisodeReport,
@@ -164,49 +163,6 @@ def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
         assert second is not None and (second[0].step, bytes(second[1])) == (2, b"2")
 
 
-def test_weights_reach_every_robot_newest_wins_and_survive_a_restart(run: Path) -> None:
-    with serving(run) as site:
-        learner, robot = site.client("learner"), site.client("panda-0")
-        for version in range(20):
-            learner.publish_weights(*weights(version))
-        taken: list[int] = []
-
-        def newest_arrives() -> bool:
-            delivered = robot.take_weights()
-            if delivered is not None:
-                taken.append(delivered[0].version)
-                assert bytes(delivered[1]) == weights(delivered[0].version)[1]
-            return bool(taken) and taken[-1] == 19
-
-        until(newest_arrives, "the newest version arrives")
-        assert taken == sorted(taken) and len(taken) < 20, "older ones were passed over"
-    with serving(run) as site:
-        late = site.client("panda-1")
-        until(lambda: (got := late.take_weights()) and got[0].version == 19, "a robot that comes later gets them too")
-    assert len(list((run / "weights").glob("*.weights"))) <= CONFIG.weights_kept
-
-
-def test_weights_that_are_not_as_described_are_not_handed_on(run: Path) -> None:
-    with serving(run) as site:
-        learner, robot = site.client("learner"), site.client("panda-0")
-        manifest, payload = weights(1)
-        learner.publish_weights(manifest, payload[:-1] + b"!")
-        until(lambda: learner._publication.settled, "answered")
-        learner.publish_weights(*weights(2))
-        until(lambda: (got := robot.take_weights()) and got[0].version == 2, "the next is")
-
-
-def test_a_damaged_file_of_weights_is_passed_over(tmp_path: Path) -> None:
-    shelf = WeightsShelf(tmp_path, 3)
-    for version in range(5):
-        shelf.keep(*weights(version))
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 3
-    files[-1].write_bytes(files[-1].read_bytes()[:-1])
-    newest = WeightsShelf(tmp_path, 3).newest()
-    assert newest is not None and newest[0].version == 3
-
-
 def test_the_end_of_a_run_reaches_everyone_and_those_who_come_later(run: Path) -> None:
     with serving(run) as site:
         robot, console, learner = site.client("panda-0"), site.client("desk"), site.client("learner")
@@ -284,7 +240,7 @@ def test_settings_come_from_the_runs_configuration(run: Path) -> None:
         "seed: 3\ngateway:\n  lease_ttl_s: 7\n  tunnel:\n    experience:\n      window_messages: 5\n"
     )
     config = _config(run / "config.yaml")
-    assert (config.lease_ttl_s, config.tunnel.experience.window_messages, config.weights_kept) == (7.0, 5, 3)
+    assert (config.lease_ttl_s, config.tunnel.experience.window_messages, config.weights_kept) == (7.0, 5, 8)
     (run / "config.yaml").write_text("gateway: [")
     assert main(["--run", str(run)]) == 2
     (run / "gateway.json").write_text("{")

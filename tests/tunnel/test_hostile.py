@@ -150,7 +150,7 @@ def hostile_hour(site: Site, frames: int) -> None:
         attacker.close()
         assert robot.state is TunnelState.OPEN and robot.counters["lost"] == 0
         assert console.state is TunnelState.OPEN
-        assert robot.take_weights() is None
+        assert robot.receive_weights(0) is None
         robot.close()
     assert site.gateway is not None and site.gateway.server.failure is None
     assert site.gateway.server.counters["malformed"] > frames // FRAMES_PER_SESSION // 4

@@ -1,83 +1,104 @@
-"""New weights reach a running policy between two steps: newest wins, damage is refused, versions only grow."""
+"""New weights reach a running policy between two steps: newest wins, and what does not fit changes nothing."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import threading
 
-import msgspec
 import numpy as np
+import pytest
 
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
-from user_sys.messages import WeightsManifest
+from user_sys.codec import Array
+from user_sys.errors import WireError
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy
-from user_sys.weights.swap import NO_VERSION, PolicySwapper
-from user_sys.weights.transfer import encode_full
+from user_sys.policies.policy import Policy
+from user_sys.weights.records import NO_VERSION
+from user_sys.weights.swap import PolicySwapper
 
 SPEC = example_spec()
 SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(8,), critics=2)
 
 
-def packed(version: int) -> tuple[WeightsManifest, bytes]:
-    return encode_full(Rlpd(SMALL, SPEC, seed=version).policy_weights(), version=version, updates=version)
+def weights(seed: int) -> dict[str, Array]:
+    return Rlpd(SMALL, SPEC, seed=seed).policy_weights()
 
 
-def swapper() -> PolicySwapper:
-    return PolicySwapper(lambda: MlpPolicy(SPEC))
+def acts(policy: Policy) -> Array:
+    return policy.act(example_observation(np.random.default_rng(0)), "", deterministic=True).actions
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return met
+def expected(seed: int) -> Array:
+    policy = MlpPolicy(SPEC)
+    policy.load(weights(seed))
+    return acts(policy)
 
 
-def test_a_version_is_loaded_aside_and_acts_only_after_the_swap() -> None:
-    observation = example_observation(np.random.default_rng(0))
-    with swapper() as swap:
-        before = swap.policy
-        assert swap.version == NO_VERSION and swap.swap_if_ready() is None
-        manifest, payload = packed(4)
-        swap.offer(manifest, payload)
-        assert eventually(lambda: swap.swap_if_ready() == 4)
-        assert swap.version == 4 and swap.policy is not before and swap.applied_s > 0
-        expected = MlpPolicy(SPEC)
-        expected.load(Rlpd(SMALL, SPEC, seed=4).policy_weights())
-        actions = [p.act(observation, "", deterministic=True).actions for p in (swap.policy, expected)]
-        np.testing.assert_array_equal(*actions)
-        assert swap.swap_if_ready() is None
-
-
-def test_the_newest_wins_and_versions_never_go_back() -> None:
-    seen = []
-    with swapper() as swap:
-        for version in (*range(20), 7, 3, 25):
-            swap.offer(*packed(version))
-            seen.append(swap.swap_if_ready())
-        assert eventually(lambda: seen.append(swap.swap_if_ready()) is None and swap.version == 25)
-    versions = [v for v in seen if v is not None]
-    assert versions == sorted(set(versions)) and versions[-1] == 25
-
-
-def test_a_damaged_or_foreign_version_is_refused_and_the_former_goes_on() -> None:
-    with swapper() as swap:
-        swap.offer(*packed(1))
-        assert eventually(lambda: swap.swap_if_ready() == 1)
-        manifest, payload = packed(2)
-        swap.offer(msgspec.structs.replace(manifest, digest="00"), payload)
-        assert eventually(lambda: swap.refused == 1)
-        swap.offer(*encode_full({"other": np.zeros(3, np.float32)}, version=3, updates=0))
-        assert eventually(lambda: swap.refused == 2)
-        assert swap.swap_if_ready() is None and swap.version == 1
-        swap.offer(*packed(4))
-        assert eventually(lambda: swap.swap_if_ready() == 4)
-
-
-def test_after_close_nothing_is_loaded() -> None:
-    swap = swapper()
-    swap.close()
-    swap.close()
-    swap.offer(*packed(1))
+def test_a_version_acts_only_after_the_swap() -> None:
+    swap = PolicySwapper(lambda: MlpPolicy(SPEC))
+    before = acts(swap.policy)
+    assert swap.version == NO_VERSION and swap.swap_if_ready() is None
+    swap.load(4, weights(4))
+    np.testing.assert_array_equal(acts(swap.policy), before)
+    assert swap.swap_if_ready() == 4 and swap.version == 4 and swap.applied_s > 0
+    np.testing.assert_array_equal(acts(swap.policy), expected(4))
     assert swap.swap_if_ready() is None
+
+
+def test_of_those_that_wait_the_newest_wins() -> None:
+    swap = PolicySwapper(lambda: MlpPolicy(SPEC))
+    for version in (1, 2, 3):
+        swap.load(version, weights(version))
+    assert swap.swap_if_ready() == 3 and swap.swap_if_ready() is None
+    np.testing.assert_array_equal(acts(swap.policy), expected(3))
+
+
+def test_weights_of_another_policy_change_nothing() -> None:
+    swap = PolicySwapper(lambda: MlpPolicy(SPEC))
+    for waiting in (False, True):
+        swap.load(1, weights(1))
+        if not waiting:
+            swap.swap_if_ready()
+        with pytest.raises(WireError):
+            swap.load(2, {"other": np.zeros(3, np.float32)})
+        assert swap.swap_if_ready() == (1 if waiting else None)
+        np.testing.assert_array_equal(acts(swap.policy), expected(1))
+
+
+def test_two_copies_serve_all_versions() -> None:
+    made: list[MlpPolicy] = []
+
+    def make() -> MlpPolicy:
+        made.append(MlpPolicy(SPEC))
+        return made[-1]
+
+    swap = PolicySwapper(make)
+    for version in range(1, 20):
+        swap.load(version, weights(version))
+        assert swap.swap_if_ready() == version
+    assert len(made) == 2
+
+
+def test_no_forward_pass_mixes_versions_while_loading_and_acting_race() -> None:
+    known = {version: weights(version) for version in range(1, 4)}
+    actions = {version: expected(version) for version in known}
+    swap = PolicySwapper(lambda: MlpPolicy(SPEC))
+    swap.load(1, known[1])
+    swap.swap_if_ready()
+    stop = threading.Event()
+
+    def load() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+            swap.load(1 + count % 3, known[1 + count % 3])
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    try:
+        for _ in range(3000):
+            swap.swap_if_ready()
+            np.testing.assert_array_equal(acts(swap.policy), actions[swap.version])
+    finally:
+        stop.set()
+        loader.join(10)

@@ -175,6 +175,20 @@ class Rlpd(Algorithm):
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
         return _copies({**self._acting, **self._affine})
 
+    @torch.no_grad()
+    def policy_kl(self, former: Mapping[str, Array], batch: Transitions) -> float:
+        """Mean KL(acting policy || the one with `former` weights) over the batch's observations, in nats.
+
+        Of the Gaussians before squashing, which both undergo alike.
+        """
+        x = self._inputs(batch.observation)
+        mean, log_std = actor_forward(self._acting, x)
+        earlier = {name: torch.from_numpy(former[name]).to(self._device) for name in self._acting}
+        mean0, log_std0 = actor_forward(earlier, x)
+        ratio = (2 * (log_std - log_std0)).exp()
+        distance = ((mean - mean0) / log_std0.exp()).square()
+        return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
+
     def state_dict(self) -> dict[str, Array]:
         """See `Algorithm.state_dict`."""
         state = _copies(self._tensors())

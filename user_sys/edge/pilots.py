@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from user_sys.weights.swap import PolicySwapper
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: an episode that a person forgot
 GRIPPER_SETTLES_STEPS = 5  # steps that are recorded after a person toggled the gripper
 MAX_PENDING_ORDERS = 256
+
+SwapAt = Literal["chunk", "episode"]
 
 
 def rule_verdict(after: Tick, *, late: bool) -> Verdict:
@@ -54,14 +58,20 @@ class ExpertPilot:
 class PolicyPilot:
     """Executes a policy's action chunks; new weights come in between two chunks only.
 
-    `policy` is asked for anew at each chunk, so that it may be swapped.
+    `policy` is asked for anew at each chunk, so that it may be swapped. `observe` is told how long each inference took.
     """
 
     def __init__(
-        self, policy: Callable[[], tuple[Policy, int]], sentence: str, max_steps: int, *, deterministic: bool
+        self,
+        policy: Callable[[], tuple[Policy, int]],
+        sentence: str,
+        max_steps: int,
+        *,
+        deterministic: bool,
+        observe: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self._policy, self._sentence, self._max_steps = policy, sentence, max_steps
-        self._deterministic = deterministic
+        self._deterministic, self._observe = deterministic, observe
         self._chunk: deque[tuple[Array, float]] = deque()
         self._version = -1
 
@@ -75,7 +85,9 @@ class PolicyPilot:
     def decide(self, tick: Tick) -> Decision | None:
         if not self._chunk:
             policy, self._version = self._policy()
+            started_s = time.perf_counter()
             chunk = policy.act(tick.observation, self._sentence, deterministic=self._deterministic)
+            self._observe(time.perf_counter() - started_s)
             self._chunk.extend(zip(chunk.actions, chunk.log_prob.tolist(), strict=True))
         action, log_prob = self._chunk.popleft()
         return Decision(action=action, phase=Phase.POLICY, policy_version=self._version, log_prob=log_prob)
@@ -86,6 +98,9 @@ class PolicyPilot:
 
 class SessionPilot:
     """A policy, and people who may take over. Orders come in through `order` from any thread.
+
+    New weights take over before a chunk, or with `swap_at` ``episode`` before an episode. While they are `too_old` the
+    policy does not act and the robot holds.
 
     While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
     nothing is recorded. A person's verdict ends the episode with one neutral step.
@@ -102,11 +117,15 @@ class SessionPilot:
         rearm: Callable[[str], None],
         leaving: Callable[[], bool],
         swapped: Callable[[int], object] = lambda version: None,
+        swap_at: SwapAt = "chunk",
+        too_old: Callable[[], bool] = lambda: False,
+        observe: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self._spec, self.authority, self._max_steps = spec, authority, max_steps
         self._reply, self._rearm, self._leaving = reply, rearm, leaving
         self._swapper, self._swapped = swapper, swapped
-        self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False)
+        self._swap_at, self._too_old = swap_at, too_old
+        self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
         self._orders: queue.Queue[OperatorCommand] = queue.Queue(MAX_PENDING_ORDERS)
         self._neutral = np.array(spec.neutral, np.float32)
 
@@ -128,6 +147,7 @@ class SessionPilot:
             )
 
     def begin(self, tick: Tick) -> None:
+        self._swap()
         self.authority.begin_episode()
         self._policy.begin(tick)
         self._applied = self._neutral.copy()
@@ -147,6 +167,9 @@ class SessionPilot:
         if self._mark or self._reset or self._leaving():
             return Decision(action=self._rest(), phase=self.authority.phase)
         if state is State.POLICY:
+            if self._too_old():
+                self._swap()
+                return None
             self._policy_steps += 1
             return self._policy.decide(tick)
         self._policy.interrupt()
@@ -183,9 +206,13 @@ class SessionPilot:
 
     def _newest_policy(self) -> tuple[Policy, int]:
         """Between two chunks: the safe point for new weights."""
+        if self._swap_at == "chunk":
+            self._swap()
+        return self._swapper.policy, self._swapper.version
+
+    def _swap(self) -> None:
         if (version := self._swapper.swap_if_ready()) is not None:
             self._swapped(version)
-        return self._swapper.policy, self._swapper.version
 
     def _rest(self) -> Array:
         rest = self._neutral.copy()

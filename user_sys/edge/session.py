@@ -46,6 +46,8 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.governor import Governor
+from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.swap import PolicySwapper
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class SessionConfig:
     outbox_max_bytes: int = 4 << 30
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    weights: InletConfig = field(default_factory=InletConfig)
 
 
 class Session:
@@ -102,6 +105,10 @@ class Session:
         spec, task = driver.spec, driver.task
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
         self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, next(seeds)))
+        self._governor = Governor(config.weights.governor)
+        self._weights = WeightsInlet(
+            client, self._swapper, config.weights, config.keys, config.state / "weights", self._governor
+        )
         self._emergency = RemoteDriver(config.robot)
         self._authority = Authority(config.robot, spec)
         self._pilot = SessionPilot(
@@ -114,6 +121,9 @@ class Session:
             rearm=driver.rearm,
             leaving=self.leaving.is_set,
             swapped=self._report_swap,
+            swap_at=config.weights.swap_at,
+            too_old=self._weights.too_old,
+            observe=self._governor.observe,
         )
         self._recorder = Recorder(spec, config.robot, task.name, task.sentence, self._keep, config.recorder)
         self._publisher = StatusPublisher(
@@ -132,8 +142,9 @@ class Session:
         inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
         inbox.start()
         try:
-            while not self.leaving.is_set():
-                self._episode()
+            with self._weights:
+                while not self.leaving.is_set():
+                    self._episode()
         finally:
             self.leaving.set()
             inbox.join(timeout=5)
@@ -203,13 +214,13 @@ class Session:
             return
         self._outbox.append(packet)
 
-    # The inbox thread: orders, leases, weights
+    # The inbox thread: orders, leases
 
     def _listen(self, lease: LeaseKeeper) -> None:
         try:
             while not self.leaving.is_set():
                 self._take_messages(lease)
-                self._take_weights()
+                self._weights.raise_failure()
                 lease.renew_when_due()
                 if self._undelivered_stop is not None:
                     self._stop_at_once(self._undelivered_stop)
@@ -241,13 +252,6 @@ class Session:
         except HalError as error:
             self._undelivered_stop = person
             log.error("e-stop.undelivered %s; trying again", error)
-
-    def _take_weights(self) -> None:
-        delivered = self._client.take_weights()
-        if delivered is None:
-            return
-        manifest, payload = delivered
-        self._swapper.offer(manifest, bytes(payload))
 
     def _report_swap(self, version: int) -> None:
         applied = WeightsApplied(robot=self._config.robot, version=version, seconds=self._swapper.applied_s)

@@ -16,7 +16,7 @@ class GatewayConfig:
         endpoint: where it listens; port 0 takes a free one at the first start and the same one ever after.
         lease_ttl_s: a session that is silent for longer loses its robot.
         commit_bytes: at most so much is written for one sync, so that an acknowledgement is never far away.
-        weights_kept: versions kept on disk.
+        weights_kept: versions kept on disk, for a person to go back to: old ones further apart than new ones.
         report_s: how often it reports to the consoles.
         retry_s: pause before it tries a full disk again.
         retention: how large the store may become, and what is given up then.
@@ -26,7 +26,7 @@ class GatewayConfig:
     endpoint: str = "tcp://127.0.0.1:0"
     lease_ttl_s: float = 30.0
     commit_bytes: int = 8 << 20
-    weights_kept: int = 3
+    weights_kept: int = 8
     report_s: float = 1.0
     retry_s: float = 0.5
     retention: Retention = field(default_factory=Retention)

@@ -23,7 +23,7 @@ from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.upkeep import StoreKeeper
-from user_sys.gateway.weights import WeightsRelay, WeightsShelf
+from user_sys.gateway.weights import WeightsDesk
 from user_sys.messages import (
     ChunkAck,
     ChunkOffer,
@@ -43,8 +43,10 @@ from user_sys.messages import (
     StopRun,
     WatchRequest,
     WeightsApplied,
-    WeightsManifest,
-    WeightsReceived,
+    WeightsGone,
+    WeightsGrains,
+    WeightsOffer,
+    WeightsRequest,
 )
 from user_sys.robot_cards import keep_card
 from user_sys.store.store import StoreWriter
@@ -52,6 +54,7 @@ from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Payload
+from user_sys.weights.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class Gateway:
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
         self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
         self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
-        self._weights = WeightsRelay(WeightsShelf(run_dir / "weights", config.weights_kept), self.server.send)
+        self._weights = WeightsDesk(Shelf(run_dir / "weights"), self.server.send, config.weights_kept)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
 
@@ -142,6 +145,7 @@ class Gateway:
             lost = self._registry.expire()
         for name in lost:
             logger.warning("gateway.robot_lost robot=%s", name)
+        self._weights.look_for_order()
         self._tell_consoles(self._report())
 
     def _report(self) -> MetricsReport:
@@ -157,8 +161,7 @@ class Gateway:
             "store_shortfall_bytes": self._keeper.totals.shortfall_bytes,
             "episodes_dropped": self._keeper.totals.episodes_dropped,
             "robots": len(self.server.peers("robot")),
-            "weights_version": self._weights.version,
-            "weights_pushed": self._weights.pushed,
+            **self._weights.scalars(),
             "peers_refused": sum(self.server.counters[key] for key in ("keys_refused", "hellos_refused", "malformed")),
         }
         scalars |= self.server.scalars()
@@ -181,6 +184,8 @@ class Gateway:
                 self._registry.announce(_record(peer))
             self._keep_card(peer)
             self._weights.robot_opened(peer.name)
+        elif peer.role == "learner":
+            self._weights.learner_opened(peer.name)
         elif peer.role == "console":
             self._previews.console_opened(peer.name)
         if self._stop_run is not None:
@@ -195,7 +200,7 @@ class Gateway:
 
     def peer_closed(self, peer: Peer, reason: str) -> None:
         self._committer.forget(peer)
-        self._weights.robot_closed(peer.name)
+        self._weights.closed(peer.name)
         self._previews.console_closed(peer.name)
 
     def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
@@ -211,17 +216,18 @@ class Gateway:
                 self._previews.show(message, payload)
             case PreviewAck():
                 self._previews.taken(peer.name, (message.robot, message.camera))
-            case WeightsManifest() if payload is not None:
-                self._weights.publish(peer, message, payload)
-            case WeightsReceived():
-                self._weights.received(peer.name, message.version)
+            case WeightsOffer() | WeightsGrains() | WeightsGone() | WeightsRequest():
+                self._weights.received(peer.name, message, payload)
+            case WeightsApplied():
+                self._weights.received(peer.name, message, payload)
+                self._tell_consoles(message)
             case OperatorCommand():
                 self._pass_order(peer, message)
             case WatchRequest():
                 self.server.send(message.robot, message)
             case StopRun():
                 self._stop(message)
-            case OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport() | WeightsApplied():
+            case OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
                 self._tell_consoles(message)
 
     def _tell_consoles(self, message: AnyMessage) -> None:

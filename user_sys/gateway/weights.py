@@ -1,106 +1,98 @@
-"""Weights on their way from the learner to the robots: kept on disk, newest wins, one version under way a robot."""
+"""Weights on their way from the learner to the robots: fetched once, kept on disk, handed to each at its own pace.
+
+The desk is a receiver that applies nothing, and a server that computes nothing: it knows parcels by their id, and what
+they are for. Each robot asks for what it lacks when it has room for it, so a slow one holds up nobody.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import struct
+import queue
 import threading
+import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
-import msgspec
-
-from hal.durable import remove_durably, replace_durably
 from user_sys.errors import TunnelError, WireError
-from user_sys.messages import WeightsManifest, WeightsReceived
-from user_sys.tunnel.server import Peer
+from user_sys.messages import (
+    WeightsApplied,
+    WeightsAsk,
+    WeightsGone,
+    WeightsGrains,
+    WeightsOffer,
+    WeightsProgress,
+    WeightsReceived,
+    WeightsRequest,
+)
 from user_sys.tunnel.wire import AnyMessage, Payload
+from user_sys.weights.catalogue import Catalogue, cheapest
+from user_sys.weights.fetch import STALL_S, Fetcher
+from user_sys.weights.parcel import Parcel
+from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
+from user_sys.weights.serve import answer
+from user_sys.weights.shelf import Shelf
+from user_sys.weights.staleness import Staleness
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 10.0
-WAIT_S = 0.5
-_LENGTH = struct.Struct("<I")
-_SUFFIX = ".weights"
+STOP_TIMEOUT_S = 30.0
+PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it is on disk
+LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
+MAX_INBOX = 4096
 
 Send = Callable[[str, AnyMessage, Payload | None], bool]
 
 
-class WeightsShelf:
-    """The last versions in a folder, one file each: header length, manifest, payload. One thread calls it."""
+@dataclass(frozen=True)
+class _FromLearner:
+    """An offer or grains; or None for a new connection."""
 
-    def __init__(self, folder: Path, kept: int) -> None:
-        self._folder = folder
-        self._kept = max(1, kept)
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def keep(self, manifest: WeightsManifest, payload: Payload) -> None:
-        """Durable on return; all but the last few are then deleted. Raises WireError: not as described, or OSError."""
-        _verify(manifest, payload)
-        files = self._files()
-        serial = int(files[-1].name.split("-")[0]) + 1 if files else 0
-        header = msgspec.msgpack.encode(manifest)
-        path = self._folder / f"{serial:010d}-v{manifest.version}{_SUFFIX}"
-        replace_durably(path, b"".join((_LENGTH.pack(len(header)), header, payload)))
-        for old in [*files, path][: -self._kept]:
-            remove_durably(old)
-
-    def newest(self) -> tuple[WeightsManifest, bytes] | None:
-        """The last version that is whole, or None. Damaged files are reported and passed over."""
-        for path in reversed(self._files()):
-            try:
-                return self._read(path)
-            except (OSError, struct.error, msgspec.MsgspecError, WireError) as error:
-                logger.warning("weights.damaged file=%s: %s", path, error)
-        return None
-
-    def _files(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob(f"*{_SUFFIX}") if path.name[:10].isdigit())
-
-    @staticmethod
-    def _read(path: Path) -> tuple[WeightsManifest, bytes]:
-        content = path.read_bytes()
-        length = _LENGTH.unpack_from(content)[0]
-        manifest = msgspec.msgpack.decode(content[_LENGTH.size : _LENGTH.size + length], type=WeightsManifest)
-        payload = content[_LENGTH.size + length :]
-        _verify(manifest, payload)
-        return manifest, payload
+    message: WeightsOffer | WeightsGrains | WeightsGone | None
+    payload: Payload | None = None
 
 
-def _verify(manifest: WeightsManifest, payload: Payload) -> None:
-    if len(payload) != manifest.size_bytes:
-        raise WireError(
-            f"weights {manifest.version} have {len(payload)} bytes; the manifest says {manifest.size_bytes}"
-        )
-    if hashlib.blake2b(payload, digest_size=32).hexdigest() != manifest.digest:
-        raise WireError(f"weights {manifest.version} do not have the digest that the manifest says")
+class WeightsDesk:
+    """Its public methods never block, save `close`, and may be called from any thread.
 
-
-class WeightsRelay:
-    """Puts each published version on the shelf, confirms it, and pushes the newest to every robot.
-
-    Disk work happens in a thread of its own; the other methods never block and may be called from any thread.
+    Args:
+        kept: how many versions stay on disk, for a person to go back to; the newest lie close, older ones far apart.
+        send: queues a message for a peer, see `TunnelServer.send`.
     """
 
-    def __init__(self, shelf: WeightsShelf, send: Send) -> None:
+    def __init__(self, shelf: Shelf, send: Send, kept: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+        """Opens what is on disk. Raises OSError."""
         self.failure: BaseException | None = None
-        self.pushed = 0
-        self._shelf = shelf
-        self._send = send
-        self._newest = shelf.newest()
-        self._published: tuple[Peer, WeightsManifest, Payload] | None = None
-        self._under_way: dict[str, WeightsManifest | None] = {}
-        self._has: dict[str, WeightsManifest] = {}
-        self._changed = threading.Condition()
+        self._shelf, self._send, self._kept, self._clock = shelf, send, max(1, kept), clock
+        self._catalogue = shelf.open()
+        self._target = max(self._catalogue.versions(), default=NO_VERSION)
+        self._order, self._ordered = self._read_order()
+        self._signer = shelf.signer()
+        self._announced: tuple[int, tuple[Form, ...], int] = (NO_VERSION, (), -1)
+        self._robots: set[str] = set()
+        self._learner = ""
+        self._told = NO_VERSION
+        self._staleness = Staleness()
+        self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
+        self._fetcher = Fetcher(self._ask, clock)
+        self._fetching = NO_VERSION
+        self._unkept = False
+        self._next_persist_s = 0.0
+        self._inbox: queue.Queue[_FromLearner] = queue.Queue(MAX_INBOX)
+        self._lock = threading.RLock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
     @property
     def version(self) -> int:
-        """The newest version on the shelf; -1 before the first."""
-        newest = self._newest
-        return newest[0].version if newest else -1
+        """The version that robots should act with; -1 before the first."""
+        return self._target
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics; takes a sample of every robot's staleness."""
+        with self._lock:
+            self._staleness.sample(self._clock())
+            return {"weights_version": float(self._target), "weights_damaged": float(self._fetcher.damaged),
+                    **self._staleness.scalars()}  # fmt: skip
 
     def start(self) -> None:
         self._thread.start()
@@ -110,83 +102,222 @@ class WeightsRelay:
         return self._thread.ident is not None
 
     def close(self) -> None:
-        """Ends after the version in hand. Raises TunnelError when the disk takes longer than `STOP_TIMEOUT_S`."""
+        """Keeps the newest version and ends. Raises TunnelError when the disk takes longer than `STOP_TIMEOUT_S`."""
         self._stopping.set()
-        with self._changed:
-            self._changed.notify()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise TunnelError(f"the weights thread did not end within {STOP_TIMEOUT_S} s: the disk is stuck")
 
-    def publish(self, peer: Peer, manifest: WeightsManifest, payload: Payload) -> None:
-        """A learner's new version; replaces one that is not on the shelf yet."""
-        with self._changed:
-            self._published = (peer, manifest, payload)
-            self._changed.notify()
+    # What the tunnel hands over
+
+    def learner_opened(self, name: str) -> None:
+        with self._lock:
+            self._learner, self._told = name, NO_VERSION
+        self._put(_FromLearner(None))
+        self._send(name, WeightsAsk(), None)
 
     def robot_opened(self, name: str) -> None:
-        with self._changed:
-            self._under_way[name] = None
-            self._has.pop(name, None)
-        self._push(name)
+        with self._lock:
+            self._robots.add(name)
+            self._tell(name, greeting=True)
 
-    def robot_closed(self, name: str) -> None:
-        with self._changed:
-            self._under_way.pop(name, None)
+    def closed(self, name: str) -> None:
+        with self._lock:
+            self._robots.discard(name)
+            self._staleness.left(name)
+            self._learner = "" if name == self._learner else self._learner
+            self._tell_progress()
 
-    def received(self, name: str, version: int) -> None:
-        """A robot took `version` over and has room for the next."""
-        with self._changed:
-            sent = self._under_way.get(name)
-            if sent is None or sent.version != version:
-                return
-            self._has[name] = sent
-            self._under_way[name] = None
-        self._push(name)
+    def received(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
+        """A message of the weights channel from the peer called `name`."""
+        match message:
+            case WeightsOffer() | WeightsGrains() | WeightsGone():
+                self._put(_FromLearner(message, payload))
+            case WeightsRequest():
+                found, *content = answer(self._catalogue, message)
+                self._send(name, found, content[0] if content else None)
+            case WeightsApplied():
+                with self._lock:
+                    self._staleness.acts(name, message.version)
+                    self._tell_progress()
 
-    def _push(self, name: str) -> None:
-        with self._changed:
-            newest = self._newest
-            if newest is None or name not in self._under_way:
-                return
-            if self._under_way[name] is not None or self._has.get(name) is newest[0]:
-                return
-            if self._send(name, *newest):
-                self._under_way[name] = newest[0]
-                self.pushed += 1
+    def look_for_order(self) -> None:
+        """Obeys an order that a person left on the shelf since the last look."""
+        order, ordered = self._read_order()
+        if ordered.serial <= self._ordered.serial:
+            return
+        logger.warning("weights.ordered version=%d by=%r: %s", ordered.version, ordered.by, ordered.reason)
+        with self._lock:
+            self._order, self._ordered = order, ordered
+            self._announce()
+
+    def _put(self, item: _FromLearner) -> None:
+        try:
+            self._inbox.put_nowait(item)
+        except queue.Full:  # grains are asked for again, an offer comes with the next version
+            logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
+
+    def _read_order(self) -> tuple[Signed | None, Order]:
+        none = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
+        try:
+            signed = self._shelf.order()
+            return signed, none if signed is None else decode_record(signed.body, Order)
+        except (OSError, WireError) as error:
+            logger.warning("weights.order_unreadable: %s", error)
+            return None, none
+
+    # Telling the robots
+
+    def _announce(self) -> None:
+        """Tells every robot what it should act with, when that has changed."""
+        versions = self._catalogue.versions()
+        pinned = self._ordered.version
+        if pinned != NO_VERSION and pinned not in versions:
+            logger.warning("weights.order_ignored version=%d: it is not kept; there are %s", pinned, versions)
+        self._target = pinned if pinned in versions else max(versions, default=NO_VERSION)
+        state = self._target, tuple(self._catalogue.forms(self._target)), self._ordered.serial
+        if state == self._announced:
+            return
+        self._announced = state
+        self._staleness.offered(self._target, self._clock())
+        for name in self._robots:
+            self._tell(name)
+
+    def _tell(self, name: str, greeting: bool = False) -> None:
+        if self._target == NO_VERSION:
+            return
+        forms = self._catalogue.forms(self._target)
+        manifests = tuple(self._catalogue.manifests[form, self._target][1] for form in forms)
+        infos = [info for info in self._catalogue.infos() if info.version <= self._target]
+        useful = {info.id: info for info in infos if info.base != NO_VERSION}
+        for form in forms:
+            way = cheapest(infos, form, self._target, {})
+            useful |= {info.id: info for info in (way.parcels if way else ())}
+        offer = WeightsOffer(
+            manifests=manifests,
+            parcels=tuple(useful.values()),
+            signer=self._signer,
+            order=self._order,
+            greeting=greeting,
+        )
+        self._send(name, offer, None)
+
+    def _tell_progress(self) -> None:
+        oldest = self._staleness.oldest
+        if self._learner and oldest != self._told and self._send(self._learner, WeightsProgress(oldest=oldest), None):
+            self._told = oldest
+
+    # The thread: fetches from the learner and keeps
 
     def _run(self) -> None:
+        wait_s = 0.0
         try:
             while not self._stopping.is_set():
-                published = self._next()
-                if published is not None:
-                    self._shelve(*published)
+                self._take_in(wait_s)
+                self._collect()
+                if self._unkept and self._clock() >= self._next_persist_s:
+                    self._persist()
+                wait_s = min(self._fetcher.pump(), PERSIST_INTERVAL_S / 2 if self._unkept else STALL_S)
+            if self._unkept:
+                self._persist()
         except Exception as error:
             logger.exception("weights.failed")
             self.failure = error
 
-    def _next(self) -> tuple[Peer, WeightsManifest, Payload] | None:
-        with self._changed:
-            if self._published is None:
-                self._changed.wait(WAIT_S)
-            published, self._published = self._published, None
-            return published
-
-    def _shelve(self, peer: Peer, manifest: WeightsManifest, payload: Payload) -> None:
+    def _take_in(self, wait_s: float) -> None:
         try:
-            self._shelf.keep(manifest, payload)
-        except OSError as error:  # robots get it all the same; a restarted gateway hands on an older one until the next
-            logger.error("weights.not_kept version=%d: %s", manifest.version, error)
-        except WireError as error:
-            logger.error("weights.refused peer=%s: %s", peer.name, error)
-            self._confirm(peer, manifest)
+            item = self._inbox.get(timeout=min(wait_s, 0.25))
+        except queue.Empty:
             return
-        with self._changed:
-            self._newest = (manifest, bytes(payload))
-            robots = list(self._under_way)
-        for name in robots:
-            self._push(name)
-        self._confirm(peer, manifest)
+        match item.message:
+            case None:
+                self._fetcher.restart()
+            case WeightsOffer() as offer:
+                self._consider(offer)
+            case WeightsGrains() as grains if item.payload is not None:
+                self._fetcher.take(grains.parcel, grains.first, memoryview(item.payload))
+            case WeightsGone(parcel=parcel):
+                self._fetcher.drop([info for info in self._fetcher.wanted if info.id == parcel])
 
-    def _confirm(self, peer: Peer, manifest: WeightsManifest) -> None:
-        self._send(peer.name, WeightsReceived(version=manifest.version), None)
+    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
+        request = WeightsRequest(parcel=parcel, first=first, count=count)
+        return bool(self._learner) and self._send(self._learner, request, None)
+
+    def _consider(self, offer: WeightsOffer) -> None:
+        try:
+            manifests = [(decode_record(signed.body, Manifest), signed) for signed in offer.manifests]
+            self._offered = offer, {manifest.form: (manifest, signed) for manifest, signed in manifests}
+            with self._lock:
+                self._signer = offer.signer
+                self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
+                self._announce()
+            self._turn()
+        except WireError as error:
+            logger.error("weights.refused peer=%s: %s", self._learner, error)
+            self._offered = None
+
+    def _turn(self) -> None:
+        """Turns to the newest offer, unless what is under way is here sooner. Raises WireError."""
+        if self._offered is None:
+            return
+        offer, manifests = self._offered
+        missing = self._missing(offer, manifests)
+        left = sum(self._fetcher.missing_bytes(info) for info in self._fetcher.wanted)
+        if self._fetcher.wanted and left < sum(self._fetcher.missing_bytes(info) for info in missing):
+            return
+        self._fetcher.want(missing, {info.id for info in offer.parcels})
+
+    def _missing(self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]) -> list[ParcelInfo]:
+        """What leads our robots to the version, and then what leads latecomers there, as far as it is not here."""
+        ours = self._catalogue.infos()
+        here = {info.id for info in ours}
+        wanted: dict[bytes, ParcelInfo] = {}
+        for form, (manifest, _) in manifests.items():
+            held = {v: m.digest for (of, v), (m, _) in self._catalogue.manifests.items() if of == form}
+            for bases in (held, {}):
+                way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
+                wanted |= {info.id: info for info in (way.parcels if way else ()) if info.id not in here}
+        return list(wanted.values())
+
+    def _collect(self) -> None:
+        """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""
+        done = [info for info in self._fetcher.wanted if not self._fetcher.missing_bytes(info)]
+        if not done:
+            return
+        fresh = [Parcel(info, self._fetcher.payload(info).toreadonly()) for info in done]
+        self._fetcher.drop(done)
+        with self._lock:
+            self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
+            self._announce()
+            self._unkept = True
+        if not self._fetcher.wanted:
+            self._turn()
+
+    def _persist(self) -> None:
+        with self._lock:
+            kept = {*thinned(self._catalogue.versions(), self._kept), self._target, self._ordered.version}
+            self._catalogue.retain(kept, self._target - LAGGARDS)
+            snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
+            newest = max(snapshot.versions(), default=NO_VERSION)
+        try:
+            self._shelf.keep(snapshot, self._signer)
+            self._unkept = False
+        except (
+            OSError
+        ) as error:  # robots have it all the same; a restarted gateway hands on an older one until the next
+            logger.error("weights.not_kept version=%d: %s", newest, error)
+        self._next_persist_s = self._clock() + PERSIST_INTERVAL_S
+        if not self._unkept and self._learner:
+            self._send(self._learner, WeightsReceived(version=newest), None)
+
+
+def thinned(versions: list[int], most: int) -> list[int]:
+    """At most `most` of ascending `versions`: the newest, and the older the further apart."""
+    kept = list(versions)
+    while len(kept) > max(1, most):
+        if most < 3:
+            kept.pop(0)
+            continue
+        spans = [(kept[i + 1] - kept[i - 1]) / (kept[-1] - kept[i] + 1) for i in range(1, len(kept) - 1)]
+        kept.pop(1 + spans.index(min(spans)))
+    return kept

@@ -22,6 +22,8 @@ from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.publisher import Publisher
+from user_sys.weights.signing import ensure_signer
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ def _run(path: Path) -> int:
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
         TunnelClient(local_endpoint(run.endpoint), keys, gateway_key, hello) as client,
         MetricsWriter(folder.path, LEARNER) as metrics,
+        Publisher(client, ensure_signer(folder.keys, LEARNER), config.learner.publish) as publisher,
     ):
 
         def report(updates: int, scalars: dict[str, float]) -> None:
@@ -66,13 +69,15 @@ def _run(path: Path) -> int:
             config.learner,
             card.spec,
             reader,
-            publish=client.publish_weights,
+            publish=publisher,
             report=report,
             checkpoint_dir=folder.checkpoints,
             features=config.policy.features,
             seed=config.seed,
         )
         learner.run(stop)
+        if not publisher.settle(FAREWELL_S):
+            log.warning("weights.not_delivered version=%d", publisher.version)
         client.flush(FAREWELL_S)
     return 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,10 @@ import numpy as np
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.rlpd_config import RlpdConfig
+from user_sys.codec import Array
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
-from user_sys.messages import WeightsManifest
+from user_sys.learner.publishing import Publishing, WeightsSink
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.features import Features
 from user_sys.replay.mix import DemoOnline
@@ -29,7 +30,8 @@ from user_sys.replay.sampler import Sampler
 from user_sys.replay.shapes import Transitions
 from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
-from user_sys.weights.transfer import NotFinite, encode_full
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
@@ -38,7 +40,6 @@ VERSIONS_PER_CHECKPOINT = 1000
 """At most so many versions are published from one checkpoint to the next; a resumed learner skips as many, so that it
 never gives a number that was used after its checkpoint: robots take only numbers that grow."""
 
-Publish = Callable[[WeightsManifest, bytes], None]
 Report = Callable[[int, dict[str, float]], None]
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class LearnerConfig:
         batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
         warmup_updates: updates allowed on demonstrations alone, before the first online step.
         utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
-        publish_interval_s: from one publication of weights to the next.
+        publish: when weights are published, and in which forms.
         checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
         report_interval_s: from one report of scalars to the next.
         threads: CPU threads of torch; one leaves the rest of a small machine to the robots.
@@ -70,7 +71,7 @@ class LearnerConfig:
     batches_ahead: int = 0
     warmup_updates: int = 500
     utd_max: float = 8.0
-    publish_interval_s: float = 1.0
+    publish: PublishConfig = field(default_factory=PublishConfig)
     checkpoint_interval_s: float = 20.0
     checkpoints_kept: int = 3
     report_interval_s: float = 1.0
@@ -94,7 +95,7 @@ class Learner:
         spec: RobotSpec,
         reader: StoreReader,
         *,
-        publish: Publish,
+        publish: WeightsSink,
         report: Report,
         checkpoint_dir: Path,
         features: Sequence[str] = (),
@@ -105,7 +106,7 @@ class Learner:
 
         Args:
             reader: of the store, used from the learner's thread only.
-            publish: takes a version of the policy's weights; must return at once.
+            publish: takes versions of the policy's weights.
             report: takes the count of updates and scalars to show; must return at once.
             features: the observations that the policy reads; empty for all vectors.
             clock: monotonic seconds.
@@ -117,7 +118,8 @@ class Learner:
         from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
 
         self._config, self._reader, self._clock = config, reader, clock
-        self._publish_weights, self._report_scalars = publish, report
+        self._sink, self._report_scalars = publish, report
+        self._publishing = Publishing(config.publish, publish, clock)
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
@@ -126,7 +128,6 @@ class Learner:
         self._batches = Prefetcher(self._sampler, config.batches_ahead)
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
-        self._version, self._version_limit = 0, 0
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
         self._resume(checkpoint_dir)
@@ -165,11 +166,10 @@ class Learner:
 
     def _run(self, stop: threading.Event) -> None:
         self._checkpoint(wait=True)  # an unwritable disk shows now, and the versions to come are reserved
-        follow, publish, checkpoint, report = (
+        follow, checkpoint, report = (
             _Pace(seconds, self._clock)
             for seconds in (
                 FOLLOW_INTERVAL_S,
-                self._config.publish_interval_s,
                 self._config.checkpoint_interval_s,
                 self._config.report_interval_s,
             )
@@ -182,14 +182,13 @@ class Learner:
                 self._update()
             else:
                 stop.wait(IDLE_WAIT_S)
-            if publish.due():
-                self._publish()
+            self._publishing.publish_if_due(self._updates, self._algorithm.policy_weights, self._moved)
             if checkpoint.due():
                 self._checkpoint()
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
-        self._publish()
+        self._publishing.publish(self._updates, self._algorithm.policy_weights)
         self._report()
         self._checkpoint(wait=True)
 
@@ -198,8 +197,14 @@ class Learner:
         return self._training_s >= config.max_training_s or 0 < config.max_updates <= self._updates
 
     def _update(self) -> None:
-        self._algorithm.update(self._batches.next())
+        started_s = time.perf_counter()
+        self._batch = self._batches.next()
+        self._algorithm.update(self._batch)
         self._updates += 1
+        self._sink.observe(time.perf_counter() - started_s)
+
+    def _moved(self, former: Mapping[str, Array]) -> float:
+        return self._algorithm.policy_kl(former, self._batch)
 
     def _count_time(self, trained: bool, seconds: float) -> None:
         if trained:
@@ -209,19 +214,14 @@ class Learner:
 
     def _may_update(self) -> bool:
         allowed = self._config.warmup_updates + self._config.utd_max * self._online_steps
-        return len(self._sampler) > 0 and self._updates < allowed
+        return len(self._sampler) > 0 and self._updates < allowed and not self._publishing.too_far_ahead
 
     def _follow(self) -> None:
         """Takes in what is new in the store."""
         self._replay.refresh()
         self._online_steps += max(0, len(self._mix.online) - self._online_seen)
         self._online_seen = len(self._mix.online)
-
-    def _publish(self) -> None:
-        if not self._updates or self._version >= self._version_limit:
-            return
-        self._version += 1
-        self._publish_weights(*encode_full(self._algorithm.policy_weights(), self._version, self._updates))
+        self._publishing.episodes_ended(lambda: int(self._reader.index.episodes.complete.sum()))
 
     def _checkpoint(self, wait: bool = False) -> None:
         """Copies the state and has it written; training goes on meanwhile, unless it is to `wait`."""
@@ -234,7 +234,7 @@ class Learner:
         if spoiled:
             raise NotFinite(f"training diverged by update {self._updates}: {spoiled[:3]} are not finite")
         self._writer.write(checkpoint)
-        self._version_limit = self._version + VERSIONS_PER_CHECKPOINT
+        self._publishing.limit = self._publishing.version + VERSIONS_PER_CHECKPOINT
         if wait:
             self._writer.finish()
 
@@ -243,7 +243,8 @@ class Learner:
             "position": self._position(),
             "online_steps": self._online_steps,
             "online_seen": self._online_seen,
-            "version": self._version,
+            "version": self._publishing.version,
+            "policy": self._policy_digest(),
             "training_s": self._training_s,
             "waited_s": self._waited_s,
         }
@@ -255,6 +256,10 @@ class Learner:
         sequence = self._replay.timeline.index.chunks.sequence
         return int(sequence.max()) if len(sequence) else -1
 
+    def _policy_digest(self) -> str:
+        """Of what would be published now: a checkpoint and a version of the same update agree bit for bit."""
+        return build_state(self._algorithm.policy_weights()).digest.hex()
+
     def _resume(self, folder: Path) -> None:
         self._replay.refresh()
         checkpoint = latest(folder)
@@ -264,7 +269,8 @@ class Learner:
         try:
             position = int(scalars["position"])
             self._online_steps, self._online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
-            self._version = int(scalars["version"]) + VERSIONS_PER_CHECKPOINT
+            self._publishing.version = int(scalars["version"]) + VERSIONS_PER_CHECKPOINT
+            policy = str(scalars["policy"])
             self._training_s, self._waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
         except (KeyError, ValueError) as error:
             raise WireError(f"the checkpoint in {folder} lacks {error}: another program wrote it") from None
@@ -275,6 +281,8 @@ class Learner:
             )
         sampler = {name: value for name, value in checkpoint.arrays.items() if name.startswith(SAMPLER)}
         self._algorithm.load_state_dict({k: v for k, v in checkpoint.arrays.items() if k not in sampler})
+        if self._policy_digest() != policy:
+            raise WireError(f"the checkpoint in {folder} does not give the policy that was published from it")
         self._batches.load_state_dict({name.removeprefix(SAMPLER): value for name, value in sampler.items()})
         self._updates = checkpoint.updates
         log.info("learner.resumed updates=%d training_s=%.1f", self._updates, self._training_s)
@@ -297,7 +305,8 @@ class Learner:
                 "online_transitions": float(len(self._mix.online)),
                 "cold_share": cache.cold / max(1, cache.observations),
                 "damaged": float(cache.damaged),
-                "policy_version": float(self._version),
+                "policy_version": float(self._publishing.version),
+                **self._sink.scalars(),
             },
         )
 

@@ -61,6 +61,8 @@ def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArrayS
 class MlpPolicy(Policy):
     """Draws actions; until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
+    forms = ("exact", "bf16", "int8")
+
     def __init__(self, spec: RobotSpec, *, features: Sequence[str] = (), seed: int = 0) -> None:
         """Acts on the robot described by `spec`, from `features` (default: all its vectors), drawing with `seed`."""
         self._specs = feature_specs(spec, features)

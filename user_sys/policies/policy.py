@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hal.spec import Array
+from user_sys.weights.records import Form
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,13 @@ class ActionChunk:
 
 
 class Policy(ABC):
-    """Numpy in, numpy out. One thread calls one policy object; `act` waits for nothing but its own arithmetic."""
+    """Numpy in, numpy out. One thread calls one policy object; `act` waits for nothing but its own arithmetic.
+
+    Attributes:
+        forms: of weights that it acts well with, the most exact first; rounded ones come to `load` as float32.
+    """
+
+    forms: ClassVar[tuple[Form, ...]] = ("exact",)
 
     @abstractmethod
     def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:

@@ -37,6 +37,7 @@ from user_sys.messages import (
     TransferStart,
     WeightsApplied,
     WeightsManifest,
+    WeightsMessage,
     WeightsReceived,
     Welcome,
 )
@@ -55,7 +56,7 @@ from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.sockets import Wakeup
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
-from user_sys.tunnel.wire import PERISHABLE, Channel, Envelope, channel_of, coalescing_key
+from user_sys.tunnel.wire import PARCELS, PERISHABLE, Channel, Envelope, Payload, channel_of, coalescing_key
 
 __all__ = ["TunnelClient", "TunnelState"]
 
@@ -68,7 +69,7 @@ RECEIVE_BURST = 64
 BLOCKED_RETRY_S = 0.002
 READER_CHECK_S = 0.1
 FLUSH_POLL_S = 0.002
-_NOT_RESENT = (*PERISHABLE, PreviewAck, WeightsReceived)
+_NOT_RESENT = (*PERISHABLE, *PARCELS, PreviewAck, WeightsReceived)
 
 
 class TunnelClient:
@@ -111,6 +112,7 @@ class TunnelClient:
         self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._drain)
         self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
         self._weights: Mailbox[Envelope] = Mailbox(1)
+        self._weights_inbox: Mailbox[Envelope] = Mailbox(limits.weights.queue_messages)
         self._arrivals = Arrivals(limits)
         self._publication = Publication()
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
@@ -245,6 +247,14 @@ class TunnelClient:
         if incoming.line.window.due() is not None:
             self._wakeup.set()
         return incoming.message  # type: ignore[return-value]
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        """Queues a message of the weights channel; never blocks. False when the queue is full or the tunnel is down."""
+        return self.state is TunnelState.OPEN and self._queue(Envelope(message, payload))
+
+    def receive_weights(self, timeout_s: float) -> Envelope | None:
+        """The next message of the weights channel, or None after `timeout_s`."""
+        return self._weights_inbox.wait(timeout_s)
 
     def publish_weights(self, manifest: WeightsManifest, payload: bytes) -> None:
         """Offers a version; replaces one that is still waiting. Kept until the gateway has it on disk."""
@@ -451,6 +461,9 @@ class TunnelClient:
                 self._weights.put(envelope, WeightsManifest)
             case WeightsReceived() as received:
                 self._publication.confirm(received.version)
+                self._weights_inbox.put(envelope)
+            case message if isinstance(message, PARCELS):
+                self._weights_inbox.put(envelope, coalescing_key(message))
             case TransferStart() | TransferPart() | TransferOffset():
                 self._take_part(line, envelope)
             case Hello() | Welcome() | ChunkAck() | ChunkRefusal():

@@ -43,9 +43,15 @@ from user_sys.messages import (
     TransferStart,
     WatchRequest,
     WeightsApplied,
+    WeightsAsk,
+    WeightsGone,
+    WeightsGrains,
     WeightsManifest,
     WeightsMessage,
+    WeightsOffer,
+    WeightsProgress,
     WeightsReceived,
+    WeightsRequest,
     Welcome,
 )
 from user_sys.tunnel.keys import Role
@@ -74,7 +80,9 @@ class Envelope:
     payload: Payload | None = None
 
 
-WITH_PAYLOAD = (ChunkOffer, Preview, WeightsManifest, TransferPart)
+WITH_PAYLOAD = (ChunkOffer, Preview, WeightsManifest, TransferPart, WeightsGrains)
+PARCELS = (WeightsAsk, WeightsOffer, WeightsRequest, WeightsGrains, WeightsGone, WeightsProgress)
+"""Offers, requests and parcels of weights; said anew in each session."""
 FREE = (Hello, Welcome, Refusal, Heartbeat, Grant, TransferOffset)
 """Needs no credit: the session lives by them, and none of them waits in a queue."""
 RESUMABLE = (WeightsManifest,)
@@ -85,9 +93,12 @@ PERISHABLE = (OperatorCommand, WatchRequest, LeaseRequest, LeaseRelease, Preview
 ALLOWED: dict[Role, tuple[type[Message], ...]] = {
     "robot": (
         *(Hello, Heartbeat, Grant, LeaseRequest, LeaseRelease, OperatorReply, RobotStatus, EpisodeReport),
-        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, TransferOffset),
+        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, TransferOffset, WeightsRequest),
     ),
-    "learner": (Hello, Heartbeat, Grant, MetricsReport, WeightsManifest, TransferStart, TransferPart),
+    "learner": (
+        *(Hello, Heartbeat, Grant, MetricsReport, WeightsManifest, TransferStart, TransferPart),
+        *(WeightsOffer, WeightsGrains, WeightsGone),
+    ),
     "console": (Hello, Heartbeat, Grant, OperatorCommand, WatchRequest, StopRun, PreviewAck),
 }
 """What each role may send to the gateway."""
@@ -99,6 +110,7 @@ _DECODERS: dict[Channel, msgspec.msgpack.Decoder[Any]] = {
 }
 _CHANNEL_OF: dict[type[Message], Channel] = {
     **dict.fromkeys((WeightsManifest, WeightsApplied, WeightsReceived), Channel.WEIGHTS),
+    **dict.fromkeys(PARCELS, Channel.WEIGHTS),
     **dict.fromkeys((TransferStart, TransferOffset, TransferPart), Channel.WEIGHTS),
     **dict.fromkeys((ChunkOffer, ChunkAck, ChunkRefusal, Preview, PreviewAck), Channel.EXPERIENCE),
 }
@@ -128,7 +140,7 @@ def coalescing_key(message: AnyMessage) -> Hashable:
             return ("watch", message.robot)
         case Preview():
             return ("preview", message.robot, message.camera)
-        case WeightsManifest() | ChunkAck():
+        case WeightsManifest() | WeightsOffer() | WeightsProgress() | ChunkAck():
             return type(message)
     return None
 

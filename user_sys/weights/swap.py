@@ -1,23 +1,19 @@
-"""New weights reach a running policy without ever disturbing its control."""
+"""Two copies of a policy: one acts, the other takes new weights; the control loop swaps them when it is safe."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import TypeVar
 
+from hal.spec import Array
 from user_sys.errors import WireError
-from user_sys.messages import WeightsManifest
 from user_sys.policies.policy import Policy
-from user_sys.weights.transfer import decode
+from user_sys.weights.records import NO_VERSION
 
-NO_VERSION = -1
-CLOSE_TIMEOUT_S = 5.0
-_log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -28,32 +24,25 @@ class _Ready:
 
 
 class PolicySwapper:
-    """Loads weights into a second policy in a thread of its own; the control loop swaps by reference when it is safe.
+    """The control loop's thread calls `policy`, `version`, `applied_s` and `swap_if_ready`; one other calls `load`.
 
-    The control loop's thread calls `policy`, `version`, `applied_s` and `swap_if_ready`; any thread calls `offer`.
-    The newest offer wins: an older one that has not been loaded yet is dropped, and a version that is not newer than
-    the newest loaded one is ignored, so that versions only grow.
+    There is no lock between the two, and the former policy is neither freed nor loaded in the control loop's thread, so
+    that a swap costs a few assignments whatever the policy's size. Which versions may follow each other is the
+    receiver's business (`user_sys.weights.receiver`).
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
-        """`make` gives a policy without weights; it is called here and then, off the control path, once a version."""
+        """`make` gives a policy without weights; it is called twice here, and hardly ever again."""
         self._make = make
         self._policy = make()
         self._version = NO_VERSION
         self._applied_s = 0.0
-        self._offer: tuple[WeightsManifest, bytes, float] | None = None
-        self._ready: _Ready | None = None
-        self._loaded_version = NO_VERSION
-        self._refused = 0
-        self._closing = False
-        self._changed = threading.Condition()
-        self._handover = threading.Lock()  # held for two assignments at most
-        self._thread = threading.Thread(target=self._load_offers, name="weights-loader", daemon=True)
-        self._thread.start()
+        self._ready: deque[_Ready] = deque(maxlen=1)
+        self._idle: deque[Policy] = deque([make()], maxlen=1)
 
     @property
     def policy(self) -> Policy:
-        """The policy to act with until the next swap."""
+        """The policy to act with until the next swap; not to be used after it."""
         return self._policy
 
     @property
@@ -63,64 +52,45 @@ class PolicySwapper:
 
     @property
     def applied_s(self) -> float:
-        """Seconds from the offer to the swap of the present version."""
+        """Seconds from the first word of the present version to its swap."""
         return self._applied_s
 
-    @property
-    def refused(self) -> int:
-        """How many offers were damaged or foreign, and logged."""
-        return self._refused
+    def load(self, version: int, weights: Mapping[str, Array], offered_s: float | None = None) -> None:
+        """Takes `weights` into the idle copy, for the next swap; replaces a version that waits for it.
 
-    def offer(self, manifest: WeightsManifest, payload: bytes) -> None:
-        """Hands over a version to load; returns at once."""
-        with self._changed:
-            self._offer = (manifest, payload, time.monotonic())
-            self._changed.notify_all()
+        Args:
+            offered_s: monotonic clock when this version was first heard of; None for now.
+
+        Raises:
+            WireError: they are not this policy's; what acts and what waits stays as it was.
+        """
+        heard_s = time.monotonic() if offered_s is None else offered_s
+        waiting = _pop(self._ready)
+        idle = waiting.policy if waiting is not None else _pop(self._idle) or self._make()
+        try:
+            idle.load(weights)
+        except WireError:
+            if waiting is not None:
+                self._ready.append(waiting)
+            else:
+                self._idle.append(idle)
+            raise
+        self._ready.append(_Ready(idle, version, heard_s))
 
     def swap_if_ready(self) -> int | None:
-        """Swaps to the newest loaded version, if there is one, and returns it. Never waits: safe between two steps."""
-        if self._ready is None:
+        """Swaps to the version that was loaded last, if there is one, and returns it. Never waits."""
+        ready = _pop(self._ready)
+        if ready is None:
             return None
-        with self._handover:
-            ready, self._ready = self._ready, None
+        self._idle.append(self._policy)
         self._policy, self._version = ready.policy, ready.version
         self._applied_s = time.monotonic() - ready.offered_s
         return ready.version
 
-    def close(self) -> None:
-        """Ends the loading thread; calling it twice is harmless."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_TIMEOUT_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def _load_offers(self) -> None:
-        while (offer := self._next_offer()) is not None:
-            manifest, payload, offered_s = offer
-            try:
-                self._load(manifest, payload, offered_s)
-            except WireError as error:
-                self._refused += 1
-                _log.warning("weights.refused version=%d: %s", manifest.version, error)
-
-    def _next_offer(self) -> tuple[WeightsManifest, bytes, float] | None:
-        with self._changed:
-            while self._offer is None and not self._closing:
-                self._changed.wait(1.0)
-            offer, self._offer = self._offer, None
-            return None if self._closing else offer
-
-    def _load(self, manifest: WeightsManifest, payload: bytes, offered_s: float) -> None:
-        if manifest.version <= self._loaded_version:
-            return
-        policy = self._make()
-        policy.load(decode(manifest, payload))
-        with self._handover:
-            self._ready = _Ready(policy, manifest.version, offered_s)
-        self._loaded_version = manifest.version
+def _pop(slot: deque[Item]) -> Item | None:
+    """Takes what is in a slot, in one step of the interpreter; None where nothing is."""
+    try:
+        return slot.pop()
+    except IndexError:
+        return None

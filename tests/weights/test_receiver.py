@@ -1,0 +1,390 @@
+"""A robot's end over a link that drops, repeats, damages, reorders and lies: what acts is always what was signed."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from weights_kit import changed, full_version, learner_key, random_weights, version_of
+
+from user_sys.codec import Array
+from user_sys.errors import WireError
+from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.fetch import STALL_S
+from user_sys.weights.forms import convert
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.receiver import PATIENCE_S, Receiver
+from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, Signed
+from user_sys.weights.serve import answer
+from user_sys.weights.signing import Signer, Trust, new_signer
+from user_sys.weights.state import State, build_state
+
+
+@dataclass
+class World:
+    """A receiver and whoever serves it, with a clock that moves when told and a link that a test may spoil."""
+
+    folder: Path
+    forms: tuple[Form, ...] = ("exact",)
+    bytes_per_s: float = 1e9
+    now_s: float = 0.0
+    loaded: list[tuple[Manifest, Mapping[str, Array]]] = field(default_factory=list)
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    sent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.signer, trust = learner_key(self.folder)
+        self.refuses = False
+        self.queue: deque[WeightsRequest] = deque()
+        self.receiver = Receiver(trust, self.load, self.ask, forms=self.forms, clock=lambda: self.now_s)
+
+    def load(self, manifest: Manifest, arrays: Mapping[str, Array], heard_s: float) -> None:
+        if self.refuses:
+            raise WireError("not this policy's")
+        self.loaded.append((manifest, arrays))
+
+    def ask(self, parcel: bytes, first: int, count: int) -> bool:
+        self.queue.append(WeightsRequest(parcel=parcel, first=first, count=count))
+        return True
+
+    def add(self, manifest: Manifest, signed: Signed, *parcels: Parcel) -> None:
+        self.catalogue.manifests[manifest.form, manifest.version] = (manifest, signed)
+        self.catalogue.parcels |= {parcel.info.id: parcel for parcel in parcels}
+
+    def offer(self, version: int, order: Signed | None = None, greeting: bool = False) -> WeightsOffer:
+        manifests = tuple(s for (_, v), (_, s) in self.catalogue.manifests.items() if v == version)
+        infos = tuple(info for info in self.catalogue.infos() if info.version <= version)
+        return WeightsOffer(
+            manifests=manifests, parcels=infos, order=order, signer=self.signer.public_key, greeting=greeting
+        )
+
+    def serve(self) -> bool:
+        """Answers one request as the gateway does, at the link's rate; False where none waits."""
+        if not self.queue:
+            return False
+        message, *payload = answer(self.catalogue, self.queue.popleft())
+        if payload:
+            self.sent_bytes += len(payload[0])
+            self.now_s += len(payload[0]) / self.bytes_per_s
+        self.receiver.arrived(message, *payload)
+        return True
+
+    def run(self, rounds: int = 10_000) -> None:
+        """Until nothing more happens."""
+        for _ in range(rounds):
+            self.receiver.step()
+            if not self.serve() and not self.receiver.busy:
+                return
+            self.now_s += 1e-3
+        raise AssertionError("it does not come to an end")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def order(signer: Signer, serial: int, version: int) -> Signed:
+    return signer.sign(Order(serial=serial, version=version, by="ada", reason="it shakes", given_unix_ns=0))
+
+
+def chain(world: World, versions: int, share: float = 0.01, rows: int = 512) -> list[State]:
+    """A full parcel of version 0 and differences up to the last, in the world's catalogue."""
+    states = [build_state(random_weights(0, rows))]
+    world.add(*version_of(states[0], 0, world.signer), full_parcel(states[0], 0))
+    for version in range(1, versions):
+        states.append(build_state(changed(states[-1].tensors, share, version)))
+        parcel = delta_parcel(version - 1, states[-2], version, states[-1])
+        assert parcel is not None
+        world.add(*version_of(states[-1], version, world.signer), parcel)
+    return states
+
+
+def test_who_has_the_base_gets_the_difference_and_a_latecomer_the_full_one_and_what_followed(world: World) -> None:
+    states = chain(world, 4)
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert world.receiver.version == 2 and world.loaded[-1][0].digest == states[2].digest
+    before = world.sent_bytes
+    world.receiver.offered(world.offer(3))
+    world.run()
+    assert [manifest.version for manifest, _ in world.loaded] == [2, 3]
+    assert (world.sent_bytes - before) * 20 < states[0].size_bytes
+    assert world.receiver.refused == 0
+
+
+def test_one_without_the_base_is_never_sent_a_difference(world: World) -> None:
+    states = chain(world, 2)
+    world.add(*version_of(states[1], 1, world.signer), full_parcel(states[1], 1))
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.receiver.version == 1 and world.receiver.refused == 0
+
+
+def test_a_transfer_that_was_cut_goes_on_where_it_stood(world: World) -> None:
+    manifest, signed, parcel = full_version(random_weights(0, rows=8192), 1, world.signer)
+    world.add(manifest, signed, parcel)
+    world.receiver.offered(world.offer(1))
+    while world.sent_bytes < parcel.info.size_bytes // 2:
+        world.receiver.step()
+        world.serve()
+    world.queue.clear()  # the connection is gone, with what was asked for
+    world.receiver.offered(world.offer(1, greeting=True))
+    world.run()
+    assert world.receiver.version == 1
+    assert world.sent_bytes <= parcel.info.size_bytes, "nothing came twice"
+
+
+def test_answers_that_never_come_are_asked_for_again(world: World) -> None:
+    manifest, signed, parcel = full_version(random_weights(0, rows=8192), 1, world.signer)
+    world.add(manifest, signed, parcel)
+    world.receiver.offered(world.offer(1))
+    world.receiver.step()
+    world.queue.clear()
+    world.now_s += 10 * STALL_S
+    world.run()
+    assert world.receiver.version == 1
+
+
+def test_newer_offers_do_not_starve_a_link_that_is_slower_than_the_learner(world: World) -> None:
+    world.bytes_per_s = 1e5
+    size, version, due_s = 0, 0, 0.0
+    for _ in range(20_000):
+        if world.now_s >= due_s:
+            version += 1
+            manifest, signed, parcel = full_version(random_weights(version, rows=8192), version, world.signer)
+            world.catalogue.parcels.clear() if version % 10 == 0 else None
+            world.add(manifest, signed, parcel)
+            world.receiver.offered(world.offer(version))
+            size, due_s = parcel.info.size_bytes, due_s + 5.0
+        world.receiver.step()
+        world.serve()
+        world.now_s += 1e-3
+        if len(world.loaded) == 4:
+            break
+    versions = [manifest.version for manifest, _ in world.loaded]
+    assert len(versions) == 4 and versions == sorted(set(versions))
+    assert world.sent_bytes < 8 * size
+
+
+def test_a_version_under_way_is_given_up_for_one_that_arrives_sooner(world: World) -> None:
+    world.bytes_per_s = 1e6
+    states = chain(world, 1, rows=8192)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    big = build_state(random_weights(9, rows=8192))
+    world.add(*version_of(big, 1, world.signer), full_parcel(big, 1))
+    world.receiver.offered(world.offer(1))
+    for _ in range(3):
+        world.receiver.step()
+        world.serve()
+    small = build_state(changed(states[0].tensors, 0.001, 1))
+    parcel = delta_parcel(0, states[0], 2, small)
+    assert parcel is not None
+    world.add(*version_of(small, 2, world.signer), parcel)
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert [manifest.version for manifest, _ in world.loaded] == [0, 2] and world.receiver.abandoned == 1
+
+
+def test_versions_only_grow_unless_a_person_orders_otherwise(world: World) -> None:
+    chain(world, 4)
+    for version in (3, 1, 0):
+        world.receiver.offered(world.offer(version))
+        world.run()
+    assert [manifest.version for manifest, _ in world.loaded] == [3]
+    world.receiver.offered(world.offer(1, order=order(new_signer(), 1, 1)))
+    assert world.receiver.refused == 1, "an order that somebody else signed"
+    world.receiver.offered(world.offer(1, order=order(world.signer, 1, 1)))
+    world.run()
+    assert world.receiver.version == 1
+    world.receiver.offered(world.offer(3, order=order(world.signer, 1, 1)))
+    world.receiver.offered(world.offer(3))
+    world.run()
+    assert world.receiver.version == 1, "the order stands"
+    world.receiver.offered(world.offer(3, order=order(world.signer, 2, NO_VERSION)))
+    world.run()
+    world.receiver.offered(world.offer(1, order=order(world.signer, 1, 1)))
+    world.run()
+    assert world.receiver.version == 3, "an order that was taken back does not come again"
+
+
+def test_what_somebody_else_signed_or_changed_is_refused(world: World) -> None:
+    manifest, _, parcel = full_version(random_weights(0), 1, world.signer)
+    stranger = new_signer()
+    world.add(manifest, stranger.sign(manifest), parcel)
+    world.receiver.offered(replace(world.offer(1), signer=stranger.public_key))
+    assert world.receiver.refused == 1 and not world.queue
+    signed = world.signer.sign(manifest)
+    world.add(manifest, Signed(signed.body.replace(b"adapter", b"adaptor"), signed.signature), parcel)
+    world.receiver.offered(world.offer(1))
+    assert world.receiver.refused == 2 and not world.queue and world.receiver.version == NO_VERSION
+
+
+def test_a_robot_without_a_key_trusts_the_first_that_the_gateway_names_and_no_other(world: World) -> None:
+    world.add(*full_version(random_weights(0), 1, world.signer))
+    trust = world.folder / "learner.verify"
+    trust.unlink()
+    trust_in_nobody(world)
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.receiver.version == 1 and trust.exists()
+    other = new_signer()
+    world.add(*full_version(random_weights(1), 2, other))
+    world.receiver.offered(replace(world.offer(2), signer=other.public_key))
+    assert world.receiver.refused == 1 and world.receiver.version == 1
+
+
+def trust_in_nobody(world: World) -> None:
+    world.receiver = Receiver(Trust(world.folder / "learner.verify"), world.load, world.ask, clock=lambda: world.now_s)
+
+
+def test_weights_that_the_policy_refuses_leave_what_acts_and_the_next_version_comes(world: World) -> None:
+    states = chain(world, 3)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    world.refuses = True
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.receiver.version == 0 and world.receiver.refused >= 1 and world.receiver.held is not None
+    assert world.receiver.held.state.digest == states[0].digest
+    world.refuses = False
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert world.receiver.version == 2
+
+
+def test_a_slow_link_brings_a_rounded_form_where_the_policy_allows_it(tmp_path: Path) -> None:
+    weights = {"w": np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)}
+    for forms, rate, chosen in (
+        (("exact", "bf16", "int8"), 1e9, "exact"),
+        (("exact", "bf16", "int8"), 2e5 / PATIENCE_S, "int8"),
+        (("exact",), 2e5 / PATIENCE_S, "exact"),
+    ):
+        world = World(tmp_path, forms=forms, bytes_per_s=rate)  # type: ignore[arg-type]
+        world.receiver._fetcher.rate = world.receiver._fetcher.rate.after(rate)
+        for form in ("exact", "bf16", "int8"):
+            arrays, _ = convert(weights, form)  # type: ignore[arg-type]
+            world.add(*full_version(arrays, 1, world.signer, form))  # type: ignore[arg-type]
+        world.receiver.offered(world.offer(1))
+        world.run()
+        manifest, loaded = world.loaded[-1]
+        assert manifest.form == chosen
+        assert loaded["w"].dtype == np.float32 and np.abs(loaded["w"] - weights["w"]).max() < 0.03
+
+
+def test_descriptions_that_want_our_memory_are_ignored(world: World) -> None:
+    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
+    for lie in (
+        {"size_bytes": 1 << 33},
+        {"grain_bytes": 1},
+        {"crcs": b""},
+        {"base": 5, "base_digest": b"x", "codec": "delta"},
+        {"grain_bytes": -4},
+    ):
+        world.add(manifest, signed, Parcel(replace(parcel.info, **lie), parcel.payload))
+        world.receiver.offered(world.offer(1))
+        world.receiver.step()
+        assert not world.queue and not world.receiver.busy
+
+
+# Thousands of versions over a link that does everything wrong ---------------------------------------------------------
+
+
+class Chaos:
+    """Drops, repeats, delays, reorders and damages what goes to a receiver, restarts it, and hands it wrong bases."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.rng = world, random.Random(seed)
+        self.flying: list[tuple[WeightsGrains | WeightsGone | WeightsOffer, memoryview | None]] = []
+        self.restarts = 0
+
+    def step(self) -> None:
+        world, rng = self.world, self.rng
+        world.receiver.step()
+        while world.queue:
+            request = world.queue.popleft()
+            if rng.random() > 0.05:
+                message, *payload = answer(world.catalogue, request)
+                self.flying += [(message, payload[0] if payload else None)] * (2 if rng.random() < 0.05 else 1)
+        if rng.random() < 0.1:
+            rng.shuffle(self.flying)
+        while self.flying and rng.random() < 0.9:
+            message, payload = self.flying.pop(0)
+            if rng.random() < 0.03:
+                continue
+            if isinstance(message, WeightsOffer):
+                world.receiver.offered(message)
+            else:
+                world.receiver.arrived(message, self.spoilt(payload))
+        world.now_s += 0.05
+        if rng.random() < 0.01:
+            self.restart()
+
+    def spoilt(self, payload: memoryview | None) -> memoryview | None:
+        if payload is None or self.rng.random() > 0.03:
+            return payload
+        content = bytearray(payload)
+        content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
+        return memoryview(bytes(content[: self.rng.choice([len(content), len(content) // 2])]))
+
+    def restart(self) -> None:
+        """The robot's process is another one: nothing is left of it, or what it kept last."""
+        held, world = self.world.receiver.held, self.world
+        world.__post_init__()
+        if held is not None and self.rng.random() < 0.5:
+            world.receiver.start_from(held)
+        self.restarts += 1
+
+
+def chaotic(world: World, versions: int, seed: int) -> None:
+    rng, chaos = random.Random(seed), Chaos(world, seed)
+    state = build_state(random_weights(0, rows=32))
+    digests: dict[int, bytes] = {}
+    for version in range(versions):
+        share = rng.choice([0.001, 0.01, 0.3, 1.0])
+        new = build_state(changed(state.tensors, share, version))
+        parcels = [delta_parcel(version - 1, state, version, new)] if version and rng.random() < 0.9 else []
+        if not parcels or parcels[0] is None or rng.random() < 0.1:
+            parcels.append(full_parcel(new, version))
+        if rng.random() < 0.02 and version:  # a difference that claims a base which it does not have
+            other = build_state(random_weights(version, rows=32))
+            lie = delta_parcel(version - 1, other, version, new) or full_parcel(new, version)
+            parcels.append(
+                Parcel(replace(lie.info, base_digest=state.digest if lie.info.base >= 0 else b""), lie.payload)
+            )
+        world.add(*version_of(new, version, world.signer), *[p for p in parcels if p is not None])
+        digests[version] = new.digest
+        world.catalogue.retain([version], version - 8)
+        chaos.flying.append((world.offer(version, greeting=rng.random() < 0.05), None))
+        state = new
+        for _ in range(rng.randrange(8)):
+            chaos.step()
+    for attempt in range(2000):
+        if world.receiver.version == versions - 1:
+            break
+        if attempt % 50 == 0:
+            chaos.flying.append((world.offer(versions - 1, greeting=True), None))
+        chaos.step()
+    assert world.receiver.version == versions - 1, "the newest arrives in the end"
+    assert chaos.restarts >= versions // 500
+    for manifest, arrays in world.loaded:
+        loaded = build_state({name: array for name, array in arrays.items()})
+        assert loaded.digest == digests[manifest.version]
+    assert len(world.loaded) > versions // 10
+
+
+def test_versions_through_chaos_are_digest_equal(world: World) -> None:
+    chaotic(world, 500, seed=1)
+
+
+@pytest.mark.slow
+def test_ten_thousand_versions_through_chaos_are_digest_equal(world: World) -> None:
+    chaotic(world, 10_000, seed=2)

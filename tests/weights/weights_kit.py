@@ -1,0 +1,57 @@
+"""What the tests of weights share: random weights, versions and their parcels, and a learner's key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.weights.parcel import Parcel, full_parcel
+from user_sys.weights.records import Form, Manifest, Signed
+from user_sys.weights.signing import PUBLIC_SUFFIX, SECRET_SUFFIX, Signer, Trust, ensure_signer
+from user_sys.weights.state import BF16, State, build_state, describe
+
+
+def random_weights(seed: int, rows: int = 64) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {
+        "hidden.0.weight": rng.normal(size=(rows, 48)).astype(np.float32),
+        "hidden.0.bias": rng.normal(size=48).astype(np.float32),
+        "adapter": rng.integers(0x3000, 0x4000, (rows, 8)).astype(np.uint16).view(BF16),
+        "input.offset": rng.normal(size=5).astype(np.float32),
+        "steps": np.array(seed),
+    }
+
+
+def changed(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, Array]:
+    """Copies in which that share of the values (one at least) has another lowest bit."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name, array in weights.items():
+        fresh = array.copy()
+        bits = fresh.reshape(-1).view(f"<u{array.itemsize}")
+        chosen = rng.permutation(bits.size)[: max(1, round(share * bits.size))]
+        bits[chosen] ^= 1
+        found[name] = fresh
+    return found
+
+
+def version_of(state: State, version: int, signer: Signer) -> tuple[Manifest, Signed]:
+    manifest = describe(state, version, 10 * version, 0, (0.0, 0.0))
+    return manifest, signer.sign(manifest)
+
+
+def full_version(
+    weights: Mapping[str, Array], version: int, signer: Signer, form: Form = "exact"
+) -> tuple[Manifest, Signed, Parcel]:
+    state = build_state(dict(weights), form)
+    return *version_of(state, version, signer), full_parcel(state, version)
+
+
+def learner_key(folder: Path) -> tuple[Signer, Trust]:
+    """A learner's key pair, and the trust of a robot that was given the public half."""
+    signer = ensure_signer(folder, "learner")
+    assert (folder / f"learner{SECRET_SUFFIX}").stat().st_mode & 0o077 == 0
+    return signer, Trust(folder / f"learner{PUBLIC_SUFFIX}")

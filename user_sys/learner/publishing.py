@@ -1,0 +1,79 @@
+"""When a learner publishes, under which number, and whether it is too far ahead of the robots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from user_sys.codec import Array
+from user_sys.weights.pace import PublishPace
+from user_sys.weights.publisher import PublishConfig
+
+
+class WeightsSink(Protocol):
+    """Where versions go. `user_sys.weights.publisher.Publisher` is one."""
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        """Takes `arrays` over and returns at once. Raises NotFinite: an earlier version was not."""
+
+    def observe(self, seconds: float) -> None:
+        """How long an update took, for the governor."""
+
+    @property
+    def lead(self) -> int:
+        """How many versions the slowest robot is behind."""
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics."""
+
+
+class Publishing:
+    """One thread calls it.
+
+    Attributes:
+        version: number of the newest version; each one gets the next.
+        limit: no version gets a greater number, until a checkpoint has reserved more.
+    """
+
+    def __init__(self, config: PublishConfig, sink: WeightsSink, clock: Callable[[], float]) -> None:
+        self.version = self.limit = 0
+        self._config, self._sink = config, sink
+        self._pace = PublishPace(config, clock)
+        self._former: Mapping[str, Array] = {}
+        self._episodes = 0
+
+    @property
+    def too_far_ahead(self) -> bool:
+        """The learner is to wait for the robots."""
+        return 0 < self._config.max_lead < self._sink.lead
+
+    def episodes_ended(self, count: Callable[[], int]) -> None:
+        """`count` tells how many episodes have ended so far; it is asked only where that matters."""
+        if self._config.at_episode_ends and (episodes := count()) > self._episodes:
+            self._episodes = episodes
+            self._pace.episode_ended()
+
+    def publish_if_due(
+        self, updates: int, weights: Callable[[], dict[str, Array]], kl: Callable[[Mapping[str, Array]], float]
+    ) -> None:
+        """Publishes what `weights` gives, if that is due after `updates` updates.
+
+        Args:
+            kl: how far the policy has moved from earlier weights.
+
+        Raises:
+            NotFinite: an earlier version was not.
+        """
+        if self._pace.due(updates, lambda: kl(self._former) if self._former else float("inf")):
+            self.publish(updates, weights)
+
+    def publish(self, updates: int, weights: Callable[[], dict[str, Array]]) -> None:
+        """Publishes now, unless nothing was learned yet or no number is left. Raises as `publish_if_due`."""
+        if not updates or self.version >= self.limit:
+            return
+        self.version += 1
+        arrays = weights()
+        if self._config.kl > 0:
+            self._former = {name: array.copy() for name, array in arrays.items()}
+        self._sink.publish(arrays, self.version, updates)
+        self._pace.published(updates)

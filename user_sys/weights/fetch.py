@@ -1,0 +1,203 @@
+"""Fetching parcels grain by grain: a window of requests, each grain checked, nothing asked for twice after a cut.
+
+Independent of the transport: it says what to ask for, and is given what comes. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from user_sys.weights.parcel import crc_of
+from user_sys.weights.records import MAX_GRAINS, ParcelInfo, check_parcel
+
+MESSAGE_BYTES = 1 << 20
+MAX_WINDOW_BYTES = 8 << 20
+WINDOW_S = 0.25  # of the link's rate is under way; hides a round trip of as much
+MESSAGE_S = 0.03  # of the link's rate goes into one message
+FIRST_RATE = 4e6  # bytes/s, until one was measured
+RATE_SMOOTHING = 0.7
+RATE_SAMPLE_S = 0.02
+STALL_S = 2.0
+
+Ask = Callable[[bytes, int, int], bool]
+"""Asks the other end for grains of a parcel (id, first grain, count); False where that cannot be sent now."""
+
+
+class Partial:
+    """A parcel of which some grains may have come."""
+
+    def __init__(self, info: ParcelInfo) -> None:
+        """Raises WireError: the description is not sound."""
+        check_parcel(info)
+        self.info = info
+        self.buffer = np.empty(info.size_bytes, np.uint8)
+        self._here = np.zeros(info.grains, np.bool_)
+        self._asked = np.zeros(info.grains, np.bool_)
+        self._missing_bytes = info.size_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._missing_bytes
+
+    def next_range(self, most: int) -> tuple[int, int] | None:
+        """(first, count) of at most `most` consecutive grains that are neither here nor asked for."""
+        open_grains = ~(self._here | self._asked)
+        first = int(open_grains.argmax())
+        if not open_grains[first]:
+            return None
+        ahead = open_grains[first : first + most]
+        count = len(ahead) if ahead.all() else int(ahead.argmin())
+        self._asked[first : first + count] = True
+        return first, count
+
+    def forget_requests(self, first: int = 0, count: int = MAX_GRAINS) -> None:
+        """What was asked for will not come."""
+        self._asked[first : first + count] = False
+
+    def take(self, first: int, payload: memoryview) -> tuple[int, int]:
+        """Takes grains in; returns the bytes that came in answer to a request, and how many grains were damaged."""
+        info, answered, damaged = self.info, 0, 0
+        for offset in range(0, len(payload), info.grain_bytes):
+            grain, piece = first + offset // info.grain_bytes, payload[offset : offset + info.grain_bytes]
+            if not 0 <= grain < info.grains or len(piece) != self._size(grain):
+                return answered, damaged + 1
+            answered += len(piece) * bool(self._asked[grain])
+            self._asked[grain] = False
+            if self._here[grain]:
+                continue
+            if not crc_of(piece, info, grain):
+                damaged += 1
+                continue
+            start = grain * info.grain_bytes
+            np.copyto(self.buffer[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+            self._here[grain] = True
+            self._missing_bytes -= len(piece)
+        return answered, damaged
+
+    def _size(self, grain: int) -> int:
+        return min(self.info.grain_bytes, self.info.size_bytes - grain * self.info.grain_bytes)
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Measured bytes/s; `FIRST_RATE` before that."""
+
+    bytes_per_s: float = FIRST_RATE
+    measured: bool = False
+
+    def after(self, sample: float) -> LinkRate:
+        kept = RATE_SMOOTHING if self.measured else 0.0
+        return LinkRate(kept * self.bytes_per_s + (1 - kept) * sample, True)
+
+
+class Fetcher:
+    """Fetches the wanted parcels in order.
+
+    Args:
+        ask: sends a request.
+        clock: monotonic seconds.
+        limit: bytes/s that the governor allows; infinite without one.
+    """
+
+    def __init__(self, ask: Ask, clock: Callable[[], float], limit: Callable[[], float] = lambda: math.inf) -> None:
+        self.rate = LinkRate()
+        self.damaged = 0
+        self._ask, self._clock, self._limit = ask, clock, limit
+        self._partials: dict[bytes, Partial] = {}
+        self._wanted: tuple[ParcelInfo, ...] = ()
+        self._under_way = 0  # bytes asked for and not here
+        self._sampled_s, self._sampled_bytes = clock(), 0
+        self._heard_s = clock()
+        self._allowed_s = 0.0  # when the limit lets the next request go
+
+    @property
+    def wanted(self) -> tuple[ParcelInfo, ...]:
+        return self._wanted
+
+    def want(self, parcels: Sequence[ParcelInfo], offered: Collection[bytes] = ()) -> None:
+        """Turns to `parcels`; keeps what it has of others as long as they are `offered` (ids).
+
+        Raises:
+            WireError: a description is not sound; what was wanted before stays wanted.
+        """
+        fresh = {info.id: self._partials.get(info.id) or Partial(info) for info in parcels}
+        self._partials = {i: p for i, p in self._partials.items() if i in offered} | fresh
+        self._wanted = tuple(parcels)
+
+    def missing_bytes(self, info: ParcelInfo) -> int:
+        """What has not come of a parcel yet."""
+        partial = self._partials.get(info.id)
+        return info.size_bytes if partial is None else partial.missing_bytes
+
+    @property
+    def complete(self) -> bool:
+        return all(not self.missing_bytes(info) for info in self._wanted)
+
+    def payload(self, info: ParcelInfo) -> memoryview:
+        """The bytes of a parcel that is complete; nothing writes to them any more."""
+        return self._partials[info.id].buffer.data
+
+    def drop(self, infos: Sequence[ParcelInfo]) -> None:
+        """Forgets what came of these; they are not wanted any more."""
+        for info in infos:
+            self._partials.pop(info.id, None)
+        gone = {info.id for info in infos}
+        self._wanted = tuple(info for info in self._wanted if info.id not in gone)
+
+    def restart(self) -> None:
+        """The connection is another one: nothing is under way."""
+        self._under_way = 0
+        for partial in self._partials.values():
+            partial.forget_requests()
+
+    def take(self, parcel: bytes, first: int, payload: memoryview) -> None:
+        """Grains that came. Damaged ones are counted and asked for again; those of unknown parcels are ignored."""
+        now = self._clock()
+        self._heard_s = now
+        partial = self._partials.get(parcel)
+        if partial is None:
+            return
+        answered, damaged = partial.take(first, payload)
+        self._under_way = max(0, self._under_way - answered)
+        self.damaged += damaged
+        self._sampled_bytes += len(payload)
+        if now - self._sampled_s >= RATE_SAMPLE_S:
+            self.rate = self.rate.after(self._sampled_bytes / (now - self._sampled_s))
+            self._sampled_s, self._sampled_bytes = now, 0
+
+    def pump(self) -> float:
+        """Asks for what the window has room for; returns after how many seconds to call again at the latest."""
+        now = self._clock()
+        if self._under_way and now - self._heard_s > self._patience_s():
+            self.restart()
+        if not self._under_way:
+            self._sampled_s, self._sampled_bytes, self._heard_s = now, 0, now
+        rate = min(self.rate.bytes_per_s, self._limit())
+        window = min(MAX_WINDOW_BYTES, rate * WINDOW_S)
+        while (self._under_way == 0 or self._under_way < window) and now >= self._allowed_s:
+            size = self._request(rate)
+            if size == 0:
+                break
+            self._under_way += size
+            if math.isfinite(self._limit()):
+                self._allowed_s = max(now, self._allowed_s) + size / self._limit()
+        return STALL_S if now >= self._allowed_s else self._allowed_s - now
+
+    def _request(self, rate: float) -> int:
+        for info in self._wanted:
+            partial = self._partials[info.id]
+            grains = max(1, int(min(MESSAGE_BYTES, rate * MESSAGE_S)) // info.grain_bytes)
+            found = partial.next_range(grains)
+            if found is not None:
+                if not self._ask(info.id, *found):
+                    partial.forget_requests(*found)
+                    return 0
+                return min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes)
+        return 0
+
+    def _patience_s(self) -> float:
+        return STALL_S + 4 * self._under_way / max(1.0, self.rate.bytes_per_s)

@@ -1,0 +1,80 @@
+"""Forms of a version: exact, or rounded for inference where the policy allows it, with the error that this makes.
+
+``bf16`` rounds every float to bfloat16 (to nearest, ties to even). ``int8`` keeps floats of two and more dimensions as
+integers of [-127, 127] and one scale for each index of the last axis (largest magnitude / 127; the columns of a
+``x @ weight`` layer), and everything else as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.weights.records import Form
+from user_sys.weights.state import BF16, at_once, slices
+
+SCALES = "|int8.scales"
+"""Ends the name of the scales that belong to a tensor of integers."""
+_ROUNDED_ELEMENTS = 1 << 20  # converted at a time, so that temporary arrays stay in the cache
+
+
+def convert(
+    arrays: Mapping[str, Array], form: Form, breathe: Callable[[int], None] = at_once
+) -> tuple[dict[str, Array], tuple[float, float]]:
+    """`arrays` in another form, and its (largest, relative root-mean-square) error over all floats."""
+    if form == "exact":
+        return dict(arrays), (0.0, 0.0)
+    converted: dict[str, Array] = {}
+    largest = error_squared = total_squared = 0.0
+    for name, array in arrays.items():
+        parts = _rounded(name, array, form)
+        converted |= parts
+        if array.dtype.kind == "f":
+            restored = restore(parts, form)[name]
+            error = np.subtract(restored, array, dtype=np.float64)
+            largest = max(largest, float(np.abs(error).max(initial=0.0)))
+            error_squared += float(np.sum(error**2))
+            total_squared += float(np.sum(np.square(array, dtype=np.float64)))
+        breathe(array.nbytes)
+    return converted, (largest, (error_squared / total_squared) ** 0.5 if total_squared else 0.0)
+
+
+def restore(arrays: Mapping[str, Array], form: Form) -> dict[str, Array]:
+    """What a policy loads: rounded floats as float32, everything else as it is. Exact bfloat16 stays `state.BF16`."""
+    if form == "exact":
+        return dict(arrays)
+    if form == "bf16":
+        return {name: widen(array) if array.dtype == BF16 else array for name, array in arrays.items()}
+    plain = {name: array for name, array in arrays.items() if not name.endswith(SCALES)}
+    return {name: array * arrays[name + SCALES] if name + SCALES in arrays else array for name, array in plain.items()}
+
+
+def narrow(array: Array) -> Array:
+    """Floats as `BF16`, rounded to nearest, ties to even; a finite value beyond its range becomes its largest."""
+    bits = np.empty(array.size, np.uint16)
+    flat = array.reshape(-1)
+    for part in slices(flat.size, _ROUNDED_ELEMENTS):
+        wide = np.ascontiguousarray(flat[part], np.float32).view(np.uint32)
+        rounded = (wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+        overflown = ((rounded & np.uint32(0x7F80)) == 0x7F80) & ((wide & np.uint32(0x7F800000)) != 0x7F800000)
+        bits[part] = rounded - overflown
+    return bits.view(BF16).reshape(array.shape)
+
+
+def widen(array: Array) -> Array:
+    """`BF16` as float32, without loss."""
+    return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
+    if array.dtype.kind != "f":
+        return {name: array}
+    if form == "bf16":
+        return {name: narrow(array)}
+    if array.ndim < 2:
+        return {name: array}
+    scales = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float32) / np.float32(127)
+    divisors = np.where(scales > 0, scales, np.float32(1))
+    return {name: np.rint(array / divisors).clip(-127, 127).astype(np.int8), name + SCALES: scales}

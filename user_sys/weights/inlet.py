@@ -1,0 +1,169 @@
+"""Weights on a robot's computer: a thread that receives them, and the last ones on disk for the next start."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from user_sys.errors import TunnelError, WireError
+from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
+from user_sys.tunnel.wire import Envelope
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.link import WeightsLink
+from user_sys.weights.parcel import full_parcel
+from user_sys.weights.receiver import Held, Receiver
+from user_sys.weights.records import NO_VERSION
+from user_sys.weights.shelf import Shelf, newest
+from user_sys.weights.signing import LEARNER, PUBLIC_SUFFIX, Trust
+from user_sys.weights.swap import PolicySwapper
+
+KEEP_INTERVAL_S = 10.0
+KEEP_SHARE = 0.05  # of the time, at most, goes into keeping versions
+CLOSE_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InletConfig:
+    """How a robot takes new weights.
+
+    Attributes:
+        swap_at: they take over between two action chunks, or between two episodes.
+        hold_behind: the robot holds while its weights are more than so many versions behind; 0 never holds.
+        exact_only: takes no rounded form, even where the policy would act with one and the link is slow.
+        governor: what receiving may cost the policy's inference.
+    """
+
+    swap_at: Literal["chunk", "episode"] = "chunk"
+    hold_behind: int = 0
+    exact_only: bool = False
+    governor: GovernorConfig = field(default_factory=lambda: GovernorConfig(budget=0.05, quantile=0.99))
+
+
+class WeightsInlet:
+    """Receives from `start` to `close`, and loads into `swapper`.
+
+    Args:
+        keys: folder with the learner's public signing key, ``learner.verify``. Where it is missing, the key that the
+            gateway names first is trusted, and kept there.
+        folder: keeps a version every `KEEP_INTERVAL_S` or so, from which the next life starts while the link is down.
+
+    Attributes:
+        receiver: whose figures any thread may read.
+    """
+
+    def __init__(
+        self,
+        link: WeightsLink,
+        swapper: PolicySwapper,
+        config: InletConfig,
+        keys: Path,
+        folder: Path,
+        governor: Governor,
+    ) -> None:
+        """Raises RunError: the learner's key is damaged."""
+        self._link, self._swapper, self._governor = link, swapper, governor
+        self._config = config
+        self._shelf = Shelf(folder)
+        self._next_keep_s = time.monotonic() + KEEP_INTERVAL_S
+        self._kept = NO_VERSION
+        self._failure: Exception | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self.receiver = Receiver(
+            Trust(keys / f"{LEARNER}{PUBLIC_SUFFIX}"),
+            lambda manifest, arrays, heard_s: swapper.load(manifest.version, arrays, heard_s),
+            lambda parcel, first, count: link.send_weights(WeightsRequest(parcel=parcel, first=first, count=count)),
+            forms=("exact",) if config.exact_only else type(swapper.policy).forms,
+            breathe=governor.breathe,
+            limit=governor.link_limit,
+        )
+
+    def start(self) -> None:
+        """Loads the version that an earlier life kept, where there is one, and begins to receive."""
+        self._take_up()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Keeps the newest version and ends. Raises TunnelError when that takes longer than `CLOSE_TIMEOUT_S`."""
+        self._stopping.set()
+        if self._thread.ident is None:
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise TunnelError(f"the weights thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def raise_failure(self) -> None:
+        """Raises what ended the thread before its time, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def too_old(self) -> bool:
+        """Whether the acting policy is too far behind the newest that is known of; never before the first."""
+        acting = self._swapper.version
+        return 0 < self._config.hold_behind < self.receiver.newest - acting and acting != NO_VERSION
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        try:
+            while not self._stopping.is_set():
+                envelope = self._link.receive_weights(min(wait_s, 0.5))
+                with self._governor.push() if self.receiver.busy else nullcontext():
+                    if envelope is not None:
+                        self._take(envelope)
+                    wait_s = self.receiver.step()
+                if time.monotonic() >= self._next_keep_s:
+                    self._keep()
+            self._keep()
+        except Exception as error:  # of any kind: whoever runs the session must hear of it, and asks
+            _log.exception("weights.failed")
+            self._failure = error
+
+    def _take(self, envelope: Envelope) -> None:
+        match envelope.message:
+            case WeightsOffer() as offer:
+                self.receiver.offered(offer)
+            case WeightsGrains() | WeightsGone() as message:
+                payload = None if envelope.payload is None else memoryview(envelope.payload)
+                self.receiver.arrived(message, payload)
+
+    def _take_up(self) -> None:
+        catalogue = self._shelf.open()
+        kept = newest(catalogue)
+        if kept is None:
+            return
+        manifest, state = kept
+        try:
+            self.receiver.start_from(Held(manifest, catalogue.manifests[manifest.form, manifest.version][1], state))
+            self._kept = manifest.version
+        except WireError as error:
+            _log.warning("weights.not_taken_up version=%d: %s", manifest.version, error)
+
+    def _keep(self) -> None:
+        held, started_s = self.receiver.held, time.monotonic()
+        if held is None or held.manifest.version == self._kept:
+            return
+        version = held.manifest.version
+        parcel = full_parcel(held.state, version, self._governor.breathe)
+        key = held.manifest.form, version
+        try:
+            self._shelf.keep(Catalogue({key: (held.manifest, held.signed)}, {parcel.info.id: parcel}))
+            self._kept = version
+        except OSError as error:
+            _log.warning("weights.not_kept version=%d: %s", version, error)
+        taken_s = time.monotonic() - started_s
+        self._next_keep_s = time.monotonic() + max(KEEP_INTERVAL_S, taken_s / KEEP_SHARE)

@@ -1,0 +1,131 @@
+"""Parcels: the bytes that lead to a version, in grains that are checked one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from crc32c import crc32c
+
+from user_sys.codec import ALIGN_BYTES, Array
+from user_sys.errors import WireError
+from user_sys.weights.delta import apply_delta, encode_delta
+from user_sys.weights.records import (
+    CRC_BYTES,
+    MAX_GRAINS,
+    NO_VERSION,
+    Codec,
+    Manifest,
+    ParcelInfo,
+)
+from user_sys.weights.state import Breathe, State, at_once, dtype_of, raw_bytes, slices, verified_state
+
+GRAIN_BYTES = 64 << 10
+DELTA_PAYS_BELOW = 0.9
+"""A difference that is not smaller than this share of a full parcel is not worth its base."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """Its description, and its bytes, which are never changed."""
+
+    info: ParcelInfo
+    payload: memoryview
+
+    def grains(self, first: int, count: int) -> memoryview:
+        start = first * self.info.grain_bytes
+        return self.payload[start : start + count * self.info.grain_bytes]
+
+
+def full_parcel(state: State, version: int, breathe: Breathe = at_once) -> Parcel:
+    """Every tensor's bytes, in the order of the manifest, each padded to 64 bytes."""
+    total = sum(_padded(tensor.nbytes) for tensor in state.tensors.values())
+    payload, offset = np.zeros(max(1, total), np.uint8), 0
+    for entry in state.entries:
+        content = raw_bytes(state.tensors[entry.name])
+        for part in slices(content.size):
+            np.copyto(payload[offset + part.start : offset + part.stop], content[part])
+            breathe(part.stop - part.start)
+        offset += _padded(content.size)
+    return _parcel(state, version, NO_VERSION, b"", "full", payload, breathe)
+
+
+def delta_parcel(base_version: int, base: State, version: int, new: State, breathe: Breathe = at_once) -> Parcel | None:
+    """What changed, or None where that does not pay."""
+    encoded = encode_delta(base, new, int(DELTA_PAYS_BELOW * new.size_bytes), breathe)
+    if encoded is None:
+        return None
+    codec, payload = encoded
+    return _parcel(new, version, base_version, base.digest, codec, np.frombuffer(payload, np.uint8), breathe)
+
+
+def assemble(
+    manifest: Manifest,
+    parcels: Sequence[tuple[ParcelInfo, memoryview]],
+    base: State | None,
+    breathe: Breathe = at_once,
+) -> State:
+    """The state that `manifest` describes, from parcels that lead to it, one after the other.
+
+    Args:
+        base: the state that the first of them changes; it stays as it is. None where that is a full one.
+
+    Raises:
+        WireError: they do not fit each other, or what comes of them is not what the manifest says.
+    """
+    tensors = dict(base.tensors) if base is not None else {}
+    known = {entry.name: entry.digest for entry in base.entries} if base is not None else {}
+    at, at_digest = (NO_VERSION, b"") if base is None else (parcels[0][0].base if parcels else NO_VERSION, base.digest)
+    for info, payload in parcels:
+        if info.codec == "full":
+            tensors, known = _unpacked(manifest, payload), {}
+        elif info.base != at or (at_digest and info.base_digest != at_digest):
+            raise WireError(f"a difference from version {info.base}, but the base is version {at}, or another one")
+        else:
+            tensors, touched = apply_delta(tensors, payload, breathe)
+            known = {name: digest for name, digest in known.items() if name not in touched}
+        at, at_digest = info.version, b""
+    return verified_state(manifest, tensors, known, breathe)
+
+
+def crc_of(payload: memoryview, info: ParcelInfo, grain: int) -> bool:
+    """Whether the bytes of one grain are those that were described."""
+    expected = int.from_bytes(info.crcs[CRC_BYTES * grain : CRC_BYTES * (grain + 1)], "little")
+    return int(crc32c(payload)) == expected
+
+
+def _parcel(
+    state: State, version: int, base: int, base_digest: bytes, codec: Codec, payload: Array, breathe: Breathe
+) -> Parcel:
+    grain = -(-payload.size // (MAX_GRAINS * GRAIN_BYTES)) * GRAIN_BYTES
+    crcs = bytearray()
+    for part in slices(payload.size, grain):
+        crcs += int(crc32c(payload[part].data)).to_bytes(CRC_BYTES, "little")
+        breathe(part.stop - part.start)
+    payload.flags.writeable = False
+    name = blake3(msgspec.msgpack.encode((state.digest, version, base, base_digest, codec, payload.size))).digest()
+    info = ParcelInfo(name, state.form, version, base, base_digest, codec, payload.size, grain, bytes(crcs))
+    return Parcel(info, payload.data)
+
+
+def _unpacked(manifest: Manifest, payload: memoryview) -> dict[str, Array]:
+    """Views of a full parcel's bytes."""
+    tensors: dict[str, Array] = {}
+    offset, content = 0, np.frombuffer(payload, np.uint8)
+    for entry in manifest.tensors:
+        dtype = dtype_of(entry.dtype)
+        size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+        if min((*entry.shape, 0)) < 0 or offset + size > content.size:
+            raise WireError(f"weights {manifest.version}: {entry.name!r} lies outside its parcel")
+        tensors[entry.name] = content[offset : offset + size].view(dtype).reshape(entry.shape)
+        offset += _padded(size)
+    if max(1, offset) != content.size:
+        raise WireError(f"weights {manifest.version}: a full parcel of {content.size} bytes instead of {offset}")
+    return tensors
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES

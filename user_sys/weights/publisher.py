@@ -1,0 +1,246 @@
+"""The learner's end: takes snapshots of the policy, makes parcels of them, and hands out what the gateway asks for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from user_sys.codec import Array
+from user_sys.errors import ConfigError, RunError
+from user_sys.messages import WeightsAsk, WeightsOffer, WeightsProgress, WeightsReceived, WeightsRequest
+from user_sys.tunnel.wire import Envelope
+from user_sys.weights.catalogue import Catalogue, cheapest
+from user_sys.weights.forms import convert
+from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.link import WeightsLink
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.records import NO_VERSION, Form
+from user_sys.weights.serve import answer
+from user_sys.weights.signing import Signer
+from user_sys.weights.state import State, build_state, describe
+
+MAX_CHAIN = 32
+"""At most so many differences follow a full parcel: a latecomer fetches and applies them all."""
+CHAIN_SHARE = 0.5
+"""... and they are at most this share of a full one."""
+CLOSE_TIMEOUT_S = 30.0
+WAIT_S = 0.5
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """When the learner publishes, and in which forms.
+
+    A version is published as soon as one of the conditions that are set holds.
+
+    Attributes:
+        every_s: seconds since the last one; 0 sets no such condition.
+        every_updates: updates since the last one; likewise.
+        at_episode_ends: an episode has ended since the last one.
+        kl: the policy has moved by so much since the last one: mean Kullback-Leibler divergence over a batch.
+        forms: what robots may choose from: exact, and roundings for links that are too slow for it.
+        max_lead: the learner waits while the slowest robot is so many versions behind; 0 never waits.
+        governor: what publishing may cost the training step.
+    """
+
+    every_s: float = 1.0
+    every_updates: int = 0
+    at_episode_ends: bool = False
+    kl: float = 0.0
+    forms: tuple[Form, ...] = ("exact",)
+    max_lead: int = 0
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
+
+    def __post_init__(self) -> None:
+        if min(self.every_s, self.every_updates, self.kl, self.max_lead) < 0:
+            raise ConfigError("learner.publish: every_s, every_updates, kl and max_lead are not negative")
+        if not (self.every_s or self.every_updates or self.kl or self.at_episode_ends):
+            raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
+        if not self.forms:
+            raise ConfigError("learner.publish: forms names at least one of exact, bf16, int8")
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    arrays: Mapping[str, Array]
+    version: int
+    updates: int
+
+
+class Publisher:
+    """Publishes from `start` to `close`. One thread calls `publish`; two threads of its own do the work.
+
+    A snapshot that waits is replaced by a newer one. What was published is handed out until the gateway has it.
+    """
+
+    def __init__(self, link: WeightsLink, signer: Signer, config: PublishConfig) -> None:
+        self.published = 0
+        self._link, self._signer, self._config = link, signer, config
+        self._governor = Governor(config.governor)
+        self._catalogue = Catalogue()
+        self._states: dict[Form, tuple[int, State]] = {}
+        self._snapshot: _Snapshot | None = None
+        self._asked = self._newest = self._confirmed = self._oldest = NO_VERSION
+        self._failure: Exception | None = None
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._attempt, args=(work,), name=name, daemon=True)
+            for name, work in (("weights-encode", self._encode_snapshots), ("weights-serve", self._serve))
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends after the snapshot in hand. Raises RunError when that takes longer than `CLOSE_TIMEOUT_S`."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                raise RunError(f"the thread {thread.name} did not end within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        """Takes `arrays` over and returns at once; nobody changes them any more.
+
+        An array that is read-only and the same object each time is known to be unchanged (frozen parts of a policy).
+
+        Raises:
+            NotFinite: an earlier snapshot held NaN or infinity; it was not published.
+            WireError: an earlier snapshot cannot travel.
+        """
+        with self._changed:
+            self._raise_failure()
+            self._snapshot, self._asked = _Snapshot(arrays, version, updates), version
+            self._changed.notify_all()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the gateway has the last version on disk; False after `timeout_s`. Raises as `publish` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._confirmed >= self._asked or self._failure is not None, timeout_s)
+            self._raise_failure()
+            return self._confirmed >= self._asked
+
+    def observe(self, seconds: float) -> None:
+        """How long a training step took: the governor keeps it within its budget."""
+        self._governor.observe(seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics."""
+        return {"versions_published": float(self.published), **self._governor.scalars()}
+
+    @property
+    def version(self) -> int:
+        """The newest that was given to `publish`."""
+        return self._asked
+
+    @property
+    def lead(self) -> int:
+        """How many versions the slowest robot is behind; 0 while none acts with any."""
+        with self._changed:
+            return 0 if self._oldest == NO_VERSION else max(0, self._asked - self._oldest)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _attempt(self, work: object) -> None:
+        try:
+            work()  # type: ignore[operator]
+        except Exception as error:  # of any kind: the learner must hear of it, and does at its next call
+            _log.error("weights.not_published: %s", error)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    # Making parcels
+
+    def _encode_snapshots(self) -> None:
+        while (snapshot := self._next()) is not None:
+            with self._governor.push():
+                self._encode(snapshot)
+            self._link.send_weights(self._offer())
+
+    def _next(self) -> _Snapshot | None:
+        with self._changed:
+            while self._snapshot is None and not self._stopping:
+                self._changed.wait(WAIT_S)
+            snapshot, self._snapshot = self._snapshot, None
+            return snapshot
+
+    def _encode(self, snapshot: _Snapshot) -> None:
+        breathe, version = self._governor.breathe, snapshot.version
+        fresh: list[Parcel] = []
+        unix_ns = time.time_ns()
+        for form in self._config.forms:
+            former_version, former = self._states.get(form, (NO_VERSION, None))
+            arrays, errors = convert(snapshot.arrays, form, breathe)
+            state = build_state(arrays, form, former, breathe)
+            manifest = describe(state, version, snapshot.updates, unix_ns, errors)
+            fresh += self._parcels(former_version, former, version, state)
+            self._states[form] = (version, state)
+            with self._changed:
+                self._catalogue.manifests[form, version] = (manifest, self._signer.sign(manifest))
+        with self._changed:
+            self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
+            self._catalogue.retain([version], max(self._confirmed, version - MAX_CHAIN))
+            self._newest = version
+            self.published += 1
+
+    def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
+        breathe = self._governor.breathe
+        delta = None if base is None else delta_parcel(base_version, base, version, state, breathe)
+        if delta is None:
+            return [full_parcel(state, version, breathe)]
+        with self._changed:
+            way = cheapest([*self._catalogue.infos(), delta.info], state.form, version, {})
+        chain = way.parcels[1:] if way is not None else ()
+        short = 0 < len(chain) <= MAX_CHAIN and sum(i.size_bytes for i in chain) <= CHAIN_SHARE * state.size_bytes
+        return [delta] if short else [delta, full_parcel(state, version, breathe)]
+
+    def _offer(self, greeting: bool = False) -> WeightsOffer:
+        with self._changed:
+            manifests = [signed for (_, v), (_, signed) in self._catalogue.manifests.items() if v == self._newest]
+            return WeightsOffer(
+                manifests=tuple(manifests),
+                parcels=tuple(self._catalogue.infos()),
+                signer=self._signer.public_key,
+                greeting=greeting,
+            )
+
+    # Handing them out
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            envelope = self._link.receive_weights(WAIT_S)
+            if envelope is not None:
+                self._take(envelope)
+
+    def _take(self, envelope: Envelope) -> None:
+        match envelope.message:
+            case WeightsAsk():
+                if self._newest != NO_VERSION:
+                    self._link.send_weights(self._offer(greeting=True))
+            case WeightsRequest() as request:
+                with self._governor.push():
+                    self._link.send_weights(*answer(self._catalogue, request))
+            case WeightsReceived(version=version):
+                with self._changed:
+                    self._confirmed = max(self._confirmed, version)
+                    self._changed.notify_all()
+            case WeightsProgress(oldest=oldest):
+                with self._changed:
+                    self._oldest = oldest

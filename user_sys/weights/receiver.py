@@ -1,0 +1,290 @@
+"""A robot's end: from offers to a policy with new weights, whatever the link does meanwhile.
+
+It takes the newest version that it can complete, in the most exact form that arrives soon enough. A version under way
+is given up for a newer one only where that one arrives no later; so a link that is slower than the learner still brings
+a version each time. Versions only grow, unless a person orders an older one.
+
+Nothing here knows a network: requests go out through a callable, messages come in as records.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from user_sys.codec import Array
+from user_sys.errors import WireError
+from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer
+from user_sys.weights.catalogue import Way, cheapest
+from user_sys.weights.fetch import Ask, Fetcher
+from user_sys.weights.forms import restore
+from user_sys.weights.parcel import assemble
+from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed
+from user_sys.weights.signing import Trust
+from user_sys.weights.state import Breathe, State, at_once
+
+PATIENCE_S = 5.0
+"""A form that takes longer than this to arrive makes room for a less exact one, where the policy allows it."""
+SPEED_SMOOTHING = 0.7
+FIRST_SPEED = 1e9  # bytes/s of applying, until it was measured
+ANY_SLACK = 1 << 20
+
+Load = Callable[[Manifest, Mapping[str, Array], float], None]
+"""Takes arrays into the second copy of the policy, given when the version was first heard of. Raises WireError."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that is complete here, and the learner's signature of it."""
+
+    manifest: Manifest
+    signed: Signed
+    state: State
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The version under way: its manifest, what is to be fetched, and when it was first heard of."""
+
+    manifest: Manifest
+    signed: Signed
+    way: tuple[ParcelInfo, ...]
+    heard_s: float
+
+
+@dataclass(frozen=True)
+class _Offered:
+    manifests: Mapping[Form, tuple[Manifest, Signed]]
+    parcels: tuple[ParcelInfo, ...]
+    version: int
+    heard_s: float
+
+
+class Receiver:
+    """One thread calls it.
+
+    Args:
+        trust: in the learner's key.
+        load: takes a complete version over.
+        ask: requests grains.
+        forms: that the policy accepts, the most exact first.
+        breathe: called during bulk work, see `state.Breathe`.
+        limit: bytes/s that the governor leaves to the link.
+
+    Attributes:
+        refused: versions and offers that were forged, damaged, or not the policy's; each was logged.
+        abandoned: versions under way that were given up for a newer one.
+    """
+
+    def __init__(
+        self,
+        trust: Trust,
+        load: Load,
+        ask: Ask,
+        *,
+        forms: Sequence[Form] = ("exact",),
+        breathe: Breathe = at_once,
+        limit: Callable[[], float] = lambda: math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.refused = self.abandoned = 0
+        self._trust, self._load, self._forms, self._breathe = trust, load, tuple(forms), breathe
+        self._clock = clock
+        self._fetcher = Fetcher(ask, clock, limit)
+        self._held: Held | None = None
+        self._offered: _Offered | None = None
+        self._target: _Target | None = None
+        self._order = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
+        self._not_ours = NO_VERSION  # a version that is sound and that the policy does not take
+        self._useless: set[bytes] = set()  # parcels of which nothing good came, or that are gone, among those offered
+        self._speeds: dict[str, float] = {}
+
+    @property
+    def version(self) -> int:
+        """The newest that was loaded; -1 before the first."""
+        return self._held.manifest.version if self._held else NO_VERSION
+
+    @property
+    def held(self) -> Held | None:
+        """The version that was loaded last."""
+        return self._held
+
+    @property
+    def busy(self) -> bool:
+        """A version is under way."""
+        return self._target is not None
+
+    @property
+    def newest(self) -> int:
+        """The version that is to act, as far as is known here."""
+        return self._offered.version if self._offered else self.version
+
+    @property
+    def damaged(self) -> int:
+        """Grains that came damaged."""
+        return self._fetcher.damaged
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self._fetcher.rate.bytes_per_s
+
+    def start_from(self, kept: Held) -> None:
+        """Loads what was kept from an earlier life. Raises WireError: it is not signed, or not this policy's."""
+        self._trust.open(kept.signed, Manifest)
+        self._load(kept.manifest, restore(kept.state.tensors, kept.state.form), self._clock())
+        self._held = kept
+
+    def offered(self, offer: WeightsOffer) -> None:
+        """A version is there to be fetched. One with a forged signature is refused, and nothing changes."""
+        if offer.greeting:
+            self._fetcher.restart()
+        try:
+            self._trust.adopt(offer.signer)
+            self._obey(offer.order)
+            manifests = [(self._trust.open(signed, Manifest), signed) for signed in offer.manifests]
+        except WireError as error:
+            self._refuse(str(error))
+            return
+        allowed = {pair[0].form: pair for pair in manifests if pair[0].form in self._forms}
+        versions = {manifest.version for manifest, _ in manifests}
+        if len(versions) != 1 or not allowed or not self._wanted(version := versions.pop()):
+            return
+        heard_s = self._clock()
+        if self._offered is not None and self._offered.version == version:
+            heard_s = self._offered.heard_s
+        parcels = tuple(p for p in offer.parcels if p.form in allowed and _plausible(p, allowed[p.form][0]))
+        self._useless &= {info.id for info in parcels}
+        self._offered = _Offered(allowed, parcels, version, heard_s)
+        self._choose()
+
+    def arrived(self, message: WeightsGrains | WeightsGone, payload: memoryview | None = None) -> None:
+        """Grains, or word that there are none."""
+        if isinstance(message, WeightsGrains) and payload is not None:
+            self._fetcher.take(message.parcel, message.first, payload)
+        elif isinstance(message, WeightsGone):
+            self._give_up({message.parcel})
+
+    def step(self) -> float:
+        """Asks for more, or completes a version; returns after how many seconds to call again at the latest."""
+        target = self._target
+        if target is not None and self._fetcher.complete:
+            self._complete(target)
+        return self._fetcher.pump()
+
+    def _obey(self, signed: Signed | None) -> None:
+        if signed is None:
+            return
+        order = self._trust.open(signed, Order)
+        if order.serial > self._order.serial:
+            self._order = order
+            if self._target is not None and not self._wanted(self._target.manifest.version):
+                self._drop_target()
+
+    def _wanted(self, version: int) -> bool:
+        if self._order.version != NO_VERSION:
+            return version == self._order.version
+        return version >= self.version
+
+    def _choose(self) -> None:
+        """Turns to what arrives first of the offered version, unless what is under way arrives before that."""
+        offered = self._offered
+        if offered is None or offered.version == self._not_ours:
+            return
+        if offered.version == self.version and self._target is None:
+            return
+        found = self._best(offered)
+        if found is None:
+            return
+        manifest, way = found
+        target = self._target
+        if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest.version):
+            if sum(self._cost(target.manifest)(info) for info in target.way) < way.cost:
+                return
+            self.abandoned += 1
+        try:
+            self._fetcher.want(way.parcels, {info.id for info in offered.parcels})
+        except WireError as error:
+            self._refuse(str(error))
+            self._useless |= {info.id for info in way.parcels}
+            return
+        self._target = _Target(manifest, offered.manifests[manifest.form][1], way.parcels, offered.heard_s)
+
+    def _best(self, offered: _Offered) -> tuple[Manifest, Way] | None:
+        """The most exact form that comes within `PATIENCE_S`, or else the one that comes first."""
+        found: list[tuple[Manifest, Way]] = []
+        infos = [info for info in offered.parcels if info.id not in self._useless]
+        for form in self._forms:
+            if form in offered.manifests:
+                manifest = offered.manifests[form][0]
+                way = cheapest(infos, form, offered.version, self._bases(form), self._cost(manifest))
+                if way is not None:
+                    found.append((manifest, way))
+        soon = [(manifest, way) for manifest, way in found if way.cost <= PATIENCE_S]
+        return soon[0] if soon else min(found, key=lambda option: option[1].cost, default=None)
+
+    def _bases(self, form: Form) -> dict[int, bytes]:
+        if self._held is None or self._held.manifest.form != form:
+            return {}
+        return {self._held.manifest.version: self._held.manifest.digest}
+
+    def _cost(self, manifest: Manifest) -> Callable[[ParcelInfo], float]:
+        """Seconds until a parcel is here and applied, by what was measured so far."""
+
+        def seconds(info: ParcelInfo) -> float:
+            link_s = self._fetcher.missing_bytes(info) / self._fetcher.rate.bytes_per_s
+            return link_s + manifest.size_bytes / self._speeds.get(info.codec, FIRST_SPEED)
+
+        return seconds
+
+    def _complete(self, target: _Target) -> None:
+        started = self._clock()
+        parcels = [(info, self._fetcher.payload(info)) for info in target.way]
+        self._drop_target()
+        from_nothing = parcels[0][0].codec == "full"
+        base = None if from_nothing or self._held is None else self._held.state
+        try:
+            state = assemble(target.manifest, parcels, base, self._breathe)
+        except WireError as error:
+            self._refuse(str(error))
+            self._give_up({info.id for info in target.way})
+            return
+        try:
+            self._load(target.manifest, restore(state.tensors, state.form), target.heard_s)
+        except WireError as error:
+            self._refuse(f"version {target.manifest.version}: {error}")
+            self._not_ours = target.manifest.version
+            return
+        self._held = Held(target.manifest, target.signed, state)
+        for codec in {info.codec for info in target.way}:
+            self._measure(codec, target.manifest.size_bytes / max(1e-6, self._clock() - started))
+        self._choose()
+
+    def _measure(self, codec: str, speed: float) -> None:
+        before = self._speeds.get(codec, speed)
+        self._speeds[codec] = SPEED_SMOOTHING * before + (1 - SPEED_SMOOTHING) * speed
+
+    def _give_up(self, parcels: set[bytes]) -> None:
+        """Nothing good comes of these: takes another way, where there is one, and otherwise waits for another offer."""
+        self._useless |= parcels
+        if self._target is not None and parcels & {info.id for info in self._target.way}:
+            self._drop_target()
+        if self._target is None:
+            self._choose()
+
+    def _drop_target(self) -> None:
+        if self._target is not None:
+            self._fetcher.drop(self._target.way)
+        self._target = None
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        _log.warning("weights.refused: %s", why)
+
+
+def _plausible(info: ParcelInfo, manifest: Manifest) -> bool:
+    """No parcel is much larger than all that it leads to: who says otherwise wants our memory."""
+    return info.size_bytes <= 2 * manifest.size_bytes + ANY_SLACK

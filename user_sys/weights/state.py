@@ -1,0 +1,168 @@
+"""One version's tensors in memory, with their digests; never changed once they are there.
+
+Tensors are shared between versions in which they are equal, so a policy of which only an adapter is trained costs its
+frozen part once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from user_sys.codec import DTYPES, Array
+from user_sys.errors import UserSysError, WireError
+from user_sys.weights.records import Form, Manifest, TensorEntry
+
+SLICE_BYTES = 4 << 20
+"""Bulk work is done in slices of this size: some hundred microseconds, after which it can make room for others."""
+BF16 = np.dtype([("bfloat16", "<u2")])
+"""numpy has no bfloat16: its bits, under a name, so that nothing takes them for integers."""
+
+Breathe = Callable[[int], None]
+"""Told after each slice how many bytes were worked on; may wait, to leave the machine to others."""
+
+
+def at_once(done_bytes: int) -> None:
+    """A `Breathe` that never waits."""
+
+
+class NotFinite(UserSysError):
+    """Weights hold NaN or infinity; they are kept at the source. The message names the arrays."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """`tensors` are C-contiguous and read-only; `entries` describe them, in the order of their names."""
+
+    form: Form
+    entries: tuple[TensorEntry, ...]
+    tensors: Mapping[str, Array]
+    digest: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def build_state(
+    arrays: Mapping[str, Array], form: Form = "exact", former: State | None = None, breathe: Breathe = at_once
+) -> State:
+    """Takes `arrays` over, without copying those that are contiguous; the caller changes none of them any more.
+
+    An array that is read-only and the very one that `former` holds is known to be equal and not looked at.
+
+    Raises:
+        NotFinite: an array of floats holds NaN or infinity.
+        WireError: a dtype that does not travel.
+    """
+    entries, tensors = [], {}
+    spoiled: list[str] = []
+    known = {entry.name: entry for entry in former.entries} if former is not None else {}
+    for name in sorted(arrays):
+        given = np.asarray(arrays[name], order="C")
+        if former is not None and not given.flags.writeable and former.tensors.get(name) is given:
+            entries.append(known[name])
+            tensors[name] = given
+            continue
+        digest, finite = _scan(given, breathe)
+        if not finite:
+            spoiled.append(name)
+        given.flags.writeable = False
+        entries.append(TensorEntry(name, dtype_name(given.dtype), given.shape, digest))
+        tensors[name] = given
+    if spoiled:
+        raise NotFinite(f"weights are not finite in {spoiled[:4]}: they are not published")
+    return State(form, tuple(entries), tensors, digest_of(form, tuple(entries)))
+
+
+def verified_state(
+    manifest: Manifest, tensors: Mapping[str, Array], known: Mapping[str, bytes], breathe: Breathe = at_once
+) -> State:
+    """`tensors` as the state that `manifest` describes.
+
+    Args:
+        known: digests, by name, of tensors that were verified before and have not been touched since.
+
+    Raises:
+        WireError: names, dtypes, shapes or digests are not the manifest's, or it contradicts itself.
+    """
+    if digest_of(manifest.form, manifest.tensors) != manifest.digest:
+        raise WireError(f"the manifest of version {manifest.version} has another digest than its tensors")
+    found = {name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    if found != {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}:
+        raise WireError(f"weights {manifest.version}: names, dtypes or shapes are not those of the manifest")
+    for entry in manifest.tensors:
+        digest = known.get(entry.name) or _scan(tensors[entry.name], breathe)[0]
+        if digest != entry.digest:
+            raise WireError(f"weights {manifest.version}: the digest of {entry.name!r} is not the manifest's")
+        tensors[entry.name].flags.writeable = False
+    return State(manifest.form, manifest.tensors, dict(tensors), manifest.digest)
+
+
+def describe(state: State, version: int, updates: int, unix_ns: int, errors: tuple[float, float]) -> Manifest:
+    """The manifest of `state`; `errors` are those of its rounding (`forms.convert`)."""
+    return Manifest(
+        version=version,
+        updates=updates,
+        form=state.form,
+        tensors=state.entries,
+        digest=state.digest,
+        size_bytes=state.size_bytes,
+        published_unix_ns=unix_ns,
+        max_error=errors[0],
+        rms_error=errors[1],
+    )
+
+
+def digest_of(form: Form, entries: tuple[TensorEntry, ...]) -> bytes:
+    """BLAKE3 of the table of tensors, whose digests cover their bytes."""
+    return blake3(msgspec.msgpack.encode((form, entries))).digest()
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Raises WireError: a dtype that does not travel."""
+    name = "bfloat16" if dtype == BF16 else dtype.name
+    if name != "bfloat16" and name not in DTYPES:
+        raise WireError(f"dtype {dtype} does not travel; use one of {sorted(DTYPES)} or {BF16}")
+    return name
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Raises WireError: no dtype that travels."""
+    if name != "bfloat16" and name not in DTYPES:
+        raise WireError(f"dtype {name!r} does not travel")
+    return BF16 if name == "bfloat16" else np.dtype(name)
+
+
+def raw_bytes(tensor: Array) -> Array:
+    """The bytes of a C-contiguous array, uint8 (n,), in the same memory."""
+    return tensor.reshape(-1).view(np.uint8)
+
+
+def slices(size: int, step: int = SLICE_BYTES) -> Iterator[slice]:
+    """Consecutive slices of at most `step` that cover `size`."""
+    return (slice(start, min(size, start + step)) for start in range(0, size, step))
+
+
+def _scan(tensor: Array, breathe: Breathe) -> tuple[bytes, bool]:
+    """(BLAKE3 of the bytes, whether all values are finite), in one pass over the memory."""
+    hasher, finite = blake3(), True
+    flat = tensor.reshape(-1)
+    for part in slices(flat.size, SLICE_BYTES // max(1, tensor.itemsize)):
+        piece = flat[part]
+        hasher.update(piece.view(np.uint8).data)
+        finite = finite and bool(_finite(piece))
+        breathe(piece.nbytes)
+    return hasher.digest(), finite
+
+
+def _finite(values: Array) -> bool:
+    if values.dtype == BF16:
+        exponents = values.view(np.uint16) & np.uint16(0x7F80)
+        return not (exponents == 0x7F80).any()
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
