@@ -56,7 +56,7 @@ from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.sockets import Wakeup
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
-from user_sys.tunnel.wire import PARCELS, PERISHABLE, Channel, Envelope, Payload, channel_of, coalescing_key
+from user_sys.tunnel.wire import PARCELS, PERISHABLE, Channel, Envelope, channel_of, coalescing_key
 
 __all__ = ["TunnelClient", "TunnelState"]
 
@@ -248,7 +248,7 @@ class TunnelClient:
             self._wakeup.set()
         return incoming.message  # type: ignore[return-value]
 
-    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+    def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
         """Queues a message of the weights channel; never blocks. False when the queue is full or the tunnel is down."""
         return self.state is TunnelState.OPEN and self._queue(Envelope(message, payload))
 
