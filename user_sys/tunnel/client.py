@@ -271,10 +271,7 @@ class TunnelClient:
         return False
 
     def take_weights(self) -> tuple[WeightsManifest, bytes | memoryview] | None:
-        """The newest version that has arrived since the last call, or None. Taking it lets the next one come.
-
-        Size and digest are the caller's to verify.
-        """
+        """The newest version since the last call, not verified, or None. Taking it lets the next one come."""
         envelope = self._weights.take()
         if envelope is None or not isinstance(envelope.message, WeightsManifest) or envelope.payload is None:
             return None
