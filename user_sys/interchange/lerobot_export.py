@@ -34,7 +34,7 @@ from user_sys.interchange.lerobot_format import (
     features_of,
     place,
 )
-from user_sys.interchange.lerobot_part import PartWriter, statistics_name
+from user_sys.interchange.lerobot_part import ROWS_HELD, PartWriter, statistics_name
 from user_sys.interchange.progress import Advance
 from user_sys.interchange.statistics import NAMES, RunningStatistics
 from user_sys.interchange.video import ENCODERS
@@ -262,18 +262,23 @@ def _finish(data_set: DataSetPlan, root: Path) -> None:
 def _merged(features: Iterable[str], files: Iterable[Path]) -> dict[str, dict[str, object]]:
     running: dict[str, RunningStatistics] = {}
     for path in files:
-        table = pq.read_table(path)
-        for feature in features:
-            names = [statistics_name(feature, name) for name in NAMES]
-            if names[0] not in table.column_names:
-                continue
-            for values in zip(*(table[name].to_pylist() for name in names), strict=True):
-                if values[0] is not None:
-                    new = {name: np.array(value) for name, value in zip(NAMES, values, strict=True)}
-                    running.setdefault(feature, RunningStatistics()).add(new)
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_HELD):
+                _merge(batch, features, running)
     return {
         feature: {name: value.tolist() for name, value in each.result().items()} for feature, each in running.items()
     }
+
+
+def _merge(batch: pa.RecordBatch, features: Iterable[str], running: dict[str, RunningStatistics]) -> None:
+    for feature in features:
+        names = [statistics_name(feature, name) for name in NAMES]
+        if names[0] not in batch.schema.names:
+            continue
+        for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+            if values[0] is not None:
+                new = {name: np.array(value) for name, value in zip(NAMES, values, strict=True)}
+                running.setdefault(feature, RunningStatistics()).add(new)
 
 
 def _tasks(tasks: list[str]) -> pa.Table:

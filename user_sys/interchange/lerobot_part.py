@@ -35,6 +35,8 @@ from user_sys.interchange.lerobot_format import (
 )
 from user_sys.interchange.video import VideoWriter
 
+ROWS_HELD = 64  # of the episodes' table, before they are written
+
 _ASIDE = ".unfinished"  # added to the name of a file that is being written
 
 _OUR_COLUMNS = {
@@ -78,6 +80,9 @@ class PartWriter:
         _aside(self._data).parent.mkdir(parents=True, exist_ok=True)
         texts = [name for name, feature in features.items() if feature.dtype == "string"]
         self._writer = pq.ParquetWriter(_aside(self._data), self._schema, use_dictionary=texts)
+        self._episodes.parent.mkdir(parents=True, exist_ok=True)
+        self._episodes_schema = episodes_schema(features)
+        self._episodes_writer = pq.ParquetWriter(_aside(self._episodes), self._episodes_schema)
         self._videos = {
             name: self._open_video(name, each, codec) for name, each in features.items() if codec and each.visual
         }
@@ -114,9 +119,15 @@ class PartWriter:
                 for frame in frames:
                     self._videos[name].write(decode(frame))
         self._rows.append(self._episode_row(episode) | _flat_statistics(stats))
+        if len(self._rows) == ROWS_HELD:
+            self._write_rows()
         self._episode += 1
         self._row += steps
         self._video_steps += steps
+
+    def _write_rows(self) -> None:
+        self._episodes_writer.write_table(pa.Table.from_pylist(self._rows, self._episodes_schema))
+        self._rows = []
 
     def _numeric(self, episode: StoredEpisode) -> dict[str, Array]:
         header, steps = episode.header, episode.steps
@@ -167,7 +178,10 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None and self._rows:
+            self._write_rows()
         self._writer.close()
+        self._episodes_writer.close()
         for video in self._videos.values():
             video.close() if error is None else video.abandon()
         if error is None:
@@ -177,8 +191,6 @@ class PartWriter:
         """The episodes' rows last: where they are, the rest is whole."""
         for path in (self._data, *map(self._video_path, self._videos)):
             _settle(path)
-        self._episodes.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(_episodes_table(self._rows), _aside(self._episodes))
         _settle(self._episodes)
 
 
@@ -250,21 +262,28 @@ def _flat_statistics(stats: Mapping[str, statistics.Statistics | None]) -> dict[
     }
 
 
-def _episodes_table(rows: Sequence[Mapping[str, object]]) -> pa.Table:
-    """A column for every name that any row has; types do not depend on what the rows happen to hold."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return pa.table({name: pa.array([row.get(name) for row in rows], _column_type(name)) for name in names})
+def episodes_schema(features: Mapping[str, Feature]) -> pa.Schema:
+    """The columns of the episodes' table."""
+    whole, text, vector = pa.int64(), pa.string(), pa.list_(pa.float64())
+    counters = ("length", *(f"{kind}_index" for kind in ("data/chunk", "data/file", "dataset_from", "dataset_to")))
+    fields: list[tuple[str, Any]] = [("episode_index", whole), ("tasks", pa.list_(text))]
+    fields += [(name, whole) for name in (*counters, "meta/episodes/chunk_index", "meta/episodes/file_index")]
+    for name, feature in features.items():
+        if feature.dtype == "video":
+            fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
+            fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
+    fields += [(OURS + name, kind) for name, kind in _OUR_COLUMNS.items()]
+    fields += [(FINAL_PREFIX + n, pa.list_(pa.float32())) for n, f in features.items() if _observed(n, f)]
+    for name, feature in features.items():
+        if feature.dtype != "string":
+            shaped = pa.list_(pa.list_(vector)) if feature.visual else vector
+            fields += [(statistics_name(name, each), shaped) for each in statistics.NAMES if each != "count"]
+            fields.append((statistics_name(name, "count"), pa.list_(whole)))
+    return pa.schema(fields)
 
 
-def _column_type(name: str) -> pa.DataType | None:
-    """None where the values say it: whole numbers, times, and statistics of frames."""
-    if name.startswith(FINAL_PREFIX):
-        return pa.list_(pa.float32())
-    if name.startswith(OURS):
-        return _OUR_COLUMNS[name.removeprefix(OURS)]
-    if name.startswith("stats/") and not name.endswith("/count") and "/observation.images." not in name:
-        return pa.list_(pa.float64())
-    return None
+def _observed(name: str, feature: Feature) -> bool:
+    return name.startswith("observation.") and not feature.visual
 
 
 def _aside(path: Path) -> Path:

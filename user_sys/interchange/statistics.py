@@ -24,16 +24,16 @@ Statistics = Mapping[str, Array]
 
 def of_column(column: Array) -> Statistics | None:
     """Of a column (T, d) or (T,); None where it holds something that is not finite, as a log-probability may."""
-    values = column.reshape(len(column), -1).astype(np.float64)
+    values = np.ascontiguousarray(column.reshape(len(column), -1).T, np.float64)  # sums run along memory
     if not np.isfinite(values).all():
         return None
-    quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
+    quantiles = np.quantile(values, list(QUANTILES.values()), axis=1)
     return {
-        "min": values.min(axis=0),
-        "max": values.max(axis=0),
-        "mean": values.mean(axis=0),
-        "std": values.std(axis=0),
-        "count": np.array([len(values)]),
+        "min": values.min(axis=1),
+        "max": values.max(axis=1),
+        "mean": values.mean(axis=1),
+        "std": values.std(axis=1),
+        "count": np.array([len(column)]),
         **dict(zip(QUANTILES, quantiles, strict=True)),
     }
 

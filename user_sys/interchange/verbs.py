@@ -43,6 +43,8 @@ def _export_lerobot(args: argparse.Namespace, selection: Selection) -> str:
     ]
     if len(lines) > 1:
         lines.append("unlike robots do not go into one LeRobot data set: there is one for each embodiment")
+    if args.fps is None and not all(each.robot_type for each in plan.data_sets):
+        lines.append("no robot's spec lies beside the store: the rate is that of the recorded times (--fps sets it)")
     return "\n".join(lines)
 
 
