@@ -1,0 +1,299 @@
+"""A store against a simple model of it: appends, labels, retention, compaction, crashes and restarts in any order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.store.files import Files
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
+from user_sys.store.retention import Retention, choose
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.upkeep import deletion_labels, disk_bytes, reclaim
+
+STEPS, CHUNKS = 3, 4  # of each chunk, of each episode
+SEGMENT_BYTES = 4_000
+EPISODES = ("demo-a", "b", "c", "d")
+
+Key = tuple[str, int]
+
+
+class MortalDisk(Files):
+    """A disk whose machine can lose power: what was written to a file's end and not synced is then lost in part.
+
+    Nothing works after that; a new machine has a `MortalDisk` of its own.
+    """
+
+    def __init__(self) -> None:
+        self.lock_all, self.dead = threading.RLock(), False
+        self.synced: dict[int, int] = {}  # descriptor -> length that is safe
+
+    def power_off(self, survives: float) -> None:
+        """Keeps the share `survives` of each unsynced tail."""
+        with self.lock_all:
+            self.dead = True
+            for fd, safe in self.synced.items():
+                size = os.fstat(fd).st_size
+                if size > safe:
+                    os.ftruncate(fd, safe + int(survives * (size - safe)))
+                os.close(fd)
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        self.synced[fd] = os.fstat(fd).st_size
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.fsync(fd)  # a power cut forgets nothing of closed files here: that is for the enumeration of crash states
+        del self.synced[fd]
+        super().close(fd)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        super().ftruncate(fd, length)
+        self.synced[fd] = min(self.synced[fd], length)
+
+    def fsync(self, fd: int) -> None:
+        self.synced[fd] = os.fstat(fd).st_size
+
+    def fdatasync(self, fd: int) -> None:
+        self.fsync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def guarded(self: MortalDisk, *args: Any) -> Any:
+        with self.lock_all:
+            if self.dead:
+                raise OSError(5, "the machine is off")
+            return method(self, *args)
+
+    return guarded
+
+
+for _name in [name for name in dir(Files) if not name.startswith("_")]:
+    setattr(MortalDisk, _name, _while_alive(getattr(MortalDisk, _name)))
+
+
+def rewards(index: int) -> list[float]:
+    return [float(index * STEPS + step) for step in range(STEPS)]
+
+
+def packet(episode: str, index: int) -> bytes:
+    header = ChunkHeader(
+        episode=episode,
+        index=index,
+        first_step=index * STEPS,
+        steps=STEPS,
+        robot="panda-0",
+        embodiment="e1",
+        task="lift",
+        sentence="lift",
+        source=Source.DEMO if episode.startswith("demo") else Source.ONLINE,
+        seed=0,
+        started_unix_ns=EPISODES.index(episode),
+        end=EpisodeEnd(steps=CHUNKS * STEPS, success=True) if index == CHUNKS - 1 else None,
+    )
+    columns = {"reward": np.array(rewards(index), np.float32), "observation.state": np.full((STEPS, 30), index, "f4")}
+    return Chunk(header, columns, {}).encode()
+
+
+class Model:
+    """What must be stored. `unsure` came after the last sync, in order, and may be lost from a point on."""
+
+    def __init__(self) -> None:
+        self.records: list[Key | Label] = []
+        self.unsure = 0
+        self.compacted: set[str] = set()  # deleted when a compaction came by: what is left of them is nobody's business
+
+    def add(self, record: Key | Label) -> None:
+        self.records.append(record)
+        self.unsure += 1
+
+    def labels(self, episode: str) -> list[Label]:
+        return [r for r in self.records if not isinstance(r, tuple) and r.episode == episode]
+
+    def chunks(self, episode: str) -> set[int]:
+        return {r[1] for r in self.records if isinstance(r, tuple) and r[0] == episode}
+
+    def deleted(self, episode: str) -> bool:
+        said = [label.deleted for label in self.labels(episode) if isinstance(label, DeleteLabel)]
+        return bool(said) and said[-1]
+
+    def steps(self, episode: str) -> dict[int, tuple[float, int]]:
+        """Step number -> reward and phase."""
+        known = {
+            n: (r, 0) for i in self.chunks(episode) for n, r in zip(range(i * STEPS, 99), rewards(i), strict=False)
+        }
+        for label in self.labels(episode):
+            if isinstance(label, RewardLabel):
+                for n, reward in enumerate(label.rewards, label.first_step):
+                    if n in known:
+                        known[n] = (reward, known[n][1])
+            elif isinstance(label, PhaseLabel):
+                for n in range(label.first_step, label.first_step + label.steps):
+                    if n in known:
+                        known[n] = (known[n][0], int(label.phase))
+        return known
+
+    def success(self, episode: str) -> bool | None:
+        said = [label.success for label in self.labels(episode) if isinstance(label, SuccessLabel)]
+        return said[-1] if said else (True if CHUNKS - 1 in self.chunks(episode) else None)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The store and its model; after each step a reader that follows and one that comes new agree with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp())
+        self.model = Model()
+
+    def teardown(self) -> None:
+        self.reader.close()
+        self.writer.close()
+        shutil.rmtree(self.path)
+
+    @initialize()
+    def start(self) -> None:
+        self.disk = MortalDisk()
+        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES, files=self.disk)
+        self.reader = StoreReader.open(self.path)
+
+    @rule(episode=st.sampled_from(EPISODES), index=st.integers(0, CHUNKS - 1), count=st.integers(1, 3))
+    def append(self, episode: str, index: int, count: int) -> None:
+        for each in range(index, min(CHUNKS, index + count)):
+            there = each in self.model.chunks(episode)
+            added = self.writer.append(packet(episode, each))
+            if episode not in self.model.compacted:
+                assert added != there
+            if added and not there:
+                self.model.add((episode, each))
+
+    @rule(episode=st.sampled_from(EPISODES), first=st.integers(0, 11), n=st.integers(1, 9), kind=st.integers(0, 3))
+    def label(self, episode: str, first: int, n: int, kind: int) -> None:
+        words = {"episode": episode, "labeller": "ada", "at_unix_ns": 0}
+        label: Label
+        if kind == 0:
+            label = RewardLabel(first_step=first, rewards=tuple(float(-n) for _ in range(n)), **words)  # type: ignore[arg-type]
+        elif kind == 1:
+            label = PhaseLabel(first_step=first, steps=n, phase=Phase(n % 4), **words)  # type: ignore[arg-type]
+        elif kind == 2:
+            label = SuccessLabel(success=(None, True, False)[n % 3], **words)  # type: ignore[arg-type]
+        elif episode in self.model.compacted:
+            return
+        else:
+            label = DeleteLabel(deleted=n % 2 == 0, **words)  # type: ignore[arg-type]
+        self.writer.append_label(label)
+        self.model.add(label)
+
+    @rule()
+    def sync(self) -> None:
+        self.writer.sync()
+        self.model.unsure = 0
+
+    @rule(share=st.sampled_from([0.3, 0.6, 0.9]))
+    def retain(self, share: float) -> None:
+        self.sync()
+        self.reader.refresh()
+        size = disk_bytes(self.path)
+        choice = choose(self.reader.index, Retention(max_bytes=int(share * size), keep_interventions=False), size)
+        for label in deletion_labels(choice):
+            self.writer.append_label(label)
+            self.model.add(label)
+            assert not label.episode.startswith("demo")
+
+    @rule(rotate=st.booleans())
+    def compact(self, rotate: bool) -> None:
+        if rotate:
+            self.writer.rotate()
+        self.sync()
+        self.reader.refresh()
+        assert not any(reclaim(self.writer, self.reader.index, least_share=0.0))
+        self.model.compacted |= {episode for episode in EPISODES if self.model.deleted(episode)}
+
+    @rule()
+    def restart(self) -> None:
+        self.writer.close()
+        self.model.unsure = 0
+        self.disk = MortalDisk()
+        self.writer = StoreWriter.open(self.path, segment_bytes=SEGMENT_BYTES, files=self.disk)
+
+    @rule(survives=st.floats(0, 1))
+    def crash(self, survives: float) -> None:
+        self.disk.power_off(survives)
+        self.reader.close()
+        self.start()
+        with StoreReader.open(self.path) as reader:
+            reader.refresh()
+            assert not reader.damaged
+            kept = 0
+            for record in self.model.records[len(self.model.records) - self.model.unsure :]:
+                kept += self.stored(reader, record)
+        # What survives of what was unsure is its beginning: forget the rest.
+        del self.model.records[len(self.model.records) - self.model.unsure + kept :]
+        self.model.unsure = 0
+
+    def stored(self, reader: StoreReader, record: Key | Label) -> bool:
+        """Whether an unsure record, written only once, is there."""
+        index = reader.index
+        if isinstance(record, tuple):
+            row = index.episodes.find(record[0])
+            return bool(((index.chunks.episode == row) & (index.chunks.index == record[1])).any())
+        said = len(index.labels(record.episode))
+        of_episode = [r for r in self.model.records if not isinstance(r, tuple) and r.episode == record.episode]
+        return next(n for n, r in enumerate(of_episode) if r is record) < said
+
+    @precondition(lambda self: hasattr(self, "reader"))
+    @invariant()
+    def agrees(self) -> None:
+        self.writer.flush()
+        self.reader.refresh()
+        self.compare(self.reader)
+        with StoreReader.open(self.path) as late:
+            late.refresh()
+            self.compare(late)
+
+    def compare(self, reader: StoreReader) -> None:
+        assert not reader.damaged
+        index = reader.index
+        for name in EPISODES:
+            row = index.episodes.find(name)
+            rows = np.flatnonzero(index.steps.alive & (index.episode_of(np.arange(len(index.steps))) == row))
+            if self.model.deleted(name):
+                assert not len(rows)
+            elif name not in self.model.compacted:
+                self.compare_episode(reader, name, row, rows)
+
+    def compare_episode(self, reader: StoreReader, name: str, row: int, rows: np.ndarray) -> None:
+        index, expected = reader.index, self.model.steps(name)
+        said = zip(index.steps.reward[rows].tolist(), index.steps.phase[rows].tolist(), strict=True)
+        assert dict(zip(index.step_of(rows).tolist(), said, strict=True)) == expected and len(rows) == len(expected)
+        if not expected:
+            return
+        assert index.episodes.success[row] == {None: -1, True: 1, False: 0}[self.model.success(name)]
+        assert index.episodes.complete[row] == (len(self.model.chunks(name)) == CHUNKS)
+        after = index.successor(rows)
+        follows = [number + 1 in expected for number in index.step_of(rows).tolist()]
+        assert (after >= 0).tolist() == follows
+        np.testing.assert_array_equal(index.step_of(after[follows]), index.step_of(rows[follows]) + 1)
+        for chunk in np.unique(index.steps.chunk[rows]).tolist():
+            assert (reader.read(chunk).columns["observation.state"] == index.chunks.index[chunk]).all()
+
+
+TestStoreAgainstModel = StoreMachine.TestCase
+TestStoreAgainstModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
