@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from user_sys.codec import ALIGN_BYTES, DTYPES, decode_packet, encode_packet
+from user_sys.codec import (
+    ALIGN_BYTES,
+    DTYPES,
+    MAX_CACHED_LAYOUTS,
+    Layout,
+    _known_layout,
+    decode_packet,
+    encode_packet,
+    open_packet,
+)
 from user_sys.errors import WireError
 
 
@@ -84,6 +95,46 @@ def test_a_truncated_packet_is_refused(length: int) -> None:
 def test_a_dtype_that_does_not_travel_is_refused_at_the_source(dtype: str) -> None:
     with pytest.raises(WireError, match="dtype"):
         encode_packet(Note("a"), {"x": np.zeros(2, dtype)})
+
+
+def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart() -> None:
+    def layout(text: str, rows: int) -> Layout:
+        return open_packet(encode_packet(Note(text), {"x": np.zeros((rows, 3)), "y": np.ones(rows, bool)})).layout
+
+    assert layout("a", 4) is layout("another", 4)
+    assert layout("a", 4).fingerprint == layout("b", 4).fingerprint != layout("a", 5).fingerprint
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [("x", "float32", (1 << 40,))],
+        [("x", "float32", (1 << 29, 1 << 29, 1 << 29))],
+        [("x", "float32", (-1,))],
+        [("x", "float32", (1,) * 9)],
+        [("x", "object", (1,))],
+        [("x", "uint8", (64,)), ("x", "uint8", (64,))],
+        [("x", "uint8", (65,))],
+        [("x", "uint8", ("64",))],
+        "xyz",
+    ],
+)
+def test_a_layout_that_lies_is_refused(layout: object) -> None:
+    record, raw = msgspec.msgpack.encode(Note("a")), msgspec.msgpack.encode(layout)
+    head = struct.pack("<4sII", b"USP2", len(record), len(raw)) + record + raw
+    packet = head + bytes(-len(head) % 64) + bytes(64)
+    with pytest.raises(WireError):
+        open_packet(packet)
+
+
+def test_many_different_layouts_take_no_more_memory_than_few() -> None:
+    for n in range(3 * MAX_CACHED_LAYOUTS):
+        open_packet(encode_packet(Note("a"), {f"column-{n}": np.zeros(1)}))
+    assert _known_layout.cache_info().currsize <= MAX_CACHED_LAYOUTS
+    known = _known_layout.cache_info().currsize
+    long = {f"a-long-name-of-column-{n}": np.zeros(1) for n in range(300)}
+    assert len(open_packet(encode_packet(Note("a"), long)).arrays()) == 300
+    assert _known_layout.cache_info().currsize == known
 
 
 def test_a_record_of_another_kind_is_refused() -> None:

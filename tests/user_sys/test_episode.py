@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 from msgspec.structs import replace
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source, decode_chunk, new_episode_id
+from user_sys.episode import (
+    Chunk,
+    ChunkHeader,
+    EpisodeEnd,
+    Source,
+    decode_chunk,
+    frame_columns,
+    new_episode_id,
+    open_chunk,
+)
 from user_sys.errors import WireError
 
 HEADER = ChunkHeader(
@@ -33,16 +43,63 @@ def test_a_chunk_comes_back_with_header_columns_and_final_observation() -> None:
     assert chunk.final["observation.state"].tolist() == [1, 1, 1, 1]
 
 
-def test_pictures_may_be_of_any_length() -> None:
-    pictures = {
-        "observation.images.front": np.zeros(999, np.uint8),
-        "observation.images.front.length": np.array([999, 0, 0], np.int32),
-        "observation.images.front.crc": np.array([1, 0, 0], np.uint32),
-    }
-    assert (
-        decode_chunk(Chunk(HEADER, {**COLUMNS, **pictures}, {}).encode()).columns.keys()
-        == {**COLUMNS, **pictures}.keys()
-    )
+JPEG = [b"\xff\xd8one", None, b"\xff\xd8number two"]
+RAW = [None, np.full((2, 4, 3), 7, np.uint8), np.full((2, 4, 3), 9, np.uint8)]
+
+
+def with_frames(changes: dict[str, np.ndarray] | None = None) -> Chunk:
+    frames = frame_columns("observation.images.front", JPEG) | frame_columns("observation.images.wrist", RAW)
+    return Chunk(HEADER, {**COLUMNS, **frames, **(changes or {})}, {})
+
+
+def test_each_frame_can_be_found_and_checked_by_itself() -> None:
+    columns = decode_chunk(with_frames().encode()).columns
+    for camera, frames in (("front", JPEG), ("wrist", RAW)):
+        name, at = f"observation.images.{camera}", 0
+        joined = columns[name].tobytes()
+        for step, frame in enumerate(frames):
+            length = int(columns[f"{name}.length"][step])
+            expected = b"" if frame is None else frame if isinstance(frame, bytes) else frame.tobytes()
+            assert joined[at : at + length] == expected
+            assert crc32c(joined[at : at + length]) == columns[f"{name}.crc"][step]
+            at += length
+    assert columns["observation.images.wrist"].shape == (2, 2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"observation.images.front.length": np.array([5, 1, 12], np.int32)},
+        {"observation.images.front.length": np.array([22, 0, -5], np.int32)},
+        {"observation.images.front.length": np.array([5, 0, 12], np.int64)},
+        {"observation.images.front.crc": np.zeros(3, np.int64)},
+        {"observation.images.front.crc": np.zeros(2, np.uint32)},
+        {"observation.images.front": np.zeros((17, 1), np.uint8)},
+        {"observation.images.front": np.zeros(17, np.int8)},
+        {"observation.images.wrist": np.zeros((2, 2, 4, 4), np.uint8)},
+        {"observation.images.wrist.length": np.array([0, 23, 25], np.int32)},
+        {"observation.images.new": np.zeros(3, np.uint8)},
+        {"reward": np.zeros(3, np.float64)},
+        {"phase": np.zeros((3, 1), np.uint8)},
+        {"observation.state": np.float32(1)},
+    ],
+)
+def test_frames_and_columns_that_do_not_fit_are_refused(changes: dict[str, np.ndarray]) -> None:
+    with pytest.raises(WireError):
+        open_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
+
+
+def test_frames_of_one_camera_are_of_one_kind() -> None:
+    for frames in ([JPEG[0], RAW[1]], [np.zeros((2, 4), np.uint8)], [np.zeros((2, 4, 3), np.float32)]):
+        with pytest.raises(WireError):
+            frame_columns("observation.images.front", frames)
+
+
+def test_a_packed_chunk_gives_single_columns() -> None:
+    packed = open_chunk(Chunk(HEADER, COLUMNS, {}).encode())
+    reward = packed.column("reward")
+    assert reward is not None and reward.tolist() == [0, 0, 1] and packed.column("phase") is None
+    assert packed.schema == open_chunk(Chunk(replace(HEADER, index=2), COLUMNS, {}).encode()).schema
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", ".hidden", "a/b", "a\0b", "x" * 200])
@@ -52,7 +109,18 @@ def test_a_name_that_could_leave_its_folder_is_refused(field: str, name: str) ->
         decode_chunk(Chunk(replace(HEADER, **{field: name}), COLUMNS, {}).encode())
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": 10**6}, {"index": -1}, {"first_step": -1}, {"steps": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0},
+        {"steps": 10**6},
+        {"index": -1},
+        {"first_step": -1},
+        {"steps": 2},
+        {"seed": 1 << 63},
+        {"index": 1 << 31},
+    ],
+)
 def test_a_chunk_that_lies_about_its_length_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(WireError):
         decode_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
