@@ -288,5 +288,5 @@ def frame_columns(feature: str, frames: Sequence[bytes | Array | None]) -> dict[
 
 
 def new_episode_id(robot: str) -> str:
-    """An identifier that sorts by time and is never drawn twice, e.g. ``panda-0-1763695921123-9f2c1a``."""
-    return f"{robot}-{time.time_ns() // 1_000_000}-{secrets.token_hex(3)}"
+    """An identifier that sorts by time and is never drawn twice, e.g. ``panda-0-1763695921123-9f2c1a04b7``."""
+    return f"{robot}-{time.time_ns() // 1_000_000}-{secrets.token_hex(5)}"

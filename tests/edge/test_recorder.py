@@ -100,6 +100,16 @@ def test_pictures_come_back_as_they_were_seen() -> None:
             begin += length
 
 
+def test_pictures_can_be_kept_as_they_are() -> None:
+    stage = Stage(RecorderConfig(raw_cameras=("front",)))
+    ticks = stage.act(6, last=CUT)
+    (chunk,) = stage.chunks
+    taken = [tick.frames["front"] for tick in ticks[:-1] if "front" in tick.frames]
+    np.testing.assert_array_equal(chunk.columns[f"{IMAGES}front"], taken)
+    assert set(chunk.columns[f"{IMAGES}front.length"].tolist()) == {0, taken[0].nbytes}
+    assert len(chunk.columns[f"{IMAGES}front.crc"]) == 6
+
+
 def test_pictures_can_be_left_out() -> None:
     stage = Stage(RecorderConfig(cameras=False))
     stage.act(3, last=CUT)

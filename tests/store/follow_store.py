@@ -38,12 +38,8 @@ def main(path: Path, seed: int) -> None:
         reader.refresh()
         assert not reader.damaged, reader.damaged
         rewards = np.bincount(index.chunks.episode[index.steps.chunk], index.steps.reward * index.steps.alive)
-        names = sorted(
-            f"{name}={rewards[row]:g}"
-            for row, name in enumerate(index.episodes.ids.names)
-            if not index.episodes.deleted[row]
-        )
-    print(" ".join(names))
+        names, kept = index.episodes.ids.names, np.flatnonzero(~index.episodes.deleted).tolist()
+    print(" ".join(sorted(f"{names[row]}={rewards[row]:g}" for row in kept)))
     print(f"{gone} chunks were gone when read", file=sys.stderr)
 
 
