@@ -81,7 +81,10 @@ class StoreWriter:
         return self._known.has(episode, index)
 
     def append(self, packet: bytes | memoryview, checked: PackedChunk | None = None) -> bool:
-        """Adds an encoded chunk; False where it was not needed: the store has it already, or had it and took its space.
+        """Adds an encoded chunk; False where it is not needed, which costs nothing.
+
+        Not needed is what the store has already, and what belongs to a deleted episode of which it has nothing: that
+        was compacted away, or deleted before it came.
 
         It is acknowledged by the next `sync`. That holds for False too: what is known may still wait for its sync.
 
