@@ -13,6 +13,7 @@ from typing import Any
 from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
 from user_sys.tunnel import keys_cli
+from user_sys.weights import weights_cli
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
@@ -156,6 +157,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_evaluate(verbs)
     _add_store(verbs)
     _add_hardware(verbs)
+    weights_cli.add_parser(verbs)
     keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
     return parser, named
 

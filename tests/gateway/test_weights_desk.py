@@ -1,0 +1,255 @@
+"""Weights through a real gateway: to every robot, newest first, over restarts, at each one's own pace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.cli import main
+from user_sys.codec import Array
+from user_sys.gateway import Gateway, GatewayConfig
+from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.gateway.weights import thinned
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.weights.governor import Governor
+from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.shelf import Shelf, newest
+from user_sys.weights.signing import ensure_signer
+from user_sys.weights.swap import PolicySwapper
+
+QUICK = TunnelLimits(heartbeat_s=0.1, backoff_min_s=0.01, backoff_max_s=0.1)
+CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05)
+
+
+class Numbered(Policy):
+    """Remembers which weights it was given last."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Array] = {}
+
+    def act(self, observation: object, sentence: str, *, deterministic: bool) -> ActionChunk:
+        return ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+
+    def load(self, weights: object) -> None:
+        self.weights = dict(weights)  # type: ignore[call-overload]
+
+
+def weights(number: int, size: int = 200) -> dict[str, Array]:
+    return {"w": np.random.default_rng(number).normal(size=size).astype(np.float32), "n": np.array(number)}
+
+
+def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.005)
+
+
+class Robot:
+    """A robot's end, whose control loop swaps when asked."""
+
+    def __init__(self, site: Site, name: str, limits: TunnelLimits = QUICK) -> None:
+        self.name = name
+        self.swapper = PolicySwapper(Numbered)
+        self.client = site.client(name, "robot", limits)
+        keys, state = site.run / "keys", site.run / "edge" / name
+        self.inlet = WeightsInlet(
+            self.client, self.swapper, InletConfig(), keys, state, Governor(InletConfig().governor)
+        )
+
+    def __enter__(self) -> Robot:
+        self.inlet.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inlet.close()
+        self.inlet.raise_failure()
+
+    def acts_with(self, version: int) -> bool:
+        if (swapped := self.swapper.swap_if_ready()) is not None:
+            self.client.send(WeightsApplied(robot=self.name, version=swapped, seconds=self.swapper.applied_s))
+        return self.swapper.version == version
+
+
+def publish(publisher: Publisher, arrays: dict[str, Array], version: int, *robots: Robot) -> None:
+    """Publishes, and waits until each of `robots` acts with it."""
+    publisher.publish(arrays, version, updates=version)
+    until(lambda: all(robot.acts_with(version) for robot in robots), f"version {version} acts")
+
+
+class Site:
+    """A gateway in a thread, a learner and robots; restarting the gateway keeps the rest."""
+
+    def __init__(self, run: Path, stack: ExitStack) -> None:
+        self.run, self._stack = run, stack
+        self.gateway: Gateway
+        self.address: GatewayAddress
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        stop, self.gateway = threading.Event(), Gateway(CONFIG, self.run)
+        thread = threading.Thread(target=self.gateway.run, args=(stop,))
+        thread.start()
+        try:
+            until(lambda: self.gateway.server.endpoint[-2:] != ":0" and read_address(self.run), "it listens")
+            self.address = read_address(self.run)  # type: ignore[assignment]
+            yield
+        finally:
+            stop.set()
+            thread.join(20)
+            assert not thread.is_alive()
+
+    def client(self, name: str, role: Role, limits: TunnelLimits = QUICK) -> TunnelClient:
+        path = self.run / "keys" / f"{name}.key"
+        if not path.exists():
+            keys = new_keypair()
+            save_keypair(keys, self.run / "keys", name)
+            Keyring(self.run / "keys").allow(keys.public, name, role)
+        hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name)
+        client = TunnelClient(self.address.endpoint, load_keypair(path), self.address.public_key, hello, limits=limits)
+        self._stack.enter_context(client)
+        client.wait_open(10)
+        return client
+
+    def publisher(self, config: PublishConfig | None = None) -> Publisher:
+        signer = ensure_signer(self.run / "keys", "learner")
+        return self._stack.enter_context(
+            Publisher(self.client("learner", "learner"), signer, config or PublishConfig())
+        )
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+def test_the_newest_reaches_every_robot_and_those_that_come_after_a_restart(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        with Robot(site, "one") as one, Robot(site, "two") as two:
+            for version in range(1, 31):
+                publisher.publish(weights(version), version, updates=version)
+            until(lambda: one.acts_with(30) and two.acts_with(30), "the newest acts")
+            assert publisher.settle(10) and publisher.published < 31
+            np.testing.assert_array_equal(one.swapper.policy.weights["w"], weights(30)["w"])  # type: ignore[attr-defined]
+        site._stack.pop_all().close()
+    with ExitStack() as site._stack, site.serving(), Robot(site, "late") as late:
+        until(lambda: late.acts_with(30), "a robot that comes later gets it without the learner")
+    kept = newest(Shelf(site.run / "weights").open())
+    assert kept is not None and kept[0].version == 30
+
+
+def test_small_changes_travel_as_differences_and_a_latecomer_follows_the_chain(site: Site) -> None:
+    with site.serving():
+        publisher, state = site.publisher(), weights(0, size=100_000)
+        with Robot(site, "one") as one:
+            for version in range(1, 12):
+                state = {"w": state["w"].copy(), "n": np.array(version)}
+                state["w"][version * 7 :: 1000] += 1
+                expected = state["w"].copy()
+                publish(publisher, dict(state), version, one)
+            codecs = [info.codec for info in site.gateway._weights._catalogue.infos()]
+            assert codecs.count("full") == 1 and codecs.count("delta") == 10
+            with Robot(site, "late") as late:
+                until(lambda: late.acts_with(11), "the latecomer has it")
+                np.testing.assert_array_equal(late.swapper.policy.weights["w"], expected)  # type: ignore[attr-defined]
+
+
+def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        with Robot(site, "one") as robot:
+            for version in (1, 2, 3):
+                publish(publisher, weights(version), version, robot)
+                assert publisher.settle(10)
+            assert main(["weights", "rollback", "2", str(site.run), "--by", "ada", "--reason", "it shakes"]) == 0
+            until(lambda: robot.acts_with(2), "the robot goes back")
+            publisher.publish(weights(4), 4, updates=4)
+            assert publisher.settle(10)
+            with Robot(site, "late") as late:
+                until(lambda: late.acts_with(2), "the order holds for those who come later")
+            assert robot.acts_with(2)
+            assert main(["weights", "list", str(site.run)]) == 0
+            assert "ordered by ada: it shakes" in capsys.readouterr().out
+            assert main(["weights", "release", str(site.run)]) == 0
+            until(lambda: robot.acts_with(4), "and then the newest again")
+            assert main(["weights", "rollback", "99", str(site.run)]) == 2
+            assert "version 99 is not kept" in capsys.readouterr().err
+
+
+def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        with Robot(site, "one") as robot:
+            publisher.publish(weights(1), 1, updates=1)
+            until(lambda: robot.acts_with(1), "it acts")
+        robot = Robot(site, "one")
+    with robot:
+        assert robot.acts_with(1)
+
+
+def test_a_damaged_file_is_passed_over(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        for version in (1, 2):
+            publisher.publish(weights(version), version, updates=version)
+            assert publisher.settle(10)
+    path = max((site.run / "weights").glob("*.parcel"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    found = newest(Shelf(site.run / "weights").open())
+    assert found is not None and found[0].version == 1
+
+
+def test_a_slow_robot_holds_up_nobody(site: Site) -> None:
+    """Seven robots and one whose link takes a megabit a second, for eight versions of 300 kB each."""
+    slow = TunnelLimits(
+        heartbeat_s=0.1, weights=ChannelLimits(window_messages=2, window_bytes=1 << 16, bytes_per_s=125_000)
+    )
+    with site.serving(), ExitStack() as robots:
+        publisher = site.publisher()
+        fast = [robots.enter_context(Robot(site, f"robot-{n}")) for n in range(7)]
+        slowest = robots.enter_context(Robot(site, "slow", slow))
+        slowest.inlet.receiver._fetcher._limit = lambda: 125_000.0
+        started = time.monotonic()
+        for version in range(1, 9):
+            publish(publisher, weights(version, size=75_000), version, *fast)
+        took_s = time.monotonic() - started
+        assert took_s < 8 * 300e3 / 125e3 / 2, "it would take 19 s at the slow one's pace"
+        until(lambda: slowest.acts_with(8), "and the slow one gets there too", within_s=30)
+
+
+def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        with Robot(site, "one") as one:
+            for version in (1, 2, 3):
+                publisher.publish(weights(version), version, updates=version)
+                if version == 1:
+                    until(lambda: one.acts_with(1), "the first acts")
+            until(lambda: publisher.lead == 2, "one is behind")
+            until(lambda: one.acts_with(3) and publisher.lead == 0, "and caught up")
+            scalars = site.gateway._weights.scalars()
+            assert scalars["staleness_s/one"] == 0 and 0 < scalars["staleness_s/one/up_to_30"] <= 1
+        one.client.close()
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 3), (1, 1), (5, 1), (100, 8), (7, 8), (3, 2)])
+def test_old_versions_are_kept_further_apart(count: int, most: int) -> None:
+    kept = thinned(list(range(1, count + 1)), most)
+    assert len(kept) == min(count, most) and kept == sorted(kept) and (not kept or kept[-1] == count)
+    if count == 100:
+        assert np.all(np.diff(np.diff(kept)) <= 0), "the newest lie closest"

@@ -1,0 +1,121 @@
+"""``user-sys weights``: which versions a run keeps, and a person's order to act with one of them."""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from user_sys.errors import RunError
+from user_sys.weights.records import NO_VERSION, Manifest
+
+
+def add_parser(verbs: Any) -> None:
+    """The verb and its orders; imports nothing heavy."""
+    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and go back to one")
+    orders = weights.add_subparsers(metavar="ORDER", required=True, parser_class=type(weights))
+    listing = orders.add_parser("list", help="the versions that are kept, and the order that stands")
+    listing.add_argument("--json", action="store_true", help="for other programs")
+    rollback = orders.add_parser("rollback", help="have every robot act with a version until `release`")
+    rollback.add_argument("version", type=int, metavar="VERSION", help="one that `list` shows")
+    release = orders.add_parser("release", help="have every robot act with the newest version again")
+    for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
+        order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
+        order.set_defaults(runs=("user_sys.weights.weights_cli", runs))
+    for order in (rollback, release):
+        order.add_argument("--by", default=None, metavar="NAME", help="who orders it (default: who is logged in)")
+        order.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the order and logged")
+
+
+def list_main(args: Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from user_sys.weights.shelf import Shelf
+
+    catalogue, order = Shelf(_folder(args.run)).open(), _standing(args.run)
+    whole = {form: set(catalogue.versions(form)) for form, _ in catalogue.manifests}
+    found = [m for m, _ in catalogue.manifests.values() if m.version in whole[m.form]]
+    found.sort(key=lambda m: (m.version, m.form))
+    pinned = order.version if order is not None else NO_VERSION
+    if args.json:
+        rows = [_row(m) for m in found]
+        Console().print_json(json.dumps({"versions": rows, "ordered": None if pinned == NO_VERSION else pinned}))
+        return 0
+    table = Table("version", "form", "updates", "bytes", "published", "digest")
+    for m in found:
+        published = datetime.datetime.fromtimestamp(m.published_unix_ns / 1e9).isoformat(" ", "seconds")
+        mark = "  ordered" if m.version == pinned else ""
+        row = (f"{m.version}{mark}", m.form, str(m.updates), f"{m.size_bytes:,}", published, m.digest.hex()[:12])
+        table.add_row(*row)
+    Console().print(table)
+    if order is not None and pinned != NO_VERSION:
+        Console().print(f"version {pinned} is ordered by {order.by}: {order.reason or 'no reason given'}")
+    return 0
+
+
+def _row(m: Manifest) -> dict[str, object]:
+    return {
+        "version": m.version,
+        "form": m.form,
+        "updates": m.updates,
+        "size_bytes": m.size_bytes,
+        "max_error": m.max_error,
+        "rms_error": m.rms_error,
+        "published_unix_s": m.published_unix_ns / 1e9,
+        "digest": m.digest.hex(),
+    }
+
+
+def rollback_main(args: Namespace) -> int:
+    from user_sys.weights.shelf import Shelf
+
+    kept = Shelf(_folder(args.run)).open().versions()
+    if args.version not in kept:
+        raise RunError(f"version {args.version} is not kept in {args.run}; there are {', '.join(map(str, kept))}")
+    _give(args, args.version, f"every robot is to act with version {args.version}; `user-sys weights release` ends it")
+    return 0
+
+
+def release_main(args: Namespace) -> int:
+    _give(args, NO_VERSION, "every robot is to act with the newest version")
+    return 0
+
+
+def _give(args: Namespace, version: int, told: str) -> None:
+    """Signs the order with the learner's key, and leaves it where the gateway looks every second."""
+    from rich.console import Console
+
+    from user_sys.weights.records import Order
+    from user_sys.weights.shelf import Shelf
+    from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
+
+    former = _standing(args.run)
+    serial = former.serial + 1 if former is not None else 0
+    by = args.by or getpass.getuser()
+    order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns())
+    signer = load_signer(args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}")
+    Shelf(_folder(args.run)).give(signer.sign(order))
+    Console().print(told)
+
+
+def _standing(run: Path) -> Any:
+    """The newest order, or None."""
+    from user_sys.weights.records import Order, decode_record
+    from user_sys.weights.shelf import Shelf
+
+    signed = Shelf(_folder(run)).order()
+    return None if signed is None else decode_record(signed.body, Order)
+
+
+def _folder(run: Path) -> Path:
+    folder = run / "weights"
+    if not folder.is_dir():
+        raise RunError(
+            f"{run} has no weights yet: it is no run folder on the gateway's machine, or nothing was learned"
+        )
+    return folder
