@@ -13,7 +13,6 @@ from typing import Any
 from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
 from user_sys.tunnel import keys_cli
-from user_sys.weights import weights_cli
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
@@ -157,7 +156,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_evaluate(verbs)
     _add_store(verbs)
     _add_hardware(verbs)
-    weights_cli.add_parser(verbs)
+    _add_weights(verbs)
     keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
     return parser, named
 
@@ -324,6 +323,22 @@ def _add_hardware(verbs: Any) -> None:
     listing = orders.add_parser("list", help="what this machine has")
     listing.add_argument("--json", action="store_true", help="for other programs")
     listing.set_defaults(runs=("user_sys.launch", "hardware_main"))
+
+
+def _add_weights(verbs: Any) -> None:
+    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and go back to one")
+    orders = weights.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
+    listing = orders.add_parser("list", help="the versions that are kept, and the order that stands")
+    listing.add_argument("--json", action="store_true", help="for other programs")
+    rollback = orders.add_parser("rollback", help="have every robot act with a version until `release`")
+    rollback.add_argument("version", type=int, metavar="VERSION", help="one that `list` shows")
+    release = orders.add_parser("release", help="have every robot act with the newest version again")
+    for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
+        order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
+        order.set_defaults(runs=("user_sys.weights.weights_cli", runs))
+    for order in (rollback, release):
+        order.add_argument("--by", default=None, metavar="NAME", help="who orders it (default: who is logged in)")
+        order.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the order and logged")
 
 
 def _count(text: str) -> int:

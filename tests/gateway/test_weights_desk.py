@@ -215,7 +215,7 @@ def test_a_damaged_file_is_passed_over(site: Site) -> None:
 
 
 def test_a_slow_robot_holds_up_nobody(site: Site) -> None:
-    """Seven robots and one whose link takes a megabit a second, for eight versions of 300 kB each."""
+    """Seven robots and one whose link takes a megabit a second, for six versions of 200 kB each."""
     slow = TunnelLimits(
         heartbeat_s=0.1, weights=ChannelLimits(window_messages=2, window_bytes=1 << 16, bytes_per_s=125_000)
     )
@@ -225,11 +225,11 @@ def test_a_slow_robot_holds_up_nobody(site: Site) -> None:
         slowest = robots.enter_context(Robot(site, "slow", slow))
         slowest.inlet.receiver._fetcher._limit = lambda: 125_000.0
         started = time.monotonic()
-        for version in range(1, 9):
-            publish(publisher, weights(version, size=75_000), version, *fast)
+        for version in range(1, 7):
+            publish(publisher, weights(version, size=50_000), version, *fast)
         took_s = time.monotonic() - started
-        assert took_s < 8 * 300e3 / 125e3 / 2, "it would take 19 s at the slow one's pace"
-        until(lambda: slowest.acts_with(8), "and the slow one gets there too", within_s=30)
+        assert took_s < 6 * 200e3 / 125e3 / 2, "it would take 10 s at the slow one's pace"
+        until(lambda: slowest.acts_with(6), "and the slow one gets there too", within_s=30)
 
 
 def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: Site) -> None:

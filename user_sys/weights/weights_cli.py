@@ -8,34 +8,17 @@ import json
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from user_sys.errors import RunError
-from user_sys.weights.records import NO_VERSION, Manifest
-
-
-def add_parser(verbs: Any) -> None:
-    """The verb and its orders; imports nothing heavy."""
-    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and go back to one")
-    orders = weights.add_subparsers(metavar="ORDER", required=True, parser_class=type(weights))
-    listing = orders.add_parser("list", help="the versions that are kept, and the order that stands")
-    listing.add_argument("--json", action="store_true", help="for other programs")
-    rollback = orders.add_parser("rollback", help="have every robot act with a version until `release`")
-    rollback.add_argument("version", type=int, metavar="VERSION", help="one that `list` shows")
-    release = orders.add_parser("release", help="have every robot act with the newest version again")
-    for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
-        order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
-        order.set_defaults(runs=("user_sys.weights.weights_cli", runs))
-    for order in (rollback, release):
-        order.add_argument("--by", default=None, metavar="NAME", help="who orders it (default: who is logged in)")
-        order.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the order and logged")
+from user_sys.weights.records import NO_VERSION, Manifest, Order, decode_record
+from user_sys.weights.shelf import Shelf
+from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
 
 
 def list_main(args: Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from user_sys.weights.shelf import Shelf
 
     catalogue, order = Shelf(_folder(args.run)).open(), _standing(args.run)
     whole = {form: set(catalogue.versions(form)) for form, _ in catalogue.manifests}
@@ -72,8 +55,6 @@ def _row(m: Manifest) -> dict[str, object]:
 
 
 def rollback_main(args: Namespace) -> int:
-    from user_sys.weights.shelf import Shelf
-
     kept = Shelf(_folder(args.run)).open().versions()
     if args.version not in kept:
         raise RunError(f"version {args.version} is not kept in {args.run}; there are {', '.join(map(str, kept))}")
@@ -88,11 +69,6 @@ def release_main(args: Namespace) -> int:
 
 def _give(args: Namespace, version: int, told: str) -> None:
     """Signs the order with the learner's key, and leaves it where the gateway looks every second."""
-    from rich.console import Console
-
-    from user_sys.weights.records import Order
-    from user_sys.weights.shelf import Shelf
-    from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
 
     former = _standing(args.run)
     serial = former.serial + 1 if former is not None else 0
@@ -103,11 +79,8 @@ def _give(args: Namespace, version: int, told: str) -> None:
     Console().print(told)
 
 
-def _standing(run: Path) -> Any:
+def _standing(run: Path) -> Order | None:
     """The newest order, or None."""
-    from user_sys.weights.records import Order, decode_record
-    from user_sys.weights.shelf import Shelf
-
     signed = Shelf(_folder(run)).order()
     return None if signed is None else decode_record(signed.body, Order)
 
