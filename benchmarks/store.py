@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import simplejpeg
 
 from benchmarks.harness import OUT, Row, compare, report
 from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns
-from user_sys.store.log import LogWriter
+from user_sys.store.log import LogReader, LogWriter, segment_numbers
 from user_sys.store.store import StoreWriter
 
 SIDE = 128
@@ -134,10 +135,41 @@ def ingest(disk: Disk, group: int, what: str) -> Row:
         unit="MB/s",
         target=0.9,
         peers={
-            "our log, no validation": lambda: disk.rate(disk.log(group)),
             "SQLite FULL": lambda: disk.rate(disk.sqlite(group)),
         },
     )
+
+
+def log_alone(disk: Disk, group: int, what: str) -> Row:
+    how = "each acknowledged" if group == 1 else f"{group} a commit"
+    return compare(
+        f"durable appends to the log alone, {what}, {how}",
+        lambda: disk.rate(disk.log(group)),
+        lambda: disk.rate(disk.raw(group)),
+        pairs=21,
+        goal=3,
+        unit="MB/s",
+        target=0.9,
+    )
+
+
+def opening(folder: Path) -> Row:
+    """A log of sealed segments, opened with all its records known; the files are in the page cache."""
+    records = 300_000
+    with LogWriter.open(folder, segment_bytes=1 << 20) as writer:
+        for number in range(records):
+            writer.append(1, number.to_bytes(8, "little") * 64)
+
+    def once() -> float:
+        start = time.perf_counter()
+        with LogReader.open(folder) as reader:
+            assert sum(len(batch.records) for batch in reader.refresh()) == records
+        return time.perf_counter() - start
+
+    segments = len(segment_numbers(folder))
+    seconds = statistics.median(once() for _ in range(7))
+    name = f"opening a log of {records:,} records in {segments} segments, footers alone"
+    return Row(goal=4, name=name, unit="s", ours=seconds, bound=None, ratio=None, met=seconds < 1.0)
 
 
 def tail(disk: Disk, what: str) -> Row:
@@ -164,6 +196,8 @@ def main() -> None:
             room.mkdir()
             disk = Disk(room, packets)
             rows += [ingest(disk, 1, what), ingest(disk, GROUP, what), tail(disk, what)]
+            rows += [log_alone(disk, 1, what), log_alone(disk, GROUP, what)]
+        rows.append(opening(Path(folder) / "opening"))
     report("store", rows)
 
 
