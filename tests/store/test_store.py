@@ -16,7 +16,7 @@ from store_kit import chunk, stored
 
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.inspect import inspect, inspect_main, summarise
-from user_sys.store.labels import SuccessLabel
+from user_sys.store.labels import DeleteLabel, SuccessLabel
 from user_sys.store.log import LogWriter, segment_path
 from user_sys.store.store import StoreReader, StoreWriter
 
@@ -152,6 +152,13 @@ def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pyte
     assert printed["episodes"] == 5 and printed["damaged"] == [] and printed["embodiments"] == {"e1": 5}
     assert inspect_main(argparse.Namespace(path=path, json=False)) == 0
     assert "episode-4" in capsys.readouterr().out
+
+
+def test_inspect_says_what_is_deleted(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path) as writer:
+        writer.append(chunk("a", end=True).encode())
+        writer.append_label(DeleteLabel(episode="a", labeller="ada", at_unix_ns=1))
+    assert "deleted" in inspect(tmp_path) and summarise(tmp_path).last[0].deleted
 
 
 def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def _row(episode: EpisodeSummary) -> dict[str, str]:
         "steps": str(episode.steps),
         "success": success + (f" ({episode.labelled_by})" if episode.labelled_by else ""),
         "by hand": str(episode.intervention_steps),
-        "state": "complete" if episode.complete else "open",
+        "state": "deleted" if episode.deleted else "complete" if episode.complete else "open",
         "task": episode.task,
         "return": f"{episode.episode_return:.2f}",
         "policy versions": "" if high < 0 else f"{low} to {high}",
