@@ -27,6 +27,7 @@ from user_sys.errors import ConfigError
 from user_sys.replay.features import Features
 
 WAYS = 8
+FEW_HITS = 0.25  # below this share they are copied one by one
 EMPTY, BUSY = 0, -1  # tags; else an observation's number plus one
 SLOT_BYTES = 8 + 4 + 1  # tag, stamp, mark
 
@@ -101,11 +102,14 @@ class HotCache:
         slots = held.argmax(0) * self._sets + sets
         stamps = self._stamps[slots]
         hit = self._tags.reshape(-1)[slots] == tags
-        if not hit.any():
-            return np.ones(len(numbers), bool)
+        hits = np.flatnonzero(hit)
         for name, target in out.items():
-            # With mode="raise", numpy fills a copy of `out` first; every slot is in range. Misses copy what is there.
-            np.take(self.tables[name], slots, axis=0, out=target, mode="clip")
+            if len(hits) > len(numbers) * FEW_HITS:
+                # With mode="raise", numpy fills a copy of `out` first; every slot is in range. Misses copy anything.
+                np.take(self.tables[name], slots, axis=0, out=target, mode="clip")
+            else:
+                for place, slot in zip(hits.tolist(), slots[hits].tolist(), strict=True):
+                    target[place] = self.tables[name][slot]
         hit &= self._stamps[slots] == stamps
         self._marks.reshape(-1)[slots[hit]] = 1
         missed: Array = ~hit

@@ -28,6 +28,7 @@ UNREAD, READ, BAD = 0, 1, 2  # what is known of a chunk
 ADMITTED = (
     8  # one frame in so many that were read cold comes into the cache: copying each would cost as much as it gains
 )
+ANNOUNCED_BYTES = 16 << 10
 UNUSABLE = (StoreError, WireError)
 
 _logger = logging.getLogger(__name__)
@@ -203,10 +204,14 @@ class ColdReader:
         """Reads `frames`, `FRAME` (n,), into ``out[places]``; returns the places whose frame could not be read."""
         import simplejpeg  # here, because a learner of states alone needs no codec
 
-        failed, view, shape = [], self._reader.view, out.shape[1:]
+        failed, shape = [], out.shape[1:]
+        packet, packet_of = memoryview(b""), -1
+        self._announce(frames)
         for (chunk, start, size, crc), place in zip(frames.tolist(), places.tolist(), strict=True):
             try:
-                frame = view(chunk, start, start + abs(size))
+                if chunk != packet_of:  # the frame after this one is mostly asked for too
+                    packet, packet_of = self._reader.view(chunk), chunk
+                frame = packet[start : start + abs(size)]
                 if not size or crc32c(frame) != crc:
                     raise StoreCorrupt("the frame is absent or no longer what was stored")
                 if size < 0:
@@ -217,6 +222,22 @@ class ColdReader:
                 self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
                 failed.append(place)
         return failed
+
+    def _announce(self, frames: Array) -> None:
+        """Has the disk start on all of the greater frames at once; a smaller one comes with its first page."""
+        frames = frames[np.abs(frames["bytes"]) > ANNOUNCED_BYTES]
+        if not len(frames):
+            return
+        ends = frames["start"].astype(np.int64) + np.abs(frames["bytes"])
+        joined = (frames["chunk"][1:] == frames["chunk"][:-1]) & (frames["start"][1:] <= ends[:-1])
+        first = np.flatnonzero(np.r_[True, ~joined])
+        last = np.r_[first[1:], len(frames)] - 1
+        spans = zip(frames["chunk"][first].tolist(), frames["start"][first].tolist(), ends[last].tolist(), strict=True)
+        for chunk, start, stop in spans:
+            try:
+                self._reader.will_need(chunk, start, stop)
+            except StoreError:
+                return  # reading says which, and counts it
 
     def _admit(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
         """Puts some of the frames just read into the cache."""

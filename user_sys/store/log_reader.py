@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from crc32c import crc32c
@@ -36,6 +39,7 @@ ATTEMPTS = 8  # the writer may replace or delete files between a look at the fol
 
 _NONE: Column = np.empty(0, np.int64)
 _logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,7 +346,7 @@ class LogReader:
             StoreCorrupt: the bytes are no longer what was appended.
             StoreError: the file cannot be read.
         """
-        payload, expected, file = self._locate(ref)
+        payload, expected, file = self._locate(ref, self._payload)
         if crc32c(payload) != expected:
             raise StoreCorrupt(f"{file}: the payload of record {ref.sequence} (found at {ref.offset}) is damaged")
         return payload
@@ -355,10 +359,14 @@ class LogReader:
         """
         if not 0 <= start <= stop <= ref.length:
             raise StoreError(f"bytes {start} to {stop} of a record of {ref.length}")
-        return self._locate(ref)[0][start:stop]
+        return self._locate(ref, self._bytes)[start:stop]
 
-    def _locate(self, ref: RecordRef) -> tuple[memoryview, int, str]:
-        """A record's payload, unverified, the CRC that its header gives, and the file's name."""
+    def will_need(self, ref: RecordRef, start: int, stop: int) -> None:
+        """Has the system read bytes `start` to `stop` of the payload soon; returns at once. Raises as `read_range`."""
+        self._locate(ref, partial(self._advise, start=start, stop=stop))
+
+    def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Found]) -> Found:
+        """What `take` makes of a record and the offset at which it is now."""
         why = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is gone"
         error: StoreError = StoreGone(why)
         for look in (self._places.get, self._relocate):
@@ -368,7 +376,7 @@ class LogReader:
                 error = StoreGone(why)
                 continue
             try:
-                return self._payload(place.name, ref, offset)
+                return take(place.name, ref, offset)
             except FileNotFoundError:
                 error = StoreGone(why)
             except StoreCorrupt as damaged:
@@ -377,7 +385,19 @@ class LogReader:
                 raise StoreError(f"cannot read segment {ref.segment} of {self._path}: {failed.strerror}") from failed
         raise error
 
+    def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
+        """A record's payload; not even its header is looked at, which may lie on a page that nobody needs."""
+        start = offset + RECORD_HEADER_BYTES
+        return self._view(name, start + ref.length)[start : start + ref.length]
+
+    def _advise(self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, stop: int) -> None:
+        mapped = self._view(name, offset + RECORD_HEADER_BYTES + ref.length).obj
+        first = (offset + RECORD_HEADER_BYTES + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if isinstance(mapped, mmap.mmap):
+            mapped.madvise(mmap.MADV_WILLNEED, first, offset + RECORD_HEADER_BYTES + stop - first)
+
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
+        """A record's payload, unverified, the CRC that its header gives, and the file's name."""
         start = offset + RECORD_HEADER_BYTES
         view = self._view(name, start + ref.length)
         found = decode_record_header(view[offset:start], name.number, name.generation, offset)

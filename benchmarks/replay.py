@@ -1,0 +1,431 @@
+"""The replay buffer against its bounds: hot and cold sampling, priorities, sampling while robots write, and what
+happens as the store outgrows the cache.
+
+    python -m benchmarks.replay                 # all; the curve goes to docs/images/replay.png
+    python -m benchmarks.replay --steps 100000  # a smaller store for the curve
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+
+from benchmarks.harness import OUT, Row, compare, report
+from benchmarks.store import chunk, pictures
+from user_sys.codec import Array
+from user_sys.episode import IMAGES, Chunk, frame_columns
+from user_sys.replay.batch import TransitionBatch
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.cache import SLOT_BYTES
+from user_sys.replay.choosers import Chooser, Uniform
+from user_sys.replay.features import Features
+from user_sys.replay.prioritized import Prioritized
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
+from user_sys.store.store import StoreReader, StoreWriter
+
+BATCH = 256
+SIDE, FLOATS = 128, 32
+ROWS = 8_000  # 400 MB of frames a camera: far beyond any processor's cache
+CHUNK_STEPS, EPISODE_STEPS = 20, 100
+RUN_S = 0.5
+BOUND_THREADS = 16  # of the random read that cold raw sampling is compared with
+SMALL = 32  # side of the frames of the long curve
+RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+FILL_DEADLINE_S = 900.0
+DONTNEED = 4  # of madvise
+
+
+def per_second(step: Callable[[], object], count: int, run_s: float = RUN_S) -> float:
+    """How many things a second `step` does, when one call does `count` of them."""
+    start, calls = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < run_s:
+        step()
+        calls += 1
+    return calls * count / elapsed
+
+
+def features(cameras: int, side: int = SIDE, floats: int = FLOATS // 2) -> Features:
+    """Observation and next observation hold half the floats each."""
+    shapes = {f"{IMAGES}{camera}": (side, side, 3) for camera in range(cameras)}
+    return Features(vectors={"observation.state": floats}, action_size=4, cameras=shapes)
+
+
+def raw_chunk(episode: int, first: int, steps: int, side: int, floats: int, last: bool) -> Chunk:
+    """A chunk with one camera of uncompressed frames, all unlike."""
+    plain = chunk(episode, steps, 0, [], index=first // steps, state=floats)
+    rng = np.random.default_rng(episode * 1_000_003 + first)
+    frames = rng.integers(0, 255, (steps, side, side, 3), np.uint8)
+    header = type(plain.header)(
+        **{
+            name: getattr(plain.header, name)
+            for name in plain.header.__struct_fields__
+            if name not in ("first_step", "end")
+        },
+        first_step=first,
+        end=plain.header.end if last else None,
+    )
+    final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
+    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames))}, final)
+
+
+def write_jpeg(path: Path, cameras: int, jpegs: list[bytes], rows: int) -> None:
+    with StoreWriter.open(path) as writer:
+        for episode in range(rows // EPISODE_STEPS):
+            writer.append(chunk(episode, EPISODE_STEPS, cameras, jpegs, state=FLOATS // 2).encode())
+
+
+def write_raw(path: Path, rows: int, side: int = SIDE, chunk_steps: int = CHUNK_STEPS) -> Iterator[float]:
+    """Yields the rows a second of each twentieth of the work."""
+    episodes = rows // EPISODE_STEPS
+    with StoreWriter.open(path) as writer:
+        start, since = time.perf_counter(), 0
+        for episode in range(episodes):
+            for first in range(0, EPISODE_STEPS, chunk_steps):
+                last = first + chunk_steps == EPISODE_STEPS
+                writer.append(raw_chunk(episode, first, chunk_steps, side, FLOATS // 2, last).encode())
+            writer.sync()
+            since += EPISODE_STEPS
+            if (episode + 1) * 20 // episodes > episode * 20 // episodes:
+                yield since / (time.perf_counter() - start)
+                start, since = time.perf_counter(), 0
+
+
+@contextlib.contextmanager
+def replaying(path: Path, wanted: Features, cache_bytes: int, cold_threads: int = 16) -> Iterator[ReplayBuffer]:
+    """A buffer over the store at `path` whose cache is as full as it gets."""
+    with (
+        StoreReader.open(path) as reader,
+        ReplayBuffer(reader, wanted, cache_bytes=cache_bytes, cold_threads=cold_threads) as replay,
+    ):
+        replay.refresh()
+        wait_filled(replay)
+        yield replay
+
+
+def wait_filled(replay: ReplayBuffer) -> None:
+    deadline = time.monotonic() + FILL_DEADLINE_S
+    while replay.report().waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the cache did not fill: {replay.report()}")
+        time.sleep(0.02)
+
+
+def sampler(replay: ReplayBuffer, chooser: Chooser | None = None, n: int = BATCH) -> Sampler[TransitionBatch]:
+    return Sampler(replay, chooser or Uniform(), Transitions(), n)
+
+
+def cache_for(rows: int, wanted: Features) -> int:
+    """Bytes in which `rows` observations surely fit."""
+    frames = sum(table.nbytes for table in wanted.frame_tables(1).values())
+    return int(rows * (frames + 400) * 1.5)
+
+
+class Take:
+    """The bound of hot sampling: one take of as many bytes in packed rows."""
+
+    def __init__(self, cameras: int) -> None:
+        self._rows = ROWS // 2
+        images = 2 * cameras * SIDE * SIDE * 3
+        self._rng = np.random.default_rng(0)
+        self._images = self._rng.integers(0, 255, (self._rows, images), np.uint8)
+        self._floats = np.zeros((self._rows, FLOATS), np.float32)
+        self._out = np.empty((BATCH, images), np.uint8), np.empty((BATCH, FLOATS), np.float32)
+
+    def __call__(self) -> None:
+        picks = self._rng.integers(0, self._rows, BATCH)
+        np.take(self._images, picks, axis=0, out=self._out[0], mode="clip")
+        np.take(self._floats, picks, axis=0, out=self._out[1], mode="clip")
+
+
+def hot(folder: Path, jpegs: list[bytes]) -> list[Row]:
+    rows = []
+    for cameras in (1, 2):
+        path, wanted = folder / f"hot-{cameras}", features(cameras)
+        write_jpeg(path, cameras, jpegs, ROWS)
+        with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
+            uniform, prioritized, bound = sampler(replay), sampler(replay, Prioritized()), Take(cameras)
+            batch, other = uniform.empty_batch(), prioritized.empty_batch()
+            what = f"{2 * cameras} images a transition ({cameras} now, {cameras} next)"
+
+            def plain(uniform: Sampler[TransitionBatch] = uniform, batch: TransitionBatch = batch) -> float:
+                return per_second(lambda: uniform.sample(batch), BATCH)
+
+            def learning(own: Sampler[TransitionBatch] = prioritized, batch: TransitionBatch = other) -> None:
+                own.feedback(own.sample(batch), batch.reward + 1)
+
+            rows.append(
+                compare(
+                    f"hot sampling, {what}",
+                    plain,
+                    lambda bound=bound: per_second(bound, BATCH),
+                    pairs=11,
+                    goal=1,
+                    unit="transitions/s",
+                    target=0.9,
+                )
+            )
+            rows.append(
+                compare(
+                    f"prioritized, TD errors fed back, against uniform, {what}",
+                    lambda learning=learning: per_second(learning, BATCH),
+                    plain,
+                    goal=1,
+                    unit="transitions/s",
+                    target=0.8,
+                )
+            )
+            if replay.report().cold:
+                raise AssertionError(f"hot sampling read cold: {replay.report()}")
+    return rows
+
+
+def while_writing(folder: Path, jpegs: list[bytes]) -> Row:
+    """Sampling while another process commits chunks of two cameras at half the rate that the disk takes them."""
+    path, wanted = folder / "writing", features(2)
+    write_jpeg(path, 2, jpegs, ROWS)
+    with replaying(path, wanted, cache_for(2 * ROWS, wanted)) as replay:
+        drawing = sampler(replay)
+        batch, numbers = drawing.empty_batch(), itertools.count()
+        chunks = replay.timeline.index.chunks
+
+        def follow() -> None:
+            drawing.sample(batch)
+            replay.refresh()
+
+        def busy() -> float:
+            arguments = ["--commit", str(path), "--number", str(next(numbers))]
+            with subprocess.Popen([sys.executable, "-m", "benchmarks.replay", *arguments]) as writer:
+                before = len(chunks)
+                while len(chunks) < before + 16 and writer.poll() is None:
+                    replay.refresh()
+                    time.sleep(0.01)
+                rate = per_second(follow, BATCH)
+                writer.terminate()
+            return rate
+
+        def idle() -> float:
+            wait_filled(replay)
+            return per_second(follow, BATCH)
+
+        return compare(
+            "sampling while robots' frames are written at half the disk's rate, and decoded, against idle",
+            busy,
+            idle,
+            goal=1,
+            unit="transitions/s",
+            target=0.7,
+        )
+
+
+def commit_at_half_rate(path: Path, number: int) -> None:
+    """Commits chunks of 10 steps of two cameras, each acknowledged, and waits as long as each took; until killed."""
+    jpegs = pictures()
+    with StoreWriter.open(path) as writer:
+        for n in itertools.count():
+            packet = chunk(10_000 + 100_000 * number + n, 10, 2, jpegs, state=FLOATS // 2).encode()
+            start = time.perf_counter()
+            writer.append(packet)
+            writer.sync()
+            time.sleep(time.perf_counter() - start)
+
+
+class ColdDisk:
+    """Files out of the page cache, so that the next read is the disk's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def __call__(self) -> None:
+        """Drops what is mapped of the folder's files, then the files themselves, from memory."""
+        pattern = re.compile(rf"([0-9a-f]+)-([0-9a-f]+) .* {re.escape(str(self._folder))}/\S+")
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if found := pattern.match(line):
+                start, stop = int(found[1], 16), int(found[2], 16)
+                self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), DONTNEED)
+        for file in self._folder.rglob("*"):
+            if file.is_file():
+                fd = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+class RandomRead:
+    """The bound of cold raw sampling: threads that read as many frames from random places of a file."""
+
+    def __init__(self, path: Path, frames: int) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+        self._size = os.fstat(self._fd).st_size
+        self._frames, self._rng = frames, np.random.default_rng(1)
+        self._out = np.empty((frames, SIDE * SIDE * 3), np.uint8)
+        self._pool = ThreadPoolExecutor(BOUND_THREADS)
+
+    def __call__(self) -> None:
+        places = self._rng.integers(0, self._size - self._out.shape[1], self._frames) & ~4095
+        parts = np.array_split(np.arange(self._frames), BOUND_THREADS)
+        list(self._pool.map(lambda part: [os.preadv(self._fd, [self._out[i]], int(places[i])) for i in part], parts))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._fd)
+
+
+def cold_raw(folder: Path) -> Row:
+    """Both start from an empty page cache each time; the store's records were verified in full once before."""
+    path, wanted = folder / "cold-raw", features(1)
+    for _ in write_raw(path, ROWS):
+        pass
+    reading = RandomRead(max(path.rglob("*.seg"), key=lambda file: file.stat().st_size), 2 * BATCH)
+    with replaying(path, wanted, CACHE_OF_VECTORS) as replay:
+        drawing, drop = sampler(replay), ColdDisk(path)
+        batch = drawing.empty_batch()
+        for _ in range(4 * ROWS // BATCH):
+            drawing.sample(batch)
+
+        def timed(step: Callable[[], object]) -> float:
+            drop()
+            start = time.perf_counter()
+            for _ in range(4):
+                step()
+            return 4 * BATCH / (time.perf_counter() - start)
+
+        row = compare(
+            "cold sampling, raw, against a 16-thread random read of as many bytes",
+            lambda: timed(lambda: drawing.sample(batch)),
+            lambda: timed(reading),
+            pairs=11,
+            goal=2,
+            unit="transitions/s",
+            target=0.8,
+        )
+    reading.close()
+    return row
+
+
+CACHE_OF_VECTORS = 8 << 20  # all vectors, next to no frames
+
+
+def cold_jpeg(folder: Path, jpegs: list[bytes]) -> Row:
+    path, wanted, threads = folder / "cold-jpeg", features(1), os.cpu_count() or 1
+    write_jpeg(path, 1, jpegs, ROWS)
+    out, rng = np.empty((2 * BATCH, SIDE, SIDE, 3), np.uint8), np.random.default_rng(2)
+    with replaying(path, wanted, CACHE_OF_VECTORS, cold_threads=threads) as replay, ThreadPoolExecutor(threads) as pool:
+        drawing = sampler(replay)
+        batch = drawing.empty_batch()
+        for _ in range(4 * ROWS // BATCH):
+            drawing.sample(batch)
+
+        def decode(places: Array) -> None:
+            for place, pick in zip(places.tolist(), rng.integers(0, len(jpegs), len(places)).tolist(), strict=True):
+                simplejpeg.decode_jpeg(jpegs[pick], buffer=out[place])
+
+        parts = np.array_split(np.arange(len(out)), threads)
+        return compare(
+            f"cold sampling, JPEG, against the bare decoder in {threads} threads",
+            lambda: per_second(lambda: drawing.sample(batch), BATCH),
+            lambda: per_second(lambda: list(pool.map(decode, parts)), BATCH),
+            pairs=11,
+            goal=2,
+            unit="transitions/s",
+            target=0.9,
+        )
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is its own (mapped files left out)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]  # Linux has it
+
+
+def curve(folder: Path, steps: int) -> list[Row]:
+    """Throughput against the share of the store that the cache holds, for `steps` transitions with small images."""
+    path, wanted = folder / "curve", features(1, SMALL)
+    rates = list(write_raw(path, steps, SMALL))
+    flat = rates[-1] / rates[0]
+    what = f"{steps:,} transitions with images"
+    rows = [Row(1, f"appending {what}: last part against first", "rows/s", rates[-1], rates[0], flat, 0.8, flat >= 0.8)]
+    start = time.perf_counter()
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+    opening = time.perf_counter() - start
+    rows.append(Row(4, f"opening {what}", "s", opening, 1.0, 1.0 / opening, 1.0, opening < 1.0))
+    row_bytes = SMALL * SMALL * 3 + SLOT_BYTES
+    points = [point(path, wanted, steps, row_bytes, ratio) for ratio in RATIOS]
+    for ratio, rate, memory, budget in points:
+        held = f"{ratio:.0%} of {steps:,} in the cache"
+        rows.append(Row(1, f"sampling with {held}", "transitions/s", rate, None, None))
+        share, within = budget / memory, memory <= 1.1 * budget
+        rows.append(Row(1, f"memory with {held}", "MB", memory / 1e6, budget / 1e6, share, 1 / 1.1, within))
+    plot([(ratio, rate) for ratio, rate, *_ in points], steps)
+    return rows
+
+
+def point(path: Path, wanted: Features, steps: int, row_bytes: int, ratio: float) -> tuple[float, float, int, int]:
+    """Ratio, transitions a second, memory taken and budget of one cache size."""
+    # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
+    budget = int(ratio * steps * 1.01 * row_bytes / 0.75)
+    before = resident_bytes()
+    with replaying(path, wanted, budget) as replay:
+        drawing = sampler(replay)
+        batch = drawing.empty_batch()
+        for _ in range(20):
+            drawing.sample(batch)
+        rate = per_second(lambda: drawing.sample(batch), BATCH, 5.0)
+        index = sum(t.size_bytes for t in (replay.timeline.index.steps, replay.timeline.index.chunks))
+        memory = resident_bytes() - before - index
+    return ratio, rate, memory, budget
+
+
+def plot(points: list[tuple[float, float]], steps: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot([100 * ratio for ratio, _ in points], [rate / 1e3 for _, rate in points], marker="o")
+    axes.set_xlabel("share of the store that fits in the cache, %")
+    axes.set_ylabel("thousand transitions a second")
+    axes.set_title(f"{steps:,} transitions, raw {SMALL}x{SMALL} frames, uniform batches of {BATCH}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    target = Path(__file__).parent.parent / "docs" / "images" / "replay.png"
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="transitions of the long curve; 0 leaves it out")
+    parser.add_argument("--commit", type=Path, help=argparse.SUPPRESS)  # the process that writes
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.commit:
+        return commit_at_half_rate(options.commit, options.number)
+    jpegs = pictures()
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT) as name:
+        folder = Path(name)
+        rows = [*hot(folder, jpegs), while_writing(folder, jpegs), cold_raw(folder), cold_jpeg(folder, jpegs)]
+        if options.steps:
+            rows += curve(folder, options.steps)
+    report("replay", rows)
+
+
+if __name__ == "__main__":
+    main()
