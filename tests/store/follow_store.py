@@ -15,6 +15,7 @@ from user_sys.errors import StoreGone
 from user_sys.store.store import StoreReader
 
 DEADLINE_S = 120.0
+POLL_S = 0.02  # the writer needs the processor too
 
 
 def main(path: Path, seed: int) -> None:
@@ -23,6 +24,7 @@ def main(path: Path, seed: int) -> None:
         index, complete = reader.index, False
         while not complete:
             assert time.monotonic() < deadline, "the writer never came to its end"
+            time.sleep(POLL_S)
             change = reader.refresh()
             assert (index.steps.reward[change.rows.start : change.rows.stop] >= 0).all()
             alive = np.flatnonzero(index.chunks.alive)
