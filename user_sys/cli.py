@@ -18,7 +18,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
 EXIT_BROKEN_PIPE = 128 + 13
 PACKAGES_OF = {  # an extra of ours to what it brings; anything else comes with "learner"
-    "edge": ("simplejpeg", "safetensors"),
+    "edge": ("simplejpeg", "blake3", "cryptography", "zstandard"),
     "sim": ("mujoco", "gymnasium"),
     "interchange": ("pyarrow", "av", "PIL", "mcap", "mcap_protobuf", "foxglove_schemas_protobuf"),
 }
@@ -151,6 +151,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "train": _add_train(verbs),
         "cloud": _add_cloud(verbs),
         "edge": _add_edge(verbs),
+        "relay": _add_relay(verbs),
         "record": _add_record(verbs),
     }
     _add_evaluate(verbs)
@@ -221,6 +222,21 @@ def _add_edge(verbs: Any) -> argparse.ArgumentParser:
     )
     _add_keys(verb)
     verb.set_defaults(runs=("user_sys.edge.main", "edge_main"))
+    return verb
+
+
+def _add_relay(verbs: Any) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "relay",
+        help="serve the robots of one site on behalf of a run elsewhere",
+        description="Passes on what a site's robots say to the run at --connect, and fetches weights once for all.",
+        epilog="Any setting can be overridden: --section.key=value.",
+    )
+    verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with the relay's name and endpoint")
+    verb.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway")
+    verb.add_argument("--folder", type=Path, default=Path("relay"), metavar="FOLDER", help="weights (default: relay)")
+    _add_keys(verb)
+    verb.set_defaults(runs=("user_sys.gateway.relay", "relay_main"))
     return verb
 
 

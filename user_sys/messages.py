@@ -33,7 +33,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """
 
     protocol: int
-    role: Literal["robot", "learner", "console"]
+    role: Literal["robot", "learner", "console", "relay"]
     name: str
     oldest: int = 0
     holder: str = ""

@@ -85,6 +85,7 @@ class RobotWatch:
         self._told = Condition("", "")
         self._since_s = self._remind_at_s = 0.0
         self._waiting = (0, 0)
+        self._pid: int | None = None
 
     @property
     def over(self) -> bool:
@@ -105,9 +106,7 @@ class RobotWatch:
     def look(self) -> None:
         """Says what has changed since the last look."""
         session = self._session.status()
-        report = read_report(self.robot, session.pid)
-        if report is not None:
-            self._waiting = (report.waiting_chunks, report.waiting_bytes)
+        report = self._read(session.pid)
         words = {part: last_words(path) for part, path in self._logs.items()}
         now = condition(self._gateway, self._driver.status(), session, report, words)
         if now.kind != self._told.kind:
@@ -124,15 +123,26 @@ class RobotWatch:
     def stop_session(self) -> None:
         """Ends the session: it cuts its episode off, delivers what it can, and gives the lease back. Blocks."""
         self._session.stop()
+        self._read(None)
 
     def stop_driver(self) -> None:
         """Ends the driver: the robot, held since its session left, does its documented safe stop. Blocks."""
         self._driver.stop()
         self._tell(f"stopped; {self._kept()}")
 
+    def _read(self, pid: int | None) -> SessionReport | None:
+        """The report of the session that runs as `pid`; its count of what waits is kept beyond its end."""
+        self._pid = pid or self._pid
+        report = read_report(self.robot, self._pid)
+        if report is not None:
+            self._waiting = (report.waiting_chunks, report.waiting_bytes)
+        return report if pid is not None else None
+
     def _kept(self) -> str:
         chunks, size = self._waiting
-        return f"{chunks:,} chunks ({size / 1e6:.1f} MB) wait in its outbox" if chunks else "its outbox is empty"
+        if not chunks:
+            return "its outbox is empty"
+        return f"{chunks:,} {'chunk waits' if chunks == 1 else 'chunks wait'} in its outbox ({size / 1e6:.1f} MB)"
 
     def _tell(self, text: str) -> None:
         self._say(f"{self.robot}: {text}")

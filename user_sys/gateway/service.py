@@ -183,6 +183,9 @@ class Gateway:
             with self._lock:
                 self._registry.announce(_record(peer))
             self._keep_card(peer)
+            if not peer.via:  # else its relay has the weights
+                self._weights.robot_opened(peer.name)
+        elif peer.role == "relay":
             self._weights.robot_opened(peer.name)
         elif peer.role == "learner":
             self._weights.learner_opened(peer.name)
@@ -285,6 +288,7 @@ def _record(peer: Peer) -> ResourceRecord:
         capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras) if spec else (),
         found_by="tunnel",
         embodiment=spec.embodiment if spec else "",
+        labels={"via": peer.via} if peer.via else {},
     )
 
 

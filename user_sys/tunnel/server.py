@@ -390,7 +390,8 @@ class TunnelServer:
             self._turn_away(routing_id, hello.name[:80], public, address, why)
             return
         if session is None:
-            peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec)
+            via = "" if entry.name == hello.name else entry.name
+            peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via)
             session = self._begin(peer, hello.stream)
         session.greeted.add(channel)
         memory = session.memory
@@ -405,7 +406,7 @@ class TunnelServer:
         if len(session.greeted) == len(Channel) and not session.is_open:
             session.machine.enter(SessionState.OPEN)
             logger.info("tunnel.opened peer=%s role=%s address=%s", session.peer.name, session.peer.role, address)
-            self._tell_audit("opened", session.peer)
+            self._tell_audit("opened", session.peer, f"through {session.peer.via}" if session.peer.via else "")
             self._handler.peer_opened(session.peer)
 
     def _begin(self, peer: Peer, stream: str) -> Session:

@@ -23,7 +23,10 @@ SendTo = Callable[[list[Payload]], bool]
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a session, as its key says. `spec` is what a robot declared in its Hello."""
+    """Who is at the other end of a session, as its key says.
+
+    `spec` is what a robot declared in its Hello; `via` names the relay through which it came, if any.
+    """
 
     name: str
     role: Role
@@ -31,6 +34,7 @@ class Peer:
     address: str
     session: bytes
     spec: RobotSpec | None = None
+    via: str = ""
 
 
 @dataclass(eq=False)

@@ -99,6 +99,7 @@ ALLOWED: dict[Role, tuple[type[Message], ...]] = {
         *(Hello, Heartbeat, Grant, MetricsReport, WeightsManifest, TransferStart, TransferPart),
         *(WeightsOffer, WeightsGrains, WeightsGone),
     ),
+    "relay": (Hello, Heartbeat, Grant, MetricsReport, TransferOffset, WeightsRequest),
     "console": (Hello, Heartbeat, Grant, OperatorCommand, WatchRequest, StopRun, PreviewAck),
 }
 """What each role may send to the gateway."""

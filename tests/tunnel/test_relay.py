@@ -1,0 +1,255 @@
+"""A relay between the robots of a site and the cloud: nothing lost, nobody in another's name, weights fetched once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tunnel_kit import QUICK, Site, chunk, hello, prepare, serving, stored, until
+
+from sim.link import Link
+from user_sys.codec import Array
+from user_sys.edge.outbox import Outbox
+from user_sys.errors import Refused
+from user_sys.gateway.relay import Relay, RelayConfig
+from user_sys.messages import (
+    LeaseGrant,
+    LeaseRequest,
+    OperatorCommand,
+    RobotStatus,
+    WeightsApplied,
+    WeightsGone,
+    WeightsGrains,
+    WeightsOffer,
+    WeightsRequest,
+)
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.receiver import Receiver
+from user_sys.weights.records import Manifest, Order
+from user_sys.weights.shelf import Shelf
+from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
+
+ROBOTS = ("far-0", "far-1", "far-2", "far-3")
+
+
+class FarSite:
+    """A relay at work, and the robots that a test connects to it."""
+
+    def __init__(self, folder: Path, relay: Relay, public: str) -> None:
+        self.folder, self.relay, self.public = folder, relay, public
+        self.clients: list[TunnelClient] = []
+
+    def robot(self, name: str, keys: KeyPair | None = None, outbox: Outbox | None = None) -> TunnelClient:
+        pair = keys or load_keypair(self.folder / "keys" / f"{name}.key")
+        said = replace(hello(name, "robot"), holder=f"edge of {name}")
+        client = TunnelClient(self.relay.server.endpoint, pair, self.public, said, outbox=outbox, limits=QUICK)
+        self.clients.append(client)
+        client.start()
+        return client
+
+
+@contextmanager
+def relaying(folder: Path, cloud: Site, robots: tuple[str, ...] = ROBOTS, upstream: str = "") -> Iterator[FarSite]:
+    """A relay in a thread of this process, for whose robots the cloud lets it speak."""
+    keys = folder / "keys"
+    if not (keys / "lab.key").exists():
+        save_keypair(new_keypair(), keys, "lab")
+        for name in ROBOTS:
+            pair = new_keypair()
+            save_keypair(pair, keys, name)
+            Keyring(keys).allow(pair.public, name, "robot")
+    lab = load_keypair(keys / "lab.key")
+    Keyring(cloud.run / "keys").allow(lab.public, "lab", "relay", robots=robots)
+    config = RelayConfig(name="lab", endpoint="tcp://127.0.0.1:0", tunnel=QUICK)
+    relay = Relay(
+        config, folder / "relay", lab, Keyring(keys), upstream or cloud.address.endpoint, cloud.address.public_key
+    )
+    stop, failures = threading.Event(), []
+
+    def serve() -> None:
+        try:
+            relay.run(stop)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    site = FarSite(folder, relay, lab.public)
+    try:
+        until(lambda: failures or not relay.server.endpoint.endswith(":0"), "the relay listens")
+        yield site
+    finally:
+        for client in site.clients:
+            client.close()
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive() and not failures, failures
+
+
+def test_what_robots_behind_a_relay_record_is_acknowledged_by_the_clouds_disk(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        outboxes = {name: Outbox.open(tmp_path / name) for name in ROBOTS[:2]}
+        for name, outbox in outboxes.items():
+            far.robot(name, outbox=outbox)
+            for index in range(200):
+                outbox.append(chunk(index, robot=name, episode=f"episode-{name}"), sync=index % 20 == 19)
+        until(lambda: not any(map(len, outboxes.values())), "every chunk is acknowledged")
+        assert sorted(stored(cloud.run)) == sorted((f"episode-{n}", i) for n in outboxes for i in range(200))
+        for outbox in outboxes.values():
+            outbox.close()
+
+
+def test_a_relay_that_dies_loses_nothing_and_one_without_a_cloud_acknowledges_nothing(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    outbox = Outbox.open(tmp_path / "outbox")
+    with serving(tmp_path / "cloud") as cloud:
+        with relaying(tmp_path / "far", cloud) as far:
+            robot = far.robot("far-0", outbox=outbox)
+            outbox.append(chunk(0, robot="far-0"))
+            until(lambda: not len(outbox), "the first is acknowledged")
+        for index in range(1, 40):
+            outbox.append(chunk(index, robot="far-0"), sync=False)
+        outbox.sync()
+        assert robot.chunks_pending == 39
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        robot = far.robot("far-0", outbox=outbox)
+        robot.wait_open(10)
+        until(lambda: not len(outbox), "the rest is acknowledged")
+        assert sorted(stored(cloud.run)) == [("episode-0", index) for index in range(40)]
+    outbox.close()
+
+
+def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        console = cloud.client("desk")
+        robot = far.robot("far-0")
+        robot.wait_open(10)
+        assert cloud.gateway is not None
+        until(lambda: "far-0" in [peer.name for peer in cloud.gateway.server.peers()], "it is known in the cloud")
+        robot.send(LeaseRequest(robot="far-0", holder="edge of far-0"))
+        grant = robot.receive(10)
+        assert isinstance(grant, LeaseGrant) and grant.token == 1
+        robot.send(_status("far-0"))
+        until(lambda: isinstance(console.receive(1), RobotStatus), "the console sees it")
+        console.send(OperatorCommand(robot="far-0", operator="eve", order="e-stop"))
+        order = robot.receive(10)
+        assert isinstance(order, OperatorCommand) and order.order == "e-stop"
+
+
+def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud, robots=("far-0", "far-1")) as far:
+        neighbour = load_keypair(far.folder / "keys" / "far-1.key")
+        with pytest.raises(Refused, match="belongs to the robot 'far-1', not to the robot 'far-0'"):
+            far.robot("far-0", neighbour).wait_open(10)
+        with pytest.raises(Refused, match="does not allow this key"):
+            far.robot("far-0", new_keypair()).wait_open(10)
+        liar = far.robot("far-1")
+        liar.wait_open(10)
+        liar.send(_status("far-0"))
+        until(lambda: liar.state is TunnelState.REFUSED, "a robot that writes as another is cut off")
+        foreign = far.robot("far-2")  # the relay lets it in, the cloud does not: it is not among the relay's robots
+        until(lambda: foreign.send(_status("far-2")) and foreign.state is TunnelState.REFUSED, "it is refused")
+        assert "belongs to the relay 'lab', not to the robot 'far-2'" in foreign.reason
+        outbox = Outbox.open(tmp_path / "outbox")
+        far.robot("far-0", outbox=outbox)
+        outbox.append(chunk(0, robot="panda-0"))
+        until(lambda: not len(outbox), "it is answered")
+        assert stored(cloud.run) == [] and list((tmp_path / "outbox" / "refused").iterdir())
+        outbox.close()
+
+
+class Reader:
+    """What a robot has of the weights; `poll` goes on receiving."""
+
+    def __init__(self, robot: TunnelClient, keys: Path) -> None:
+        self.robot, self.version = robot, -1
+        self.arrays: Mapping[str, Array] = {}
+        trust = Trust(keys / f"{robot.hello.name}{PUBLIC_SUFFIX}")
+        self._receiver = Receiver(trust, self._load, self._ask)
+
+    def poll(self) -> int:
+        """Takes in what has come and returns the version that is here."""
+        envelope = self.robot.receive_weights(0.0)
+        match envelope.message if envelope else None:
+            case WeightsOffer() as offer:
+                self._receiver.offered(offer)
+            case WeightsGrains() | WeightsGone() as message:
+                assert envelope is not None
+                self._receiver.arrived(message, memoryview(envelope.payload) if envelope.payload else None)
+        self._receiver.step()
+        return self.version
+
+    def _load(self, manifest: Manifest, arrays: Mapping[str, Array], heard_s: float) -> None:
+        self.version, self.arrays = manifest.version, arrays
+
+    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
+        return self.robot.send_weights(WeightsRequest(parcel=parcel, first=first, count=count))
+
+
+def test_weights_cross_the_uplink_once_and_are_served_from_the_site(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
+    arrays = {"w": np.random.default_rng(0).standard_normal(200_000).astype(np.float32)}  # does not compress
+    with serving(tmp_path / "cloud") as cloud, Link(cloud.address.endpoint.removeprefix("tcp://")) as link:
+        with relaying(tmp_path / "far", cloud, upstream=link.endpoint) as far:
+            readers = [Reader(far.robot(name), tmp_path) for name in ROBOTS]
+            for reader in readers:
+                reader.robot.wait_open(10)
+            with Publisher(cloud.client("learner"), signer, PublishConfig()) as publisher:
+                publisher.publish(arrays, 7, updates=1)
+                for reader in readers:
+                    until(lambda r=reader: r.poll() == 7, "the weights arrive")  # type: ignore[misc]
+                    reader.robot.send(WeightsApplied(robot=reader.robot.hello.name, version=7, seconds=0.1))
+                assert publisher.settle(10)
+            assert arrays["w"].nbytes <= link.traffic.down_bytes < 1.3 * arrays["w"].nbytes
+            assert all(np.array_equal(reader.arrays["w"], arrays["w"]) for reader in readers)
+            until(lambda: (far.folder / "relay" / "weights").exists() and _kept(far.folder), "the relay keeps them")
+    with relaying(tmp_path / "far", cloud) as far:  # the cloud is away by now
+        late = Reader(far.robot("far-0"), tmp_path)
+        until(lambda: late.poll() == 7, "the relay has them on its disk")
+
+
+def _kept(folder: Path) -> bool:
+    return Shelf(folder / "relay" / "weights").open().versions() == [7]
+
+
+def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
+        reader = Reader(far.robot("far-0"), tmp_path)
+        with Publisher(cloud.client("learner"), signer, PublishConfig()) as publisher:
+            for version in (1, 2):
+                publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
+                assert publisher.settle(10)
+                until(lambda v=version: reader.poll() == v, "a version arrives")  # type: ignore[misc]
+            order = Order(serial=1, version=1, by="eve", reason="the second is worse", given_unix_ns=time.time_ns())
+            Shelf(cloud.run / "weights").give(signer.sign(order))
+            until(lambda: reader.poll() == 1, "the robot goes back")
+
+
+def _status(robot: str) -> RobotStatus:
+    return RobotStatus(
+        robot=robot,
+        authority="policy",
+        operator="",
+        phase="policy",
+        episode="e",
+        step=0,
+        policy_version=-1,
+        real_time=False,
+        outbox_chunks=0,
+        control_hz=0.0,
+        safety_interventions=0,
+    )

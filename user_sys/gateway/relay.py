@@ -1,0 +1,241 @@
+"""``user-sys relay``: a gateway for the robots of one site, which passes on what they say and fetches weights once.
+
+Each robot that comes in has a session of its own upstream, under its own name, so that leases, acknowledgements and
+refusals are the cloud's. The cloud's ring says for which robots the relay's key may speak; the relay's ring, which key
+belongs to which of them: a neighbour cannot write as another, and a relay not for another site's robots.
+
+An acknowledgement reaches a robot when the cloud has the chunk on its disk. The relay keeps nothing but weights: it may
+be killed at any time.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from user_sys.config import load
+from user_sys.errors import Refused, WireError
+from user_sys.gateway.passage import Passage, Transit
+from user_sys.gateway.weights import WeightsDesk
+from user_sys.messages import (
+    PROTOCOL_VERSION,
+    ChunkOffer,
+    EpisodeReport,
+    Hello,
+    LeaseRelease,
+    LeaseRequest,
+    MetricsReport,
+    OperatorReply,
+    Preview,
+    PreviewAck,
+    RobotStatus,
+    WeightsApplied,
+    WeightsGone,
+    WeightsGrains,
+    WeightsOffer,
+    WeightsRequest,
+)
+from user_sys.tunnel.audit import AuditLog
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.server import Peer, TunnelServer
+from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
+from user_sys.weights.records import Signed
+from user_sys.weights.shelf import Shelf
+
+TICK_S = 0.05
+REPORT_S = 1.0
+TELL_S = 0.5
+GATEWAY = "gateway"  # the cloud's name among the keys
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class RelayConfig:
+    """Attributes:
+    name: the relay's in the cloud's ring; its key pair is ``NAME.key``, here and upstream.
+    endpoint: where it listens for the robots of its site.
+    weights_kept: versions kept on disk.
+    """
+
+    name: str = "relay"
+    endpoint: str = "tcp://127.0.0.1:5556"
+    weights_kept: int = 8
+    tunnel: TunnelLimits = field(default_factory=TunnelLimits)
+
+
+class Relay:
+    """Serves one site; see `run`."""
+
+    def __init__(
+        self, config: RelayConfig, folder: Path, keys: KeyPair, ring: Keyring, upstream: str, upstream_key: str
+    ) -> None:
+        """Raises OSError: `folder` cannot be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._config, self._keys = config, keys
+        self._upstream, self._upstream_key = upstream, upstream_key
+        self._audit = AuditLog(folder / "audit.jsonl")
+        self.server = TunnelServer(config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write)
+        self._shelf = Shelf(folder / "weights")
+        self._order: Signed | None = None
+        self._offered = False  # weights, by the cloud, since the start
+        self._weights = WeightsDesk(self._shelf, self._send, config.weights_kept)
+        self.uplink = self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=config.name))
+        self._hellos: dict[str, Hello] = {}
+        self._passages: dict[str, Passage] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Serves until `stop` is set. Blocks.
+
+        Raises:
+            RunError: the port is in use.
+            Refused: the cloud does not let this relay in.
+            TunnelError: a part of it broke down.
+        """
+        next_report = 0.0
+        try:
+            self.server.start()
+            self._weights.start()
+            self.uplink.start()
+            while not stop.is_set():
+                self._take_weights(self.uplink.receive_weights(TICK_S))
+                self.uplink.receive(0.0)  # what concerns the run reaches each robot by a session of its own
+                if self.uplink.state is TunnelState.REFUSED:
+                    raise Refused(self.uplink.reason)
+                for part in (self.server, self._weights):
+                    if part.failure is not None:
+                        raise part.failure
+                if time.monotonic() >= next_report:
+                    next_report = time.monotonic() + REPORT_S
+                    self.uplink.send(self._report())
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self.server.close()
+        passages = tuple(self._passages.values())
+        for passage in passages:
+            passage.end()
+        for passage in passages:
+            passage.join(CLOSE_S)
+        self.uplink.close()
+        if self._weights.started:
+            self._weights.close()
+        self._audit.close()
+
+    def _client(self, hello: Hello, transit: Transit | None = None) -> TunnelClient:
+        return TunnelClient(
+            self._upstream, self._keys, self._upstream_key, hello, outbox=transit, limits=self._config.tunnel
+        )
+
+    def _send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
+        """To a robot of this site; or what the desk asks of its learner, in whose place the cloud's gateway is here."""
+        if name != GATEWAY:
+            return self.server.send(name, message, payload)
+        return isinstance(message, WeightsRequest) and self.uplink.send_weights(message)
+
+    def _take_weights(self, envelope: Envelope | None) -> None:
+        match envelope.message if envelope is not None else None:
+            case WeightsOffer() as offer:
+                if offer.greeting or not self._offered:  # what was asked for over an earlier link will not come
+                    self._weights.learner_opened(GATEWAY)
+                self._offered = True
+                if offer.order is not None and offer.order != self._order:
+                    self._order = offer.order
+                    self._shelf.give(offer.order)
+                    self._weights.look_for_order()
+                self._weights.received(GATEWAY, offer, None)
+            case WeightsGrains() | WeightsGone() as message:
+                self._weights.received(GATEWAY, message, envelope.payload if envelope else None)
+
+    def _report(self) -> MetricsReport:
+        scalars = {
+            "robots": float(len(self.server.peers("robot"))),
+            **self._weights.scalars(),
+            **self.server.scalars(),
+        }
+        return MetricsReport(node=self._config.name, count=0, scalars=scalars)
+
+    # What the tunnel hands over (its thread; see TunnelHandler)
+
+    def objection(self, hello: Hello) -> str:
+        if hello.role != "robot":
+            return f"a relay lets robots in; a {hello.role} connects to the cloud itself"
+        self._hellos[hello.name] = hello
+        return ""
+
+    def peer_opened(self, peer: Peer) -> None:
+        hello = self._hellos.pop(peer.name)
+        transit = Transit(peer, hello.stream, self.server)
+        passage = Passage(self._client(hello, transit), transit, self.server, self._passages.get(peer.name))
+        self._passages[peer.name] = passage
+        passage.start()
+        self._weights.robot_opened(peer.name)
+
+    def peer_closed(self, peer: Peer, reason: str) -> None:
+        self._passages[peer.name].end()
+        self._weights.closed(peer.name)
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        passage = self._passages[peer.name]
+        if passage.refused:
+            raise WireError(passage.refused)
+        match message:
+            case ChunkOffer() if payload is not None:
+                passage.transit.offer(message, payload)
+            case Preview() if payload is not None:
+                self.server.send(peer.name, PreviewAck(robot=message.robot, camera=message.camera))
+                passage.client.offer_preview(message, bytes(payload))
+            case WeightsRequest():
+                self._weights.received(peer.name, message, None)
+            case WeightsApplied():
+                self._weights.received(peer.name, message, None)
+                passage.client.send(message)
+            case LeaseRequest() | LeaseRelease() | OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
+                passage.client.send(message)
+
+
+def relay_main(args: Namespace) -> int:
+    """``user-sys relay CONFIG --connect tcp://HOST:PORT``: serves a site until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError, RunError: what cannot work, in one line.
+    """
+    config = load(RelayConfig, args.config, args.overrides)
+    keys = load_keypair(args.keys / f"{config.name}.key")
+    upstream_key = load_public_key(args.keys / f"{GATEWAY}.pub")
+    relay = Relay(config, args.folder, keys, Keyring(args.keys), args.connect, upstream_key)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    threading.Thread(target=_tell, args=(relay, config, args.connect, say, stop), name="tell", daemon=True).start()
+    relay.run(stop)
+    return 0
+
+
+def _tell(relay: Relay, config: RelayConfig, upstream: str, say: Callable[[str], None], stop: threading.Event) -> None:
+    """Says in plain words what changes."""
+    link, robots = TunnelState.IDLE, frozenset[str]()
+    say(f"{config.name}: listening on {config.endpoint} for the robots of this site")
+    while not stop.wait(TELL_S):
+        state, now = relay.uplink.state, frozenset(peer.name for peer in relay.server.peers())
+        if state is not link and state in (TunnelState.OPEN, TunnelState.LOST):
+            link = state
+            away = f"{upstream} is out of reach ({relay.uplink.reason}); robots go on and keep what they record"
+            say(f"{config.name}: {f'connected to {upstream}' if state is TunnelState.OPEN else away}")
+        for name in sorted(now ^ robots):
+            say(f"{config.name}: {name} {'came in' if name in now else 'has left'}")
+        robots = now
