@@ -141,7 +141,7 @@ class Gateway:
     def _keep_watch(self) -> None:
         with self._lock:
             for peer in self.server.peers("robot"):
-                self._registry.heartbeat(peer.name)
+                self._registry.announce(_record(peer))  # also one that is not announced by `peer_opened` yet
             lost = self._registry.expire()
         for name in lost:
             logger.warning("gateway.robot_lost robot=%s", name)
