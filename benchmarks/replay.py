@@ -90,7 +90,7 @@ def write_jpeg(path: Path, cameras: int, jpegs: list[bytes], rows: int) -> None:
 
 
 def write_raw(path: Path, rows: int, side: int = SIDE, chunk_steps: int = CHUNK_STEPS) -> Iterator[float]:
-    """Yields the rows a second of each twentieth of the work."""
+    """Yields the rows a second of each twentieth of the work, which is one group commit."""
     episodes = rows // EPISODE_STEPS
     with StoreWriter.open(path) as writer:
         start, since = time.perf_counter(), 0
@@ -98,9 +98,9 @@ def write_raw(path: Path, rows: int, side: int = SIDE, chunk_steps: int = CHUNK_
             for first in range(0, EPISODE_STEPS, chunk_steps):
                 last = first + chunk_steps == EPISODE_STEPS
                 writer.append(raw_chunk(episode, first, chunk_steps, side, FLOATS // 2, last).encode())
-            writer.sync()
             since += EPISODE_STEPS
             if (episode + 1) * 20 // episodes > episode * 20 // episodes:
+                writer.sync()
                 yield since / (time.perf_counter() - start)
                 start, since = time.perf_counter(), 0
 
@@ -386,7 +386,8 @@ def point(path: Path, wanted: Features, steps: int, row_bytes: int, ratio: float
         for _ in range(20):
             drawing.sample(batch)
         rate = per_second(lambda: drawing.sample(batch), BATCH, 5.0)
-        index = sum(t.size_bytes for t in (replay.timeline.index.steps, replay.timeline.index.chunks))
+        tables = (replay.timeline.index.steps, replay.timeline.index.chunks)
+        index = sum(getattr(table, name).base.nbytes for table in tables for name in table.DTYPES)
         memory = resident_bytes() - before - index
     return ratio, rate, memory, budget
 

@@ -22,6 +22,7 @@ from user_sys.replay.sampler import Sampler
 from user_sys.replay.shapes import Transitions
 from user_sys.store.labels import DeleteLabel, RewardLabel
 from user_sys.store.store import StoreWriter
+from user_sys.store.upkeep import compact, label
 
 
 def sampler(replay: ReplayBuffer, n: int = 400, seed: int = 0) -> Sampler[TransitionBatch]:
@@ -229,3 +230,24 @@ def test_settings_that_cannot_work_are_refused(store: Store) -> None:
             with pytest.raises(ConfigError):
                 Sampler(replay, Uniform(), Transitions(), **wrong)
     assert STATE.cameras == {}
+
+
+def test_a_compaction_under_the_sampler_costs_it_nothing_but_what_was_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with StoreWriter.open(path, segment_bytes=1 << 14) as writer:
+        store = Store(path, writer)
+        for episode in range(8):
+            store.put(chunk(episode, 0, 4, end=True, frames={step: raw(20 * episode + step) for step in range(5)}))
+    with store.replay(PICTURES, cache_bytes=20_000) as replay:
+        drawing = sampler(replay, 200)
+        assert {episode for episode, _ in seen(drawing.sample())} == set(range(8))
+        label(path, [DeleteLabel(episode=f"ep-{n}", labeller="ada", at_unix_ns=1) for n in (0, 2, 3)])
+        compact(path)
+        for _ in range(3):
+            batch = drawing.sample()
+            seen(batch)
+            now = batch.observation["observation.state"]
+            level = 20 * now[:, 0] + now[:, 1]
+            np.testing.assert_array_equal(batch.observation[CAMERA][:, 0, 0, 0], level)
+        replay.refresh()
+        assert {episode for episode, _ in seen(drawing.sample())} == {1, 4, 5, 6, 7}
