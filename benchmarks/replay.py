@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import re
@@ -379,6 +380,7 @@ def point(path: Path, wanted: Features, steps: int, row_bytes: int, ratio: float
     """Ratio, transitions a second, memory taken and budget of one cache size."""
     # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
     budget = int(ratio * steps * 1.01 * row_bytes / 0.75)
+    gc.collect()  # the buffer of the point before
     before = resident_bytes()
     with replaying(path, wanted, budget) as replay:
         drawing = sampler(replay)
