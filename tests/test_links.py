@@ -53,7 +53,8 @@ def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunC
 
 def test_a_robot_with_a_link_dials_through_a_process_that_delays(tmp_path: Path) -> None:
     config, folder, card = made(tmp_path)
-    nodes = {node.name: node for node in topology(config, folder, "here", lambda _: False)}
+    nodes = {node.name: node for node in topology(config, folder, "here", lambda _: True)}
+    assert sum(node.resources.get("robot:far", 0.0) for node in nodes.values()) <= 1
     session = load(SessionConfig, folder.edge("far") / "session.yaml")
     assert "far-link" in nodes and "near-link" not in nodes
     assert session.endpoint != card.endpoint == load(SessionConfig, folder.edge("near") / "session.yaml").endpoint

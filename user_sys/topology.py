@@ -128,7 +128,7 @@ class Node:
 def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable[[str], bool]) -> tuple[Node, ...]:
     """The processes of a run, in the order in which they start.
 
-    Driver and session of a robot share the robot's resource, so that both land where the robot is and nobody else does.
+    The processes of a robot share its resource, so that they land where the robot is and nobody else's do.
     The learner reads the gateway's store by mmap, so that both run where the run folder is.
 
     Args:
@@ -144,10 +144,11 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
     for robot in config.robots:
         state = root / "edge" / robot.name
         resource = f"robot:{robot.name}"
-        place = {resource: 0.5} if declared(resource) or not robot.simulated else beside_folder
+        parts = station_argv(robot.name, state)
         if robot.link:
-            settings, link = folder.link(robot.name).resolve(), f"{robot.name}-link"
-            edges.append(Node(link, link_command(settings), place, folder.log(link)))
-        for name, argv in station_argv(robot.name, state):
+            parts = ((f"{robot.name}-link", link_command(folder.link(robot.name).resolve())), *parts)
+        alone = {resource: round(1 / len(parts), 2)}  # of which there is one
+        place = alone if declared(resource) or not robot.simulated else beside_folder
+        for name, argv in parts:
             edges.append(Node(name, argv, place, folder.log(name)))
     return (gateway, *edges, learner)

@@ -12,7 +12,7 @@ from user_sys.edge.session import SessionConfig
 ROBOT, SESSION = "robot.yaml", "session.yaml"
 
 
-def station_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]:
+def station_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Name and command line of a robot's driver process and of its session process, in the order of their starts."""
     driver = module_argv("user_sys.edge.driver_process", state / ROBOT, state)
     return (f"{robot}-driver", driver), (f"{robot}-session", module_argv("user_sys.edge.session", state / SESSION))

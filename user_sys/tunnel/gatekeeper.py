@@ -11,6 +11,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.tunnel.audit import Audit
+from user_sys.tunnel.floods import FloodGuard
 from user_sys.tunnel.keys import Keyring
 from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket
 
@@ -54,12 +55,14 @@ class Gatekeeper:
         counters: Counter[str],
         log: SparingLog,
         audit: Audit,
+        floods: FloodGuard,
     ) -> None:
+        self._floods = floods
         self._ring, self._counters, self._log, self._router, self._audit = ring, counters, log, router, audit
         self.zap: Socket = context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
-        self.monitor: Socket = router.get_monitor_socket(_FAILED_HANDSHAKES)
+        self.monitor: Socket = router.get_monitor_socket(_FAILED_HANDSHAKES | zmq.EVENT_ACCEPTED)
 
     def authenticate(self) -> None:
         """Answers what libzmq asks."""
@@ -76,10 +79,15 @@ class Gatekeeper:
             status = (b"200", b"OK") if known else (b"400", b"this key is not allowed")
             self.zap.send_multipart([version, request, *status, public.encode(), b""])
 
-    def count_failures(self) -> None:
-        """Counts connections that ended before they showed a key: not our protocol, or meant for another gateway."""
+    def watch(self) -> None:
+        """Takes note of new connections, and counts those that ended before they showed a key: not our protocol, or
+        meant for another gateway.
+        """
         while self.monitor.poll(0):
-            recv_monitor_message(self.monitor)
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._floods.accepted(int(event["value"]))
+                continue
             self._counters["handshakes_failed"] += 1
             self._log.warn("handshake", "tunnel.handshake_failed: not this protocol, or for another gateway's key")
 

@@ -27,7 +27,8 @@ class TunnelLimits:
     """The bounds of all channels, and the times after which a peer is given up.
 
     Attributes:
-        max_message_bytes: the largest frame; a peer that sends a larger one is disconnected by libzmq.
+        max_message_bytes: the largest frame, and the most that a peer may send of a message before it is complete; one
+            that sends more is disconnected. It bounds what a peer can make this end hold.
         max_record_bytes: the largest message frame, without its payload.
         max_transfer_bytes: the largest payload that may come in parts.
         part_bytes: larger payloads on the weights channel go in parts of this size, and may be resumed.
@@ -43,7 +44,7 @@ class TunnelLimits:
     control: ChannelLimits = ChannelLimits(window_messages=1024, window_bytes=4 << 20)
     weights: ChannelLimits = ChannelLimits(window_bytes=32 << 20)
     experience: ChannelLimits = ChannelLimits()
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 16 << 20
     max_record_bytes: int = 256 << 10
     max_transfer_bytes: int = 1 << 30
     part_bytes: int = 1 << 20

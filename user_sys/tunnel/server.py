@@ -34,6 +34,7 @@ from user_sys.messages import (
 from user_sys.tunnel.admission import objection, other_version, require_allowed
 from user_sys.tunnel.arrivals import Arrivals
 from user_sys.tunnel.audit import Audit, Event, unaudited
+from user_sys.tunnel.floods import CHECK_S, FloodGuard
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import KeyPair, Keyring, Role
@@ -136,7 +137,10 @@ class TunnelServer:
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(IO_THREADS)
         self._router: Socket = self._context.socket(zmq.ROUTER)
-        self._gate = Gatekeeper(self._context, self._router, self._keyring, self.counters, self._log, self._audit)
+        self._floods = FloodGuard(self._limits.max_record_bytes, self._limits.max_message_bytes)
+        self._gate = Gatekeeper(
+            self._context, self._router, self._keyring, self.counters, self._log, self._audit, self._floods
+        )
         try:
             open_router(self._router, self._keys, self._limits)
             self.endpoint = bind(self._router, self.endpoint, self._keys.public)
@@ -237,12 +241,14 @@ class TunnelServer:
         try:
             while not self._stopping.is_set():
                 self._gate.authenticate()
+                self._gate.watch()
                 self._receive()
+                self._check_floods()
                 retry_s = self._flush()
                 if time.monotonic() >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + TICK_S
-                if not readable(self._router) and self._wakeup.fileno() in dict(poll.poll(1e3 * min(retry_s, TICK_S))):
+                if not readable(self._router) and self._wakeup.fileno() in dict(poll.poll(1e3 * min(retry_s, CHECK_S))):
                     self._wakeup.clear()
             self._flush()
         except Exception as error:
@@ -251,8 +257,12 @@ class TunnelServer:
         finally:
             self._close_sockets()
 
+    def _check_floods(self) -> None:
+        if not readable(self._router) and (broken := self._floods.check()):
+            self.counters["floods"] += broken
+            self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
+
     def _tick(self) -> None:
-        self._gate.count_failures()
         ring_changed = self._keyring.refresh()
         for name in self._keyring.unreadable if ring_changed else ():
             logger.warning("tunnel.unreadable_key file=%s/%s", self._keyring.folder, name)
@@ -281,6 +291,7 @@ class TunnelServer:
             self._deliver(*arrived)
 
     def _sort(self, frames: list[zmq.Frame], later: list[tuple[Session, Channel, Envelope, int]]) -> None:
+        self._floods.heard(frames[-1])
         routing_id = frames[0].bytes
         public = str(frames[-1].get("User-Id"))
         try:

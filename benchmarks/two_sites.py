@@ -1,0 +1,161 @@
+"""The demo over an emulated link that is cut for two minutes: does it reach its success, and is anything lost?
+
+    python -m benchmarks.two_sites
+
+Runs ``configs/two-sites.yaml`` through the whole system, watches the outbox from outside, and draws its fill and the
+link's traffic over time into ``docs/images/two-sites.png``. Lost are chunks that the robot had recorded and that are
+not in the store at the end; twice are those that are there more than once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from matplotlib.figure import Figure
+
+from benchmarks.harness import Row, report
+from user_sys.config import load
+from user_sys.episode import Source, decode_chunk
+from user_sys.store.log_reader import LogReader
+from user_sys.store.store import CHUNK
+from user_sys.topology import RunConfig, RunFolder
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "two-sites.yaml"
+PLOT = ROOT / "docs" / "images" / "two-sites.png"
+RUN_DEADLINE_S = 1500.0
+LOOK_EVERY_S = 0.5
+WANTED = 0.95
+_POSITION = struct.Struct("<q")
+
+
+class OutboxWatch:
+    """Follows an outbox that another process writes: what it holds without acknowledgement, at each look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: LogReader | None = None
+        self._sizes: dict[int, int] = {}
+        self.recorded = 0
+        self.looks: list[tuple[float, int, int]] = []  # Unix time, chunks, bytes
+
+    def look(self) -> None:
+        if self._reader is None:
+            if not (self._path / "acknowledged").exists():
+                return
+            self._reader = LogReader.open(self._path)
+        for ref in self._reader.records():
+            self._sizes[ref.sequence] = ref.length
+            self.recorded = max(self.recorded, ref.sequence + 1)
+        raw = (self._path / "acknowledged").read_bytes()
+        done = _POSITION.unpack_from(raw)[0] if raw else -1
+        self._sizes = {sequence: size for sequence, size in self._sizes.items() if sequence > done}
+        self.looks.append((time.time(), len(self._sizes), sum(self._sizes.values())))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over, and what was seen of it."""
+
+    folder: RunFolder
+    summary: dict[str, Any]
+    watch: OutboxWatch
+    robot: str
+
+
+def rehearse(runs: Path, overrides: Sequence[str]) -> Outcome:
+    """Raises CalledProcessError when the run fails, and TimeoutError after `RUN_DEADLINE_S`."""
+    robot = load(RunConfig, CONFIG, overrides).robots[0].name
+    folder = RunFolder(runs / "two-sites")
+    command = [sys.executable, "-m", "user_sys.cli", "train", str(CONFIG), "--name", "two-sites", "--runs", str(runs)]
+    watch, deadline = OutboxWatch(folder.edge(robot) / "outbox"), time.monotonic() + RUN_DEADLINE_S
+    with subprocess.Popen([*command, "--console.port", "0", *overrides]) as run:
+        while run.poll() is None:
+            watch.look()
+            if time.monotonic() > deadline:
+                run.terminate()
+                raise TimeoutError(f"the run took more than {RUN_DEADLINE_S:g} s")
+            time.sleep(LOOK_EVERY_S)
+    watch.look()
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
+    return Outcome(folder, json.loads((folder.path / "summary.json").read_text()), watch, robot)
+
+
+def arrived(store: Path) -> Counter[tuple[str, int]]:
+    """How often each chunk of the robot's own episodes is in the store."""
+    with LogReader.open(store) as reader:
+        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK]
+    return Counter((header.episode, header.index) for header in headers if header.source is not Source.DEMO)
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    counts, watch, success = arrived(outcome.folder.store), outcome.watch, outcome.summary["success"]
+    lost, twice = watch.recorded - len(counts), counts.total() - len(counts)
+    peak = max(size for _, _, size in watch.looks) / 1e6
+    waiting = max(chunks for _, chunks, _ in watch.looks)
+    return [
+        Row(12, "success over 100 episodes", "share", success, 1.0, success, WANTED, success >= WANTED),
+        Row(12, "training time", "s", outcome.summary["training_s"], None, None),
+        Row(17, "chunks recorded", "chunks", watch.recorded, None, None),
+        Row(17, "chunks lost", "chunks", lost, 0.0, None, 0.0, lost == 0),
+        Row(17, "chunks there twice", "chunks", twice, 0.0, None, 0.0, twice == 0),
+        Row(17, "outbox at its fullest", "chunks", waiting, None, None),
+        Row(17, "outbox at its fullest", "MB", peak, None, None),
+    ]
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Outbox and traffic over the seconds since the link's first connection, its cuts shaded."""
+    counts = [json.loads(line) for line in _link_counts(outcome).read_text().splitlines()]
+    connected = [line for line in counts if line["connections"]]
+    start = connected[0]["time_unix_s"]
+    events = msgspec.yaml.decode(outcome.folder.link(outcome.robot).read_bytes())["events"]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    outbox, traffic = figure.subplots(2, sharex=True)
+    outbox.plot([t - start for t, _, _ in outcome.watch.looks], [size / 1e6 for _, _, size in outcome.watch.looks])
+    outbox.set_ylabel("in the outbox, MB")
+    times = [line["time_unix_s"] - start for line in connected]
+    for way, label in (("up_bytes", "experience, up"), ("down_bytes", "weights, down")):
+        carried = [line[way] * 8e-6 for line in connected]
+        rates = [(b - a) / (v - u) for a, b, u, v in zip(carried, carried[4:], times, times[4:], strict=False)]
+        traffic.plot(times[4:], rates, label=label)
+    traffic.set(xlabel="seconds since the robot first connected", ylabel="over the link, Mbit/s")
+    for axes in (outbox, traffic):
+        axes.grid(alpha=0.3)
+        for event in events:
+            axes.axvspan(event["at_s"], event["at_s"] + event["for_s"], color="tab:red", alpha=0.12, label="link cut")
+    traffic.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _link_counts(outcome: Outcome) -> Path:
+    return outcome.folder.link(outcome.robot).with_suffix(".jsonl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    parser.add_argument("--runs", type=Path, help="keep the run's folder in here")
+    args, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="user-sys-two-sites-") as temporary:
+        outcome = rehearse(args.runs or Path(temporary), overrides)
+        draw(outcome, args.plot)
+        report("two_sites", rows(outcome))
+
+
+if __name__ == "__main__":
+    main()
