@@ -208,7 +208,7 @@ class Link:
             await self._greet(connection, gateway)
             harmed = await self._exchange(connection, gateway)
         except OSError as error:
-            logger.info("link.unreachable %s:%d %s", *self._target, error)
+            logger.debug("link.unreachable %s:%d %s", *self._target, error)
         finally:
             self._broken += harmed
             _close(connection.client, abruptly=harmed)
@@ -216,6 +216,7 @@ class Link:
 
     async def _greet(self, connection: _Connection, gateway: socket.socket) -> None:
         """The way to the gateway; raises OSError when it does not listen."""
+        connection.client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.client.setblocking(False)
         gateway.setblocking(False)
         for way in self._ways.values():
@@ -224,9 +225,10 @@ class Link:
         if self._resetting or not self._answering.is_set():
             await self._answering.wait()
             raise ConnectionResetError("the link answers nobody")
+        if _has_left(connection.client):
+            raise ConnectionAbortedError("the client left while it waited")
         await asyncio.wait_for(self._loop.sock_connect(gateway, self._target), DIAL_TIMEOUT_S)
-        for end in (connection.client, gateway):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        gateway.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def _exchange(self, connection: _Connection, gateway: socket.socket) -> bool:
         """Bytes in both directions; True where the link or an end broke the connection, and False where both left."""
@@ -325,6 +327,13 @@ async def _swallow(end: socket.socket) -> None:
             pass
     except OSError:
         return
+
+
+def _has_left(end: socket.socket) -> bool:
+    try:
+        return end.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
 
 
 def _close(end: socket.socket, *, abruptly: bool) -> None:
