@@ -51,7 +51,7 @@ types: $(INSTALLED_DEV)  ## mypy, strict
 
 bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, JSON in benchmarks/out/
 	@.ci/check-egl
-	@for bench in $(filter-out %/__init__.py %/harness.py,$(wildcard benchmarks/*.py)); do \
+	@for bench in $(filter-out %/__init__.py %/harness.py %_ends.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$bench"; $(BIN)/python -m $$(echo $${bench%.py} | tr / .) $(ARGS) || exit 1; \
 	done
 

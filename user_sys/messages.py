@@ -1,7 +1,7 @@
 """Every message that crosses a process or a network boundary: frozen, typed, versioned.
 
-A message travels as one msgpack frame. Some (`ChunkOffer`, `Preview`, `WeightsManifest`, `TransferPart`) announce a
-second frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
+A message travels as one msgpack frame. Some (`ChunkOffer`, `Preview`, `WeightsGrains`) announce a second
+frame with bulk bytes. Each channel decodes only its own union, so a message on the wrong channel is refused.
 """
 
 from __future__ import annotations
@@ -221,17 +221,6 @@ class PreviewAck(Message, frozen=True, kw_only=True, tag="preview-ack"):
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-class WeightsManifest(Message, frozen=True, kw_only=True, tag="weights"):
-    """The second frame is the payload: safetensors bytes for codec ``full``. `digest` is its BLAKE2b-256, in hex."""
-
-    version: int
-    codec: Literal["full"]
-    digest: str
-    size_bytes: int
-    updates: int = 0
-    base: int = -1
-
-
 class WeightsAsk(Message, frozen=True, kw_only=True, tag="weights-ask"):
     """The gateway asks the learner for its offer, as after a new connection."""
 
@@ -291,40 +280,12 @@ class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
     seconds: float
 
 
-class TransferStart(Message, frozen=True, kw_only=True, tag="transfer"):
-    """A message whose payload comes in parts; a new one takes the place of one that is not complete.
-
-    `announced` is the message itself, encoded; `key` is its digest, under which the parts may go on in another session.
-    With `resume` the receiver says first where it stands (`TransferOffset`).
-    """
-
-    announced: bytes
-    key: str
-    size_bytes: int
-    resume: bool = False
-
-
-class TransferOffset(Message, frozen=True, kw_only=True, tag="transfer-offset"):
-    """The receiver has the first `offset` bytes of a payload."""
-
-    key: str
-    offset: int
-
-
-class TransferPart(Message, frozen=True, kw_only=True, tag="transfer-part"):
-    """The second frame holds the payload's bytes from `offset` on."""
-
-    key: str
-    offset: int
-
-
 ControlMessage = (
     Hello | Welcome | Refusal | Heartbeat | Grant | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease
     | OperatorCommand | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
 )  # fmt: skip
 ExperienceMessage = Hello | Welcome | Refusal | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
 WeightsMessage = (
-    Hello | Welcome | Refusal | Grant | WeightsManifest | WeightsReceived | WeightsApplied | TransferStart
-    | TransferOffset | TransferPart | WeightsAsk | WeightsOffer | WeightsRequest | WeightsGrains | WeightsGone
-    | WeightsProgress
+    Hello | Welcome | Refusal | Grant | WeightsReceived | WeightsApplied | WeightsAsk | WeightsOffer | WeightsRequest
+    | WeightsGrains | WeightsGone | WeightsProgress
 )  # fmt: skip

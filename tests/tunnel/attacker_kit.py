@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zmq
-from tunnel_kit import chunk, hello, weights
+from tunnel_kit import chunk, hello
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.gateway.service import GatewayAddress
-from user_sys.messages import PROTOCOL_VERSION, ChunkOffer, Grant, Heartbeat, Preview, StopRun, TransferStart
+from user_sys.messages import PROTOCOL_VERSION, ChunkOffer, Grant, Heartbeat, Preview, StopRun, WeightsGrains
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.wire import Channel, Envelope, encode, new_session
 
@@ -84,9 +84,9 @@ class Attacker:
     def _lying(self) -> list[bytes]:
         packet = bytearray(chunk(0, robot="panda-1"))
         packet[4:8] = b"\xff" + self._random.randbytes(3)
-        start = TransferStart(key="d", size_bytes=1 << 62, announced=b"\xc0")
+        grains = WeightsGrains(parcel=b"d", first=1 << 62)
         return self._random.choice(
-            [[self._random.choice(LENGTHS)], self._offer(bytes(packet)), [b"\x91" * 60_000], self._encoded(start)]
+            [[self._random.choice(LENGTHS)], self._offer(bytes(packet)), [b"\x91" * 60_000], self._encoded(grains, b"x")]
         )
 
     def _forged(self) -> list[bytes]:
@@ -98,7 +98,7 @@ class Attacker:
                 [msgspec.msgpack.encode({"type": "hello", "protocol": 99, "role": "robot", "name": "panda-1"})],
                 self._encoded(hello("panda-0")),
                 self._encoded(hello("panda-1", "learner")),
-                [bytes(frame) for frame in encode(Envelope(*weights(999)))],
+                self._encoded(WeightsGrains(parcel=b"x", first=0), b"x"),
                 self._encoded(StopRun(reason="attack")),
             ]
         )

@@ -19,7 +19,6 @@ from user_sys.messages import (
     Preview,
     RobotStatus,
     StopRun,
-    WeightsManifest,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
@@ -215,15 +214,6 @@ def test_a_preview_is_dropped_while_the_last_is_under_way(bench: Bench) -> None:
     assert client.offer_preview(picture, b"jpeg")
     assert not client.offer_preview(picture, b"jpeg")
     assert client.offer_preview(Preview(robot="panda-0", camera="wrist", step=0), b"jpeg")
-
-
-def test_of_weights_that_wait_the_newest_is_sent(bench: Bench) -> None:
-    client = bench.open("learner")
-    for version in range(50):
-        client.publish_weights(WeightsManifest(version=version, codec="full", digest="", size_bytes=1), b"w")
-    until(lambda: bench.handler.messages, "weights arrive")
-    versions = [m.version for _, m in bench.handler.messages if isinstance(m, WeightsManifest)]
-    assert len(versions) == 1, "nothing more until the gateway has the first"
 
 
 def test_a_port_in_use_says_which_option_to_change(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from user_sys.messages import (
     Preview,
     StopRun,
     WeightsApplied,
-    WeightsManifest,
+    WeightsGrains,
 )
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.wire import Channel, Envelope, channel_of, coalescing_key, decode, encode
@@ -32,7 +32,7 @@ MESSAGES: list[Envelope] = [
                            episode_return=1.0, policy_version=2)),
     Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
     Envelope(Preview(robot="r", camera="front", step=1), b""),
-    Envelope(WeightsManifest(version=1, codec="full", digest="d", size_bytes=7), b"payload"),
+    Envelope(WeightsGrains(parcel=b"p", first=0), b"payload"),
     Envelope(WeightsApplied(robot="r", version=1, seconds=0.1)),
 ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.service import GatewayAddress, read_address
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsManifest
+from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK
 from user_sys.tunnel.client import TunnelClient
@@ -64,12 +63,6 @@ def chunk(
         started_unix_ns=0,
     )
     return Chunk(header, {"observation.state": state, "reward": np.zeros(steps, np.float32)}, {}).encode()
-
-
-def weights(version: int, size: int = 1000) -> tuple[WeightsManifest, bytes]:
-    payload = bytes([version % 256]) * size
-    digest = hashlib.blake2b(payload, digest_size=32).hexdigest()
-    return WeightsManifest(version=version, codec="full", digest=digest, size_bytes=size), payload
 
 
 def prepare(run: Path) -> dict[str, KeyPair]:

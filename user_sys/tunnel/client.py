@@ -29,19 +29,17 @@ from user_sys.messages import (
     Grant,
     Heartbeat,
     Hello,
+    LeaseGrant,
+    OperatorCommand,
     Preview,
     PreviewAck,
     Refusal,
-    TransferOffset,
-    TransferPart,
-    TransferStart,
+    RobotStatus,
     WeightsApplied,
-    WeightsManifest,
     WeightsMessage,
     WeightsReceived,
     Welcome,
 )
-from user_sys.tunnel.arrivals import Arrivals
 from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
 from user_sys.tunnel.keys import KeyPair
@@ -50,7 +48,6 @@ from user_sys.tunnel.link import Contexts, Line, Link
 from user_sys.tunnel.local import nearest
 from user_sys.tunnel.mailbox import Mailbox
 from user_sys.tunnel.outlet import Outlet
-from user_sys.tunnel.publication import Publication
 from user_sys.tunnel.reader import Reader
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.sockets import Wakeup
@@ -103,18 +100,15 @@ class TunnelClient:
         self._server_key = server_public_key
         self._limits = limits = limits or TunnelLimits()
         self._outlets = {
-            Channel.CONTROL: Outlet(limits.control, limits.part_bytes),
-            Channel.WEIGHTS: Outlet(limits.weights, limits.part_bytes),
-            Channel.EXPERIENCE: Outlet(limits.experience, limits.part_bytes),
+            Channel.CONTROL: Outlet(limits.control),
+            Channel.WEIGHTS: Outlet(limits.weights),
+            Channel.EXPERIENCE: Outlet(limits.experience),
         }
         settle = self._outlets[Channel.EXPERIENCE].gauges.settle
         self._uplink = None if outbox is None else ChunkUplink(outbox, settle)
         self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._drain)
         self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
-        self._weights: Mailbox[Envelope] = Mailbox(1)
-        self._weights_inbox: Mailbox[Envelope] = Mailbox(limits.weights.queue_messages)
-        self._arrivals = Arrivals(limits)
-        self._publication = Publication()
+        self._weights: Mailbox[tuple[Envelope, Line, int]] = Mailbox(limits.weights.queue_messages)
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
         self._condition = threading.Condition()
@@ -243,9 +237,8 @@ class TunnelClient:
         incoming = self._reader.take(timeout_s)
         if incoming is None:
             return None
-        incoming.line.release(incoming.charge)
-        if incoming.line.window.due() is not None:
-            self._wakeup.set()
+        if incoming.line.release(incoming.charge):
+            self._wakeup.set()  # a grant is due
         return incoming.message  # type: ignore[return-value]
 
     def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
@@ -254,29 +247,22 @@ class TunnelClient:
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
-        return self._weights_inbox.wait(timeout_s)
-
-    def publish_weights(self, manifest: WeightsManifest, payload: bytes) -> None:
-        """Offers a version; replaces one that is still waiting. Kept until the gateway has it on disk."""
-        self._publication.offer(Envelope(manifest, payload))
-        self._wakeup.set()
+        kept = self._weights.wait(timeout_s)
+        if kept is None:
+            return None
+        envelope, line, charge = kept
+        if line.release(charge):
+            self._wakeup.set()  # a grant is due
+        return envelope
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all messages are on their way and the gateway has the newest weights; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self._publication.settled and not any(map(len, self._outlets.values())):
+            if not any(map(len, self._outlets.values())):
                 return True
             self._stopping.wait(FLUSH_POLL_S)
         return False
-
-    def take_weights(self) -> tuple[WeightsManifest, bytes | memoryview] | None:
-        """The newest version since the last call, not verified, or None. Taking it lets the next one come."""
-        envelope = self._weights.take()
-        if envelope is None or not isinstance(envelope.message, WeightsManifest) or envelope.payload is None:
-            return None
-        self._queue(Envelope(WeightsReceived(version=envelope.message.version)))
-        return envelope.message, envelope.payload
 
     def offer_preview(self, preview: Preview, jpeg: bytes) -> bool:
         """Sends a picture; drops it and says False while the camera's last one is under way or the tunnel is down."""
@@ -343,7 +329,6 @@ class TunnelClient:
         for outlet in self._outlets.values():
             outlet.drop(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
         self._shown.clear()
-        self._publication.rewind()
 
     def _session(self, contexts: Contexts, backoff: Backoff) -> None:
         """One session from dialling to its end. Returns when the client is closed; raises how it ended otherwise."""
@@ -441,6 +426,8 @@ class TunnelClient:
     def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
         """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
+            case LeaseGrant() | OperatorCommand() | RobotStatus() as frequent:
+                charge = self._reader.put(frequent, line, charge)
             case Grant():
                 self._wakeup.set()
             case Refusal() as refusal:
@@ -454,32 +441,22 @@ class TunnelClient:
                 self._shown.discard((ack.robot, ack.camera))
             case Preview():
                 self._previews.put(envelope, coalescing_key(envelope.message))
-            case WeightsManifest():
-                self._weights.put(envelope, WeightsManifest)
-            case WeightsReceived() as received:
-                self._publication.confirm(received.version)
-                self._weights_inbox.put(envelope)
-            case message if isinstance(message, PARCELS):
-                self._weights_inbox.put(envelope, coalescing_key(message))
-            case TransferStart() | TransferPart() | TransferOffset():
-                self._take_part(line, envelope)
+            case message if isinstance(message, (*PARCELS, WeightsReceived)):
+                charge = self._keep_weights(line, envelope, charge)
             case Hello() | Welcome() | ChunkAck() | ChunkRefusal():
                 raise WireError(f"{self.endpoint} sent {type(envelope.message).__name__} out of turn")
             case other:
                 charge = self._reader.put(other, line, charge)
         line.release(charge)
 
-    def _take_part(self, line: Line, envelope: Envelope) -> None:
-        match envelope.message:
-            case TransferStart() as start:
-                if (answer := self._arrivals.start(start)) is not None:
-                    line.send(Envelope(answer))
-            case TransferOffset() as answer:
-                line.outlet.resume_at(answer)
-            case TransferPart() as part:
-                whole = self._arrivals.part(part, envelope.payload or b"")
-                if whole is not None:
-                    self._take_in(line, whole, 0)
+    def _keep_weights(self, line: Line, envelope: Envelope, charge: int) -> int:
+        """As `Reader.put`, for the weights channel: a payload waits at its own charge, a state at none."""
+        key = coalescing_key(envelope.message)
+        kept = 0 if key is not None else charge
+        if not self._weights.put((envelope, line, kept), key):
+            self.counters["inbox_full"] += 1
+            return charge
+        return charge - kept
 
     def _tell_drained(self) -> None:
         if not self.chunks_pending:
@@ -488,10 +465,7 @@ class TunnelClient:
 
     def _send(self, link: Link) -> float:
         """Sends what waits: control, then weights, then experience. Returns when to try again, in seconds."""
-        weights, experience = self._outlets[Channel.WEIGHTS], link.lines[Channel.EXPERIENCE]
-        publication = self._publication.due(weights.overtakable)
-        if publication is not None and weights.offer(publication):
-            self._publication.sent(publication)
+        experience = link.lines[Channel.EXPERIENCE]
         blocked = link.flush()
         if self._uplink is not None and not len(experience.outlet):
             blocked |= self._uplink.pump(experience)

@@ -62,22 +62,29 @@ class Window:
             self._came[0] += 1
             self._came[1] += size_bytes
 
-    def release(self, messages: int, size_bytes: int) -> None:
-        """So much was taken in."""
+    def release(self, messages: int, size_bytes: int) -> bool:
+        """So much was taken in. Returns whether a grant is due."""
         with self._lock:
             self._taken[0] += messages
             self._taken[1] += size_bytes
+        return self.is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a grant should be sent: at first, and whenever a fourth of the window has become free."""
+        limits = self._limits
+        return (
+            GRANTS_PER_WINDOW * (self._taken[0] + limits.window_messages - self._granted[0]) >= limits.window_messages
+            or GRANTS_PER_WINDOW * (self._taken[1] + limits.window_bytes - self._granted[1]) >= limits.window_bytes
+        )
 
     def due(self) -> Grant | None:
-        """The grant to be sent now: the first one, and then whenever a fourth of the window has become free."""
-        limits = self._limits
+        """The grant to be sent now, or None."""
+        if not self.is_due:
+            return None
         with self._lock:
-            messages, size = self._taken[0] + limits.window_messages, self._taken[1] + limits.window_bytes
-            enough = (
-                GRANTS_PER_WINDOW * (messages - self._granted[0]) >= limits.window_messages
-                or GRANTS_PER_WINDOW * (size - self._granted[1]) >= limits.window_bytes
-            )
-            return Grant(messages=messages, size_bytes=size) if enough else None
+            messages, size = self._taken
+        return Grant(messages=messages + self._limits.window_messages, size_bytes=size + self._limits.window_bytes)
 
     def granted(self, grant: Grant) -> None:
         """The grant is on its way."""

@@ -30,8 +30,6 @@ class TunnelLimits:
         max_message_bytes: the largest frame, and the most that a peer may send of a message before it is complete; one
             that sends more is disconnected. It bounds what a peer can make this end hold.
         max_record_bytes: the largest message frame, without its payload.
-        max_transfer_bytes: the largest payload that may come in parts.
-        part_bytes: larger payloads on the weights channel go in parts of this size, and may be resumed.
         pipe_messages: libzmq's high-water mark of each connection and direction.
         heartbeat_s: the client's heartbeat interval.
         dead_after_s: silence on the control channel that ends a session.
@@ -46,8 +44,6 @@ class TunnelLimits:
     experience: ChannelLimits = ChannelLimits()
     max_message_bytes: int = 16 << 20
     max_record_bytes: int = 256 << 10
-    max_transfer_bytes: int = 1 << 30
-    part_bytes: int = 1 << 20
     pipe_messages: int = 64
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0

@@ -123,10 +123,9 @@ class Line:
         self.window.charge(size)
         return envelope, size
 
-    def release(self, charge: int) -> None:
-        """A message was taken in."""
-        if charge:
-            self.window.release(1, charge)
+    def release(self, charge: int) -> bool:
+        """A message was taken in. Returns whether a grant is due, which goes with the next flush."""
+        return charge > 0 and self.window.release(1, charge)
 
     @property
     def pending(self) -> bool:

@@ -23,7 +23,8 @@ class Mailbox(Generic[Item]):
         self.refused = 0
         self._items: OrderedDict[Hashable, Item] = OrderedDict()
         self._serial = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -38,16 +39,21 @@ class Mailbox(Generic[Item]):
                 return False
             self._serial += 1
             self._items[self._serial if key is None else key] = item
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()
             return True
 
     def take(self) -> Item | None:
         """Removes and returns the oldest item, or None."""
+        if not self._items:
+            return None
         with self._changed:
             return self._items.popitem(last=False)[1] if self._items else None
 
     def peek(self) -> Item | None:
         """The oldest item, left where it is. Only for a thread that alone takes."""
+        if not self._items:
+            return None
         with self._changed:
             return next(iter(self._items.values())) if self._items else None
 
@@ -71,8 +77,10 @@ class Mailbox(Generic[Item]):
         """Removes and returns the oldest item, waiting for one at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            self._waiting += 1
             while not self._items:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     break
+            self._waiting -= 1
             return self._items.popitem(last=False)[1] if self._items else None

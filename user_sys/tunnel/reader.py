@@ -44,6 +44,8 @@ class Reader:
         self._ident = 0
         self._left_s = float("-inf")
         self._wakeup = Wakeup()
+        self._poll: select.poll | None = None
+        self._polled: Line | None = None
 
     @property
     def present(self) -> bool:
@@ -101,17 +103,19 @@ class Reader:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            self._wait(min(remaining_s, RECHECK_S))
+            self._wait(line, min(remaining_s, RECHECK_S))
         return item
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, line: Line | None, timeout_s: float) -> None:
         with self._polling:
-            poll = select.poll()
-            poll.register(self._wakeup.fileno(), select.POLLIN)
-            line = self._line
-            if line is not None:
-                poll.register(line.fd, select.POLLIN)
-            if self._wakeup.fileno() in dict(poll.poll(1e3 * timeout_s)):
+            if self._line is not line:
+                return  # detached: its file descriptor may be another's by now
+            if self._polled is not line or self._poll is None:
+                self._poll, self._polled = select.poll(), line
+                self._poll.register(self._wakeup.fileno(), select.POLLIN)
+                if line is not None:
+                    self._poll.register(line.fd, select.POLLIN)
+            if self._wakeup.fileno() in dict(self._poll.poll(1e3 * timeout_s)):
                 self._wakeup.clear()
 
     def close(self) -> None:

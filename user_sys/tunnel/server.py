@@ -7,6 +7,7 @@ threads have queued: control first, then weights, then experience. Nothing that 
 from __future__ import annotations
 
 import logging
+import math
 import select
 import threading
 import time
@@ -26,13 +27,9 @@ from user_sys.messages import (
     Heartbeat,
     Hello,
     Refusal,
-    TransferOffset,
-    TransferPart,
-    TransferStart,
     Welcome,
 )
 from user_sys.tunnel.admission import objection, other_version, require_allowed
-from user_sys.tunnel.arrivals import Arrivals
 from user_sys.tunnel.audit import Audit, Event, unaudited
 from user_sys.tunnel.floods import CHECK_S, FloodGuard
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
@@ -120,10 +117,11 @@ class TunnelServer:
         self._sessions: dict[bytes, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._memory: dict[str, Memory] = {}
-        self._waiting: set[Session] = set()  # those with something to be sent
+        self._waiting: dict[Channel, set[Session]] = {c: set() for c in Channel}  # who has something to be sent
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
+        self._ident = 0
         self._log = SparingLog()
 
     # Life cycle
@@ -191,12 +189,16 @@ class TunnelServer:
             session = self._by_name.get(name)
         if session is None or not session.is_open:
             return False
-        if not session.outlets[channel_of(message)].offer(Envelope(message, payload)):
+        channel, envelope = channel_of(message), Envelope(message, payload)
+        if threading.get_ident() == self._ident and session.send_now(channel, envelope, self._sender(session, channel)):
+            session.remember(message)
+            return True
+        if not session.outlets[channel].offer(envelope):
             self.counters["queue_full"] += 1
             self._log.warn("queue-full", f"tunnel.queue_full peer={name} message={type(message).__name__}")
             return False
         session.remember(message)
-        self._mark(session)
+        self._mark(session, channel)
         return True
 
     def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
@@ -204,16 +206,14 @@ class TunnelServer:
         with self._lock:
             session = self._sessions.get(peer.session)
         if session is not None:
-            window = session.windows[Channel.EXPERIENCE]
-            window.release(chunks, size_bytes)
-            if window.due() is not None:
-                self._mark(session)
+            if session.windows[Channel.EXPERIENCE].release(chunks, size_bytes):
+                self._mark(session, Channel.EXPERIENCE)
 
-    def _mark(self, session: Session) -> None:
+    def _mark(self, session: Session, channel: Channel) -> None:
         with self._lock:
             if self._sessions.get(session.peer.session) is session:
-                self._waiting.add(session)
-        if threading.current_thread() is not self._thread:
+                self._waiting[channel].add(session)
+        if threading.get_ident() != self._ident:
             self._wakeup.set()
 
     def peers(self, role: Role | None = None) -> tuple[Peer, ...]:
@@ -233,22 +233,27 @@ class TunnelServer:
 
     def _serve(self) -> None:
         prefer_latency()
+        self._ident = threading.get_ident()
         next_tick = 0.0
         poll = select.poll()
-        self._fds = [int(s.getsockopt(zmq.FD)) for s in (self._router, self._gate.zap, self._gate.monitor)]
-        for fd in (*self._fds, self._wakeup.fileno()):
+        router, zap, monitor = (int(s.getsockopt(zmq.FD)) for s in (self._router, self._gate.zap, self._gate.monitor))
+        for fd in (router, zap, monitor, self._wakeup.fileno()):
             poll.register(fd, select.POLLIN)
+        ready: dict[int, int] = {}
         try:
             while not self._stopping.is_set():
-                self._gate.authenticate()
-                self._gate.watch()
+                if zap in ready:
+                    self._gate.authenticate()
+                if monitor in ready:
+                    self._gate.watch()
                 self._receive()
                 self._check_floods()
                 retry_s = self._flush()
                 if time.monotonic() >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + TICK_S
-                if not readable(self._router) and self._wakeup.fileno() in dict(poll.poll(1e3 * min(retry_s, CHECK_S))):
+                ready = dict(poll.poll(0 if readable(self._router) else 1e3 * min(retry_s, CHECK_S)))
+                if self._wakeup.fileno() in ready:
                     self._wakeup.clear()
             self._flush()
         except Exception as error:
@@ -263,6 +268,8 @@ class TunnelServer:
             self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
 
     def _tick(self) -> None:
+        self._gate.authenticate()
+        self._gate.watch()
         ring_changed = self._keyring.refresh()
         for name in self._keyring.unreadable if ring_changed else ():
             logger.warning("tunnel.unreadable_key file=%s/%s", self._keyring.folder, name)
@@ -350,11 +357,9 @@ class TunnelServer:
             require_allowed(session.peer, message)
             window = session.windows[channel]
             window.charge(size)
-            self._hand_on(session, envelope)
-            if not isinstance(message, ChunkOffer):
-                window.release(1, size)
-            if window.due() is not None:
-                self._mark(session)
+            self._handler.received(session.peer, message, envelope.payload)
+            if not isinstance(message, ChunkOffer) and window.release(1, size):
+                self._mark(session, channel)
         except WireError as error:
             self.counters["malformed"] += 1
             self._refuse(session, str(error))
@@ -365,26 +370,9 @@ class TunnelServer:
                 session.heartbeat(beat)
             case Grant() as grant:
                 session.grant(channel, grant)
-            case TransferOffset() as answer:
-                session.outlets[channel].resume_at(answer)
             case message:
                 raise WireError(f"{type(message).__name__} out of turn")
-        self._mark(session)
-
-    def _hand_on(self, session: Session, envelope: Envelope) -> None:
-        """To the handler, parts as the whole that they make."""
-        match envelope.message:
-            case TransferStart() as start:
-                answer = session.memory.arrivals.start(start)
-                if answer is not None:
-                    send_frames(self._router, [_routing_id(session, Channel.WEIGHTS), *encode(Envelope(answer))])
-            case TransferPart() as part:
-                whole = session.memory.arrivals.part(part, envelope.payload or b"")
-                if whole is not None:
-                    require_allowed(session.peer, whole.message)
-                    self._handler.received(session.peer, whole.message, whole.payload)
-            case message:
-                self._handler.received(session.peer, message, envelope.payload)
+        self._mark(session, channel)
 
     # Sessions
 
@@ -413,7 +401,7 @@ class TunnelServer:
             resume_after=memory.durable if known else -1,
         )
         send_frames(self._router, [routing_id, *encode(Envelope(welcome))])
-        self._mark(session)
+        self._mark(session, channel)
         if len(session.greeted) == len(Channel) and not session.is_open:
             session.machine.enter(SessionState.OPEN)
             logger.info("tunnel.opened peer=%s role=%s address=%s", session.peer.name, session.peer.role, address)
@@ -424,7 +412,7 @@ class TunnelServer:
         former = self._by_name.get(peer.name)
         if former is not None:
             self._refuse(former, f"another session of {peer.name} has taken over")
-        memory = self._memory.setdefault(peer.name, Memory(Arrivals(self._limits)))
+        memory = self._memory.setdefault(peer.name, Memory())
         session = Session(peer, self._limits, memory, self.gauges, stream)
         with self._lock:
             self._sessions[peer.session] = session
@@ -440,11 +428,12 @@ class TunnelServer:
     def _end(self, session: Session, reason: str) -> None:
         peer, was_open = session.peer, session.is_open
         with self._lock:
-            self._waiting.discard(session)
+            for waiting in self._waiting.values():
+                waiting.discard(session)
             self._sessions.pop(peer.session, None)
             if self._by_name.get(peer.name) is session:
                 del self._by_name[peer.name]
-        session.end()
+        session.machine.enter(SessionState.ENDED)
         logger.info("tunnel.closed peer=%s reason=%s", peer.name, reason)
         if was_open:
             self._tell_audit("closed", peer, reason)
@@ -457,21 +446,23 @@ class TunnelServer:
 
     def _flush(self) -> float:
         """Sends what is queued, control of all peers first; returns the seconds until it should be tried again."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, set()
         retry_s = TICK_S
-        for channel in Channel:
-            for session in waiting:
-                if session.flush(channel, self._sender(_routing_id(session, channel))):
-                    self._mark(session)
-                    retry_s = BLOCKED_RETRY_S
-        for session in waiting:
-            if (wait_s := session.wait_s()) < retry_s:
-                self._mark(session)
-                retry_s = wait_s
+        for channel, waiting in self._waiting.items():
+            if not waiting:
+                continue
+            with self._lock:
+                sessions = list(waiting)
+                waiting.clear()
+            for session in sessions:
+                blocked = session.flush(channel, self._sender(session, channel))
+                wait_s = BLOCKED_RETRY_S if blocked else session.outlets[channel].wait_s()
+                if wait_s < math.inf:
+                    self._mark(session, channel)
+                    retry_s = min(retry_s, wait_s)
         return retry_s
 
-    def _sender(self, routing_id: bytes) -> Callable[[list[Payload]], bool]:
+    def _sender(self, session: Session, channel: Channel) -> Callable[[list[Payload]], bool]:
+        routing_id = _routing_id(session, channel)
         return lambda frames: send_frames(self._router, [routing_id, *frames])
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from hal.spec import RobotSpec
 from user_sys.messages import ChunkAck, ChunkRefusal, Grant, Heartbeat
-from user_sys.tunnel.arrivals import Arrivals
 from user_sys.tunnel.credit import Window
 from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import Role
@@ -42,13 +41,9 @@ class Memory:
     """What the gateway remembers of a peer from one session to the next.
 
     Attributes:
-        arrivals: a payload that is coming in parts.
-        interrupted: key of a payload that was going out in parts.
         stream, durable: a robot's outbox, and the newest chunk of it that was acknowledged; -1 where that is not known.
     """
 
-    arrivals: Arrivals
-    interrupted: str = ""
     stream: str = ""
     durable: int = -1
 
@@ -75,8 +70,7 @@ class Session:
         self.outlets: dict[Channel, Outlet] = {}
         self.windows: dict[Channel, Window] = {}
         for channel, bounds in channel_limits(limits).items():
-            interrupted = memory.interrupted if channel is Channel.WEIGHTS else ""
-            self.outlets[channel] = Outlet(bounds, limits.part_bytes, gauges[channel], interrupted)
+            self.outlets[channel] = Outlet(bounds, gauges[channel])
             self.windows[channel] = Window(bounds)
         self._echo: Heartbeat | None = None
 
@@ -101,6 +95,11 @@ class Session:
             window.granted(grant)
         return self.outlets[channel].flush(send)
 
+    def send_now(self, channel: Channel, envelope: Envelope, send: SendTo) -> bool:
+        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
+        outlet = self.outlets[channel]
+        return not len(outlet) and outlet.may_send() and outlet.send(encode(envelope), send)
+
     def grant(self, channel: Channel, grant: Grant) -> None:
         self.outlets[channel].grant(grant)
 
@@ -114,12 +113,3 @@ class Session:
             self.memory.durable = -1
         elif isinstance(message, ChunkAck) and self.stream:
             self.memory.stream, self.memory.durable = self.stream, message.sequence
-
-    def wait_s(self) -> float:
-        """Seconds until a bandwidth limit lets something pass that waits; infinite where nothing does."""
-        return min(outlet.wait_s() if len(outlet) else float("inf") for outlet in self.outlets.values())
-
-    def end(self) -> None:
-        """Keeps what the next session goes on with."""
-        self.machine.enter(SessionState.ENDED)
-        self.memory.interrupted = self.outlets[Channel.WEIGHTS].interrupted

@@ -21,10 +21,9 @@ TRAFFIC_CLASS = {Channel.CONTROL: 0xB8, Channel.WEIGHTS: 0x28, Channel.EXPERIENC
 
 def receive_frames(socket: Socket) -> list[zmq.Frame] | None:
     """The next message's frames without waiting, or None. Frames beyond `MAX_PARTS` + 2 are dropped as they come."""
-    try:
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
-    except zmq.Again:
+    if not readable(socket):  # asking costs less than an exception
         return None
+    frame = socket.recv(zmq.DONTWAIT, copy=False)
     frames = [frame]
     while frame.more:
         frame = socket.recv(zmq.DONTWAIT, copy=False)

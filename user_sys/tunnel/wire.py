@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,15 +38,11 @@ from user_sys.messages import (
     Refusal,
     RobotStatus,
     StopRun,
-    TransferOffset,
-    TransferPart,
-    TransferStart,
     WatchRequest,
     WeightsApplied,
     WeightsAsk,
     WeightsGone,
     WeightsGrains,
-    WeightsManifest,
     WeightsMessage,
     WeightsOffer,
     WeightsProgress,
@@ -80,23 +76,21 @@ class Envelope:
     payload: Payload | None = None
 
 
-WITH_PAYLOAD = (ChunkOffer, Preview, WeightsManifest, TransferPart, WeightsGrains)
+WITH_PAYLOAD = (ChunkOffer, Preview, WeightsGrains)
 PARCELS = (WeightsAsk, WeightsOffer, WeightsRequest, WeightsGrains, WeightsGone, WeightsProgress)
 """Offers, requests and parcels of weights; said anew in each session."""
-FREE = (Hello, Welcome, Refusal, Heartbeat, Grant, TransferOffset)
+FREE = (Hello, Welcome, Refusal, Heartbeat, Grant)
 """Needs no credit: the session lives by them, and none of them waits in a queue."""
-RESUMABLE = (WeightsManifest,)
-"""May go in parts; says the payload's `digest` and `size_bytes`."""
 PERISHABLE = (OperatorCommand, WatchRequest, LeaseRequest, LeaseRelease, Preview)
 """Worth nothing, or dangerous, when they arrive late: never kept over a lost connection."""
 
 ALLOWED: dict[Role, tuple[type[Message], ...]] = {
     "robot": (
         *(Hello, Heartbeat, Grant, LeaseRequest, LeaseRelease, OperatorReply, RobotStatus, EpisodeReport),
-        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, TransferOffset, WeightsRequest),
+        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, WeightsRequest),
     ),
     "learner": (
-        *(Hello, Heartbeat, Grant, MetricsReport, WeightsManifest, TransferStart, TransferPart),
+        *(Hello, Heartbeat, Grant, MetricsReport),
         *(WeightsOffer, WeightsGrains, WeightsGone),
     ),
     "relay": (Hello, Heartbeat, Grant, MetricsReport, TransferOffset, WeightsRequest),
@@ -109,10 +103,10 @@ _DECODERS: dict[Channel, msgspec.msgpack.Decoder[Any]] = {
     Channel.WEIGHTS: msgspec.msgpack.Decoder(WeightsMessage),
     Channel.EXPERIENCE: msgspec.msgpack.Decoder(ExperienceMessage),
 }
+_ENCODER = msgspec.msgpack.Encoder()
 _CHANNEL_OF: dict[type[Message], Channel] = {
-    **dict.fromkeys((WeightsManifest, WeightsApplied, WeightsReceived), Channel.WEIGHTS),
+    **dict.fromkeys((WeightsApplied, WeightsReceived), Channel.WEIGHTS),
     **dict.fromkeys(PARCELS, Channel.WEIGHTS),
-    **dict.fromkeys((TransferStart, TransferOffset, TransferPart), Channel.WEIGHTS),
     **dict.fromkeys((ChunkOffer, ChunkAck, ChunkRefusal, Preview, PreviewAck), Channel.EXPERIENCE),
 }
 
@@ -130,25 +124,24 @@ def channel_of(message: AnyMessage) -> Channel:
     return _CHANNEL_OF.get(type(message), Channel.CONTROL)
 
 
+_STATES: dict[type[Message], Callable[[Any], Hashable]] = {
+    RobotStatus: lambda status: ("status", status.robot),
+    OperatorCommand: lambda order: ("drive", order.robot, order.operator) if order.order == "drive" else None,
+    WatchRequest: lambda request: ("watch", request.robot),
+    Preview: lambda preview: ("preview", preview.robot, preview.camera),
+    **{kind: type for kind in (WeightsOffer, WeightsProgress, ChunkAck)},
+}
+
+
 def coalescing_key(message: AnyMessage) -> Hashable:
     """Equal for messages of which only the newest matters; None where each one does."""
-    match message:
-        case RobotStatus():
-            return ("status", message.robot)
-        case OperatorCommand(order="drive"):
-            return ("drive", message.robot, message.operator)
-        case WatchRequest():
-            return ("watch", message.robot)
-        case Preview():
-            return ("preview", message.robot, message.camera)
-        case WeightsManifest() | WeightsOffer() | WeightsProgress() | ChunkAck():
-            return type(message)
-    return None
+    key = _STATES.get(type(message))
+    return None if key is None else key(message)
 
 
 def encode(envelope: Envelope) -> list[Payload]:
     """The frames of a message."""
-    header = msgspec.msgpack.encode(envelope.message)
+    header = _ENCODER.encode(envelope.message)
     return [header] if envelope.payload is None else [header, envelope.payload]
 
 
@@ -169,23 +162,6 @@ def decode(channel: Channel, frames: list[Payload], limits: TunnelLimits) -> Env
     if isinstance(message, WITH_PAYLOAD) != (len(frames) == MAX_PARTS):
         raise WireError(f"{type(message).__name__} came with {len(frames) - 1} payload frames")
     return Envelope(message, frames[1] if len(frames) == MAX_PARTS else None)
-
-
-def announced(start: TransferStart, limits: TunnelLimits) -> AnyMessage:
-    """The message that a transfer brings.
-
-    Raises:
-        WireError: it may not come in parts, describes another payload, or is larger than allowed.
-    """
-    try:
-        message = _DECODERS[Channel.WEIGHTS].decode(start.announced)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError, HalError) as error:
-        raise WireError(f"a transfer of no message: {str(error)[:200]}") from None
-    if not isinstance(message, RESUMABLE) or (message.digest, message.size_bytes) != (start.key, start.size_bytes):
-        raise WireError(f"a transfer that does not fit its {type(message).__name__}")
-    if not 0 < start.size_bytes <= limits.max_transfer_bytes:
-        raise WireError(f"a payload of {start.size_bytes} bytes; the limit is {limits.max_transfer_bytes}")
-    return message
 
 
 def size_of(frames: list[Payload]) -> int:
