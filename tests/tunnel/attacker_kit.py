@@ -84,9 +84,14 @@ class Attacker:
     def _lying(self) -> list[bytes]:
         packet = bytearray(chunk(0, robot="panda-1"))
         packet[4:8] = b"\xff" + self._random.randbytes(3)
-        grains = WeightsGrains(parcel=b"d", first=1 << 62)
+        grains = self._encoded(WeightsGrains(parcel=b"d", first=1 << 62), b"x")
         return self._random.choice(
-            [[self._random.choice(LENGTHS)], self._offer(bytes(packet)), [b"\x91" * 60_000], self._encoded(grains, b"x")]
+            [
+                [self._random.choice(LENGTHS)],
+                self._offer(bytes(packet)),
+                [b"\x91" * 60_000],
+                self._encoded(grains, b"x"),
+            ]
         )
 
     def _forged(self) -> list[bytes]:

@@ -93,7 +93,7 @@ ALLOWED: dict[Role, tuple[type[Message], ...]] = {
         *(Hello, Heartbeat, Grant, MetricsReport),
         *(WeightsOffer, WeightsGrains, WeightsGone),
     ),
-    "relay": (Hello, Heartbeat, Grant, MetricsReport, TransferOffset, WeightsRequest),
+    "relay": (Hello, Heartbeat, Grant, MetricsReport, WeightsRequest),
     "console": (Hello, Heartbeat, Grant, OperatorCommand, WatchRequest, StopRun, PreviewAck),
 }
 """What each role may send to the gateway."""
