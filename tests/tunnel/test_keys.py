@@ -26,6 +26,10 @@ def test_a_key_pair_comes_back_as_it_was_saved_and_only_its_owner_can_read_it(tm
     assert (tmp_path / "keys/panda-0.key").stat().st_mode & 0o777 == 0o600
 
 
+def test_no_public_key_looks_like_an_option() -> None:
+    assert not any(new_keypair().public.startswith("-") for _ in range(500))
+
+
 def test_a_secret_shows_in_no_repr() -> None:
     keys = new_keypair()
     assert keys.secret not in repr(keys)

@@ -66,8 +66,11 @@ class AllowedKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_keypair() -> KeyPair:
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
+    """A fresh pair. A public key that begins with a dash is drawn again: a command line would take it for an option."""
+    while True:
+        public, secret = zmq.curve_keypair()
+        if not public.startswith(b"-"):
+            return KeyPair(public.decode(), secret.decode())
 
 
 def fingerprint(public: str) -> str:
