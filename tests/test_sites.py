@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,9 @@ from hal.supervision import NodeState, NodeStatus
 from user_sys.edge.session_report import Doing, SessionReport
 from user_sys.edge.watch import OVER, condition
 from user_sys.gateway.service import GatewayAddress
+from user_sys.prepare import free_endpoint
 from user_sys.robot_cards import read_cards
+from user_sys.tunnel.keys import Keyring, load_public_key, new_keypair, save_keypair
 
 LEFT = """
 robots: [{name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}]
@@ -71,6 +74,17 @@ def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot:
             launch.require_nothing_left()
         assert launch.out.rstrip().endswith("left: stopped; its outbox is empty") and launch.err == "", launch.out
     require_delivered(run, robot / "edge" / "left" / "outbox")
+
+
+@pytest.mark.slow
+def test_two_computers_of_one_name_do_not_take_a_robot_from_each_other(robot: Path, tmp_path: Path) -> None:
+    run, double = tmp_path / "run", tmp_path / "double"
+    shutil.copytree(robot, double)
+    with gateway(run) as address, edge(robot, address) as first:
+        until(lambda: "the run drives the robot" in first.out, "the first drives", 60)
+        with edge(double, address) as second:
+            until(lambda: "left is driven by edge on" in second.out, "the second says who has the robot", 30)
+            assert "the run drives the robot" not in second.out and first.out.count("its processes start") <= 1
 
 
 NO_ROBOTS = "robots: []\n"
@@ -129,6 +143,36 @@ def test_how_a_robot_fares_is_told_in_plain_words(
     words = {"driver": "no such device", "session": "this key is not allowed"}
     assert text in condition("tcp://desk:1", driver, session, said, words).text
     assert condition("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is OVER
+
+
+@pytest.mark.slow
+def test_a_site_trains_through_its_relay(robot: Path, tmp_path: Path) -> None:
+    """The whole way with ``user-sys relay`` in between, which is killed once."""
+    run, lab = tmp_path / "run", tmp_path / "lab"
+    pair = new_keypair()
+    save_keypair(pair, lab / "keys", "lab")
+    Keyring(run / "keys").revoke("left")
+    Keyring(run / "keys").allow(pair.public, "lab", "relay", robots=("left",))
+    Keyring(lab / "keys").allow(load_public_key(robot / "keys" / "left.pub"), "left", "robot")
+    endpoint = free_endpoint("tcp://127.0.0.1:0")
+    (lab / "relay.yaml").write_text(f"name: lab\nendpoint: {endpoint}\n")
+    near = GatewayAddress(endpoint=endpoint, public_key=pair.public)
+    with gateway(run) as address, ExitStack() as stack:
+        (lab / "keys" / "gateway.pub").write_text(address.public_key)
+        relay = stack.enter_context(user_sys(lab, "relay", "relay.yaml", "--connect", address.endpoint))
+        far = stack.enter_context(edge(robot, near))
+        until(lambda: len(headers(run / "store")) > 5, "it delivers through the relay", 60)
+        os.kill(relay.process.pid, signal.SIGKILL)
+        until(lambda: "is out of reach" in far.out, "it says that it is alone", 30)
+        stored = len(headers(run / "store"))
+        again = stack.enter_context(user_sys(lab, "relay", "relay.yaml", "--connect", address.endpoint))
+        until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again", 60)
+        os.kill(far.process.pid, signal.SIGTERM)
+        assert far.wait(60) == 0, far.err
+        os.kill(again.process.pid, signal.SIGTERM)
+        assert again.wait(60) == 0, again.err
+        assert "lab: left came in" in again.out
+    require_delivered(run, robot / "edge" / "left" / "outbox")
 
 
 @pytest.mark.slow

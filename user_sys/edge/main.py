@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import signal
 import threading
 from argparse import Namespace
@@ -103,7 +104,7 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
 def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, folder: Path) -> SessionConfig:
     return SessionConfig(
         robot=robot.name,
-        holder=f"edge on {local_node()}",
+        holder=f"edge on {local_node()} ({_identity(folder)})",
         endpoint=connect,
         keys=keys.resolve(),
         state=folder / robot.name,
@@ -113,6 +114,14 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         recorder=config.recorder,
         policy=config.policy,
     )
+
+
+def _identity(folder: Path) -> str:
+    """Tells this computer from another of the same name, so that two do not take the robot from each other in turns."""
+    path = folder / "identity"
+    if not path.exists():
+        replace_durably(path, secrets.token_hex(4).encode())
+    return path.read_text()
 
 
 def _demonstrate(
