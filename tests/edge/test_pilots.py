@@ -293,3 +293,31 @@ def test_a_flood_of_orders_is_refused_and_not_kept(session: Session) -> None:
     for _ in range(MAX_PENDING_ORDERS + 1):
         session.order("reset")
     assert [(reply.accepted, reply.reason) for reply in session.replies] == [(False, "busy")]
+
+
+def test_weights_may_wait_for_the_next_episode(make: Callable[..., Session]) -> None:
+    session = make(swap_at="episode")
+    publish(session.swapper, 2)
+    assert {session.acted().policy_version for _ in range(3 * LENGTH)} == {1}
+    session.begin()
+    assert session.acted().policy_version == 2
+
+
+def test_with_weights_that_are_too_old_the_robot_holds_until_newer_ones_come(make: Callable[..., Session]) -> None:
+    newest = [1]
+    session = make(too_old=lambda: newest[0] - session.swapper.version > 1)
+    assert session.acted().policy_version == 1
+    newest[0] = 3
+    assert session.period() == (None, None) and session.period() == (None, None)
+    publish(session.swapper, 3)
+    assert session.period() == (None, None), "they come in while it holds"
+    session.pilot._policy.interrupt()
+    assert session.acted().policy_version == 3
+
+
+def test_each_inference_is_timed(make: Callable[..., Session]) -> None:
+    times: list[float] = []
+    session = make(observe=times.append)
+    for _ in range(2 * LENGTH):
+        session.acted()
+    assert len(times) == 2 and min(times) > 0

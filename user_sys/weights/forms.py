@@ -68,6 +68,13 @@ def widen(array: Array) -> Array:
     return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _scales(array: Array) -> Array:
+    """float32, of each index of the last axis; 127 of them are never more than the largest magnitude."""
+    largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float64)
+    scales = (largest / 127).astype(np.float32)
+    return np.where(127.0 * scales.astype(np.float64) > largest, np.nextafter(scales, np.float32(0)), scales)
+
+
 def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
     if array.dtype.kind != "f":
         return {name: array}
@@ -75,6 +82,6 @@ def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
         return {name: narrow(array)}
     if array.ndim < 2:
         return {name: array}
-    scales = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float32) / np.float32(127)
+    scales = _scales(array)
     divisors = np.where(scales > 0, scales, np.float32(1))
     return {name: np.rint(array / divisors).clip(-127, 127).astype(np.int8), name + SCALES: scales}

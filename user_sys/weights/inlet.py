@@ -53,7 +53,8 @@ class WeightsInlet:
     Args:
         keys: folder with the learner's public signing key, ``learner.verify``. Where it is missing, the key that the
             gateway names first is trusted, and kept there.
-        folder: keeps a version every `KEEP_INTERVAL_S` or so, from which the next life starts while the link is down.
+        folder: keeps a version every `KEEP_INTERVAL_S` or so, from which the next life starts while the link is down;
+            None keeps nothing.
 
     Attributes:
         receiver: whose figures any thread may read.
@@ -65,13 +66,13 @@ class WeightsInlet:
         swapper: PolicySwapper,
         config: InletConfig,
         keys: Path,
-        folder: Path,
+        folder: Path | None,
         governor: Governor,
     ) -> None:
         """Raises RunError: the learner's key is damaged."""
         self._link, self._swapper, self._governor = link, swapper, governor
         self._config = config
-        self._shelf = Shelf(folder)
+        self._shelf = None if folder is None else Shelf(folder)
         self._next_keep_s = time.monotonic() + KEEP_INTERVAL_S
         self._kept = NO_VERSION
         self._failure: Exception | None = None
@@ -142,6 +143,8 @@ class WeightsInlet:
                 self.receiver.arrived(message, payload)
 
     def _take_up(self) -> None:
+        if self._shelf is None:
+            return
         catalogue = self._shelf.open()
         kept = newest(catalogue)
         if kept is None:
@@ -155,7 +158,7 @@ class WeightsInlet:
 
     def _keep(self) -> None:
         held, started_s = self.receiver.held, time.monotonic()
-        if held is None or held.manifest.version == self._kept:
+        if self._shelf is None or held is None or held.manifest.version == self._kept:
             return
         version = held.manifest.version
         parcel = full_parcel(held.state, version, self._governor.breathe)

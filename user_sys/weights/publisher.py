@@ -82,7 +82,7 @@ class Publisher:
     def __init__(self, link: WeightsLink, signer: Signer, config: PublishConfig) -> None:
         self.published = 0
         self._link, self._signer, self._config = link, signer, config
-        self._governor = Governor(config.governor)
+        self.governor = Governor(config.governor)
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
         self._snapshot: _Snapshot | None = None
@@ -136,11 +136,11 @@ class Publisher:
 
     def observe(self, seconds: float) -> None:
         """How long a training step took: the governor keeps it within its budget."""
-        self._governor.observe(seconds)
+        self.governor.observe(seconds)
 
     def scalars(self) -> dict[str, float]:
         """For the metrics."""
-        return {"versions_published": float(self.published), **self._governor.scalars()}
+        return {"versions_published": float(self.published), **self.governor.scalars()}
 
     @property
     def version(self) -> int:
@@ -170,7 +170,7 @@ class Publisher:
 
     def _encode_snapshots(self) -> None:
         while (snapshot := self._next()) is not None:
-            with self._governor.push():
+            with self.governor.push():
                 self._encode(snapshot)
             self._link.send_weights(self._offer())
 
@@ -182,7 +182,7 @@ class Publisher:
             return snapshot
 
     def _encode(self, snapshot: _Snapshot) -> None:
-        breathe, version = self._governor.breathe, snapshot.version
+        breathe, version = self.governor.breathe, snapshot.version
         fresh: list[Parcel] = []
         unix_ns = time.time_ns()
         for form in self._config.forms:
@@ -201,7 +201,7 @@ class Publisher:
             self.published += 1
 
     def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
-        breathe = self._governor.breathe
+        breathe = self.governor.breathe
         delta = None if base is None else delta_parcel(base_version, base, version, state, breathe)
         if delta is None:
             return [full_parcel(state, version, breathe)]
@@ -235,7 +235,7 @@ class Publisher:
                 if self._newest != NO_VERSION:
                     self._link.send_weights(self._offer(greeting=True))
             case WeightsRequest() as request:
-                with self._governor.push():
+                with self.governor.push():
                     self._link.send_weights(*answer(self._catalogue, request))
             case WeightsReceived(version=version):
                 with self._changed:

@@ -19,7 +19,6 @@ from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
 
 
 def list_main(args: Namespace) -> int:
-
     catalogue, order = Shelf(_folder(args.run)).open(), _standing(args.run)
     whole = {form: set(catalogue.versions(form)) for form, _ in catalogue.manifests}
     found = [m for m, _ in catalogue.manifests.values() if m.version in whole[m.form]]

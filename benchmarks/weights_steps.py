@@ -1,0 +1,185 @@
+"""What the learner's step notices of pushes (goal 11), and the governor at work.
+
+The learner is real (RLPD's update on random batches, one thread), its publisher too; the gateway and a robot are
+processes of their own, as in a run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Row
+from user_sys.algorithms.conformance import example_batch
+from user_sys.algorithms.rlpd import Rlpd
+from user_sys.algorithms.rlpd_config import RlpdConfig
+from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.signing import ensure_signer
+from user_sys.weights.swap import PolicySwapper
+
+PAIRS = 7
+STEPS = 50  # in each half of a pair
+BATCH = 256
+GOVERNED_S = 30.0
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "weights-governor.png"
+
+
+def step_rows() -> list[Row]:
+    """Median step while pushing after every step, and once a second, against the step without pushes."""
+    torch.set_num_threads(1)
+    rows = []
+    with Fleet() as fleet:
+        for title, config, every_s, target in (
+            ("every step, governor on", GovernorConfig(), 0.0, 1 / 1.03),
+            ("every step, governor off", GovernorConfig(enabled=False), 0.0, None),
+            ("once a second, governor on", GovernorConfig(), 1.0, 1 / 1.01),
+        ):
+            with fleet.publisher(config) as publisher:
+                rows.append(_row(fleet, publisher, title, every_s, target))
+        with fleet.publisher(GovernorConfig()) as publisher:
+            plot(fleet, publisher)
+    return rows
+
+
+class Fleet:
+    """A gateway and a robot in processes of their own, and a learner's algorithm here."""
+
+    def __enter__(self) -> Fleet:
+        self._stack = ExitStack()
+        self.run = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self.version = 0
+        spec, rng = example_spec(), np.random.default_rng(0)
+        self.algorithm, self.batch = Rlpd(RlpdConfig(), spec, seed=0), example_batch(rng, BATCH)
+        for name, role in (("learner", "learner"), ("panda-0", "robot")):
+            allow(self.run, name, role)  # type: ignore[arg-type]
+        argv = [sys.executable, "-m", "user_sys.gateway", "--run", str(self.run)]
+        log = self._stack.enter_context((self.run / "gateway.log").open("wb"))
+        gateway = self._stack.enter_context(subprocess.Popen(argv, stdout=log, stderr=log))
+        self._stack.callback(gateway.terminate)
+        deadline = time.monotonic() + 30
+        while (address := read_address(self.run)) is None:
+            assert time.monotonic() < deadline, (self.run / "gateway.log").read_text()
+            time.sleep(0.01)
+        self.address = address
+        robot = multiprocessing.get_context("spawn").Process(target=act, args=(self.run, address), daemon=True)
+        robot.start()
+        self._stack.callback(robot.terminate)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def publisher(self, config: GovernorConfig) -> Publisher:
+        client = self._stack.enter_context(connect(self.run, self.address, "learner", "learner"))
+        signer = ensure_signer(self.run / "keys", "learner")
+        return Publisher(client, signer, PublishConfig(governor=config))
+
+    def step(self, publisher: Publisher, push: bool) -> float:
+        """Seconds of one update as the learner makes it, with what it does to publish when it does."""
+        started = time.perf_counter()
+        self.algorithm.update(self.batch)
+        updated = time.perf_counter()
+        publisher.observe(updated - started)
+        if push:
+            self.version += 1
+            publisher.publish(self.algorithm.policy_weights(), self.version, self.version)
+        return time.perf_counter() - started
+
+
+def allow(run: Path, name: str, role: Role) -> None:
+    keys = new_keypair()
+    save_keypair(keys, run / "keys", name)
+    Keyring(run / "keys").allow(keys.public, name, role)
+
+
+def connect(run: Path, address: GatewayAddress, name: str, role: Role) -> TunnelClient:
+    hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name)
+    return TunnelClient(address.endpoint, load_keypair(run / "keys" / f"{name}.key"), address.public_key, hello)
+
+
+def act(run: Path, address: GatewayAddress) -> None:
+    """A robot that does nothing but take each version, at 100 Hz. Its process is terminated."""
+    spec = example_spec()
+    swapper, config = PolicySwapper(lambda: MlpPolicy(spec)), InletConfig()
+    with connect(run, address, "panda-0", "robot") as client:
+        client.wait_open(30)
+        with WeightsInlet(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)):
+            while True:
+                if (version := swapper.swap_if_ready()) is not None:
+                    client.send(WeightsApplied(robot="panda-0", version=version, seconds=swapper.applied_s))
+                time.sleep(0.01)
+
+
+def _row(fleet: Fleet, publisher: Publisher, title: str, every_s: float, target: float | None) -> Row:
+    next_s = 0.0
+
+    def due() -> bool:
+        nonlocal next_s
+        if time.monotonic() < next_s:
+            return False
+        next_s = time.monotonic() + every_s
+        return True
+
+    ratios, idle, pushing = [], [], []
+    half(fleet, publisher, lambda: False)
+    for _ in range(2):
+        half(fleet, publisher, due)  # the governor settles
+    for pair in range(PAIRS):
+        halves = {
+            push: half(fleet, publisher, due if push else lambda: False) for push in (pair % 2 == 0, pair % 2 == 1)
+        }
+        idle.append(halves[False])
+        pushing.append(halves[True])
+        ratios.append(halves[False] / halves[True])
+    ratio = statistics.median(ratios)
+    met = None if target is None else ratio >= target
+    name = f"learner's median step, push {title}; bound: without pushes"
+    return Row(11, name, "ms", statistics.median(pushing), statistics.median(idle), ratio, target, met)
+
+
+def half(fleet: Fleet, publisher: Publisher, due: Callable[[], bool]) -> float:
+    """Median milliseconds of `STEPS` steps, after what was under way has arrived."""
+    publisher.settle(10)
+    return 1e3 * statistics.median(fleet.step(publisher, due()) for _ in range(STEPS))
+
+
+def plot(fleet: Fleet, publisher: Publisher) -> None:
+    """The governor's decisions over half a minute: a learner that pushes for ten seconds of every fifteen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    started, times = time.monotonic(), []
+    while (now := time.monotonic() - started) < GOVERNED_S:
+        times.append((now, 1e3 * fleet.step(publisher, push=now % 15 >= 5)))
+    figure, (steps, shares) = plt.subplots(2, 1, sharex=True, figsize=(9, 5), layout="constrained")
+    steps.plot(*zip(*times, strict=True), ".", markersize=2, color="0.5")
+    steps.set_ylabel("learner's step, ms")
+    steps.set_ylim(0, 2.5 * float(np.median([t for _, t in times])))
+    decisions = publisher.governor.decisions
+    at = [decision.at_s - started for decision in decisions]
+    shares.step(at, [decision.share for decision in decisions], where="post")
+    shares.set_ylabel("share left to pushes")
+    shares.set_xlabel("seconds; pushes after every step from 5 to 15 and from 20 to 30")
+    shares.set_ylim(0, 1.05)
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, dpi=110)

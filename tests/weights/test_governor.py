@@ -1,0 +1,112 @@
+"""The governor takes from a push what the victim cannot spare, gives it back, and never lets it starve."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+
+from user_sys.errors import ConfigError
+from user_sys.weights.governor import ENOUGH, Governor, GovernorConfig
+
+CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, threads=4, link_bytes_per_s=1e6)
+
+
+class Machine:
+    """A victim of which a push at full share doubles the time; time passes with its steps and the push's rests."""
+
+    def __init__(self, config: GovernorConfig = CONFIG) -> None:
+        self.now_s, self.rests_s = 0.0, 0.0
+        self.governor = Governor(config, clock=lambda: self.now_s, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.rests_s += seconds
+        self.now_s += seconds
+
+    def run(self, steps: int, harm: float, pushing: bool) -> None:
+        for _ in range(steps):
+            seconds = 0.01 * (1 + (harm * self.governor.share if pushing else 0))
+            self.now_s += seconds
+            if pushing:
+                with self.governor.push():
+                    self.governor.observe(seconds)
+            else:
+                self.governor.observe(seconds)
+
+
+def test_a_push_that_hurts_is_cut_until_it_fits_the_budget() -> None:
+    machine = Machine()
+    machine.run(100, 0.0, pushing=False)
+    machine.run(3000, 1.0, pushing=True)
+    shares = [decision.share for decision in machine.governor.decisions]
+    assert min(shares) < 0.15 and max(shares[-10:]) < 0.25, "about a tenth is what it can have"
+    assert machine.governor.threads == 1 and machine.governor.link_limit() < 0.25e6
+    newest = machine.governor.scalars()
+    assert newest["governor/share"] == machine.governor.share and newest["governor/idle_ms"] == pytest.approx(10.0)
+
+
+def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
+    machine = Machine()
+    machine.run(100, 0.0, pushing=False)
+    machine.run(2000, 1.0, pushing=True)
+    assert machine.governor.share < 0.5
+    machine.run(10_000, 0.0, pushing=True)
+    assert machine.governor.share == 1.0 and machine.governor.threads == 4
+
+
+def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() -> None:
+    machine = Machine(replace(CONFIG, least_share=0.2))
+    machine.run(ENOUGH - 1, 0.0, pushing=False)
+    machine.run(1000, 100.0, pushing=True)
+    assert machine.governor.share == 1.0 and not machine.governor.decisions
+    machine.run(ENOUGH, 0.0, pushing=False)
+    machine.run(30_000, 100.0, pushing=True)
+    assert machine.governor.share == 0.2
+
+
+def test_bulk_work_rests_as_its_share_says() -> None:
+    machine = Machine()
+    machine.governor.share = 0.25
+    with machine.governor.push():
+        for _ in range(10):
+            machine.now_s += 0.004
+            machine.governor.breathe(1 << 20)
+    assert machine.rests_s == pytest.approx(10 * 0.012)
+    machine.governor.share = 1.0
+    machine.governor.breathe(1 << 20)
+    assert machine.rests_s == pytest.approx(10 * 0.012)
+
+
+def test_switched_off_it_takes_nothing() -> None:
+    machine = Machine(replace(CONFIG, enabled=False, link_bytes_per_s=0.0))
+    machine.run(100, 0.0, pushing=False)
+    machine.run(1000, 5.0, pushing=True)
+    machine.governor.breathe(1 << 20)
+    assert machine.governor.share == 1.0 and machine.rests_s == 0 and machine.governor.link_limit() == math.inf
+
+
+def test_threads_may_observe_and_push_at_once() -> None:
+    governor = Governor(replace(CONFIG, decide_s=1e-4))
+
+    def work(pushes: bool) -> None:
+        for _ in range(2000):
+            if pushes:
+                with governor.push():
+                    governor.breathe(1)
+            else:
+                governor.observe(0.01)
+
+    threads = [threading.Thread(target=work, args=(pushes,)) for pushes in (True, False, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert governor.share == 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"budget": 0.0}, {"least_share": 0.0}, {"cut": 1.0}, {"threads": 0}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="governor"):
+        replace(CONFIG, **wrong)  # type: ignore[arg-type]

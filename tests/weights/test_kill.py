@@ -1,0 +1,81 @@
+"""A robot's process that is killed while it takes weights in comes back with a policy that works."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from weights_kit import full_version, learner_key, random_weights
+
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.records import Manifest
+from user_sys.weights.shelf import Shelf, newest
+
+KEEPER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from weights_kit import full_version, learner_key, random_weights
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.shelf import Shelf
+folder, first = Path(sys.argv[1]), int(sys.argv[3])
+signer, _ = learner_key(folder)
+for version in range(first, first + 10_000):
+    manifest, signed, parcel = full_version(random_weights(version, rows=256), version, signer)
+    Shelf(folder / "kept").keep(Catalogue({("exact", version): (manifest, signed)}, {parcel.info.id: parcel}))
+    print(version, flush=True)
+"""
+
+
+def killed_while_keeping(folder: Path, first: int, rng: random.Random) -> int:
+    """Keeps one version after another until it is killed; returns the last of which it had said that it is kept."""
+    argv = [sys.executable, "-c", KEEPER, str(folder), str(Path(__file__).parent), str(first)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        last = int(process.stdout.readline())
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        return max([last, *map(int, process.stdout.read().split()[:-1] or [last])])
+
+
+def kills(folder: Path, count: int) -> None:
+    _, trust = learner_key(folder)
+    rng, version = random.Random(0), 1
+    for _ in range(count):
+        version = killed_while_keeping(folder, version + 1, rng)
+        found = newest(Shelf(folder / "kept").open())
+        assert found is not None and found[0].version >= version
+        manifest, state = found
+        trust.open(Shelf(folder / "kept").open().manifests["exact", manifest.version][1], Manifest)
+        expected = random_weights(manifest.version, rows=256)
+        assert all((state.tensors[name].tobytes() == array.tobytes()) for name, array in expected.items())
+        version = manifest.version
+
+
+def test_a_kill_while_a_version_is_kept_leaves_one_that_is_whole(tmp_path: Path) -> None:
+    kills(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_while_versions_are_kept(tmp_path: Path) -> None:
+    kills(tmp_path, 200)
+
+
+def test_what_lies_in_the_folder_besides_is_no_version(tmp_path: Path) -> None:
+    signer, _ = learner_key(tmp_path)
+    shelf = Shelf(tmp_path / "kept")
+    assert newest(shelf.open()) is None
+    manifest, signed, parcel = full_version(random_weights(1), 1, signer)
+    shelf.keep(Catalogue({("exact", 1): (manifest, signed)}, {parcel.info.id: parcel}))
+    (tmp_path / "kept" / "0000000009-exact-ff.parcel").write_bytes(b"half")
+    found = newest(shelf.open())
+    assert found is not None and found[0].version == 1
+    shelf.keep(shelf.open())
+    assert len(list((tmp_path / "kept").glob("*.parcel"))) == 1, "what nothing names is removed"
+    (tmp_path / "kept" / "index").write_bytes(b"\xff\xff")
+    assert newest(shelf.open()) is None
