@@ -168,6 +168,7 @@ class SessionPilot:
             return Decision(action=self._rest(), phase=self.authority.phase)
         if state is State.POLICY:
             if self._too_old():
+                self._policy.interrupt()
                 self._swap()
                 return None
             self._policy_steps += 1

@@ -20,7 +20,7 @@ WINDOW_S = 0.25  # of the link's rate is under way; hides a round trip of as muc
 MESSAGE_S = 0.03  # of the link's rate goes into one message
 FIRST_RATE = 4e6  # bytes/s, until one was measured
 RATE_SMOOTHING = 0.7
-RATE_SAMPLE_S = 0.02
+RATE_SAMPLE_S = 0.002
 STALL_S = 2.0
 
 Ask = Callable[[bytes, int, int], bool]
