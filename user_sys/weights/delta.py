@@ -48,7 +48,8 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 def encode_delta(base: State, new: State, most_bytes: int, breathe: Breathe = at_once) -> tuple[Codec, bytes] | None:
     """What makes `new` of `base`, and whether it is ``parts`` only.
 
-    None when names, dtypes or shapes differ, or as soon as it is clear that it takes more than `most_bytes`.
+    None when names, dtypes or shapes differ, or as soon as it is clear that it takes more than `most_bytes`. Tensors
+    that travel whole count with their full size, as they do in a full parcel, however well they compress.
     """
     former = {entry.name: entry for entry in base.entries}
     if [(e.name, e.dtype, e.shape) for e in base.entries] != [(e.name, e.dtype, e.shape) for e in new.entries]:
@@ -60,7 +61,8 @@ def encode_delta(base: State, new: State, most_bytes: int, breathe: Breathe = at
             part, found = _encode_tensor(entry.name, base.tensors[entry.name], new.tensors[entry.name], breathe)
             streams |= {f"{len(parts)}.{stream}": content for stream, content in found.items()}
             parts.append(part)
-            if (most_bytes := most_bytes - sum(content.size for content in found.values())) < 0:
+            most_bytes -= new.tensors[entry.name].nbytes if part.kind == "whole" else _size(found)
+            if most_bytes < 0:
                 return None
     codec: Codec = "delta" if any(part.kind == "sparse" for part in parts) else "parts"
     return codec, encode_packet(_Header(tuple(parts)), streams)
@@ -122,12 +124,16 @@ def _encode_tensor(name: str, base: Array, new: Array, breathe: Breathe) -> tupl
     indices = changed_values(base, new, int(MOST_CHANGED * base.size), breathe)
     sparse = None if indices is None else _encode_sparse(name, base, new, indices)
     whole = raw_bytes(new)
-    if sparse is not None and sum(stream.size for stream in sparse[1].values()) < PAYS_BELOW * whole.size:
+    if sparse is not None and _size(sparse[1]) < PAYS_BELOW * whole.size:
         return sparse
     sample, zipped = whole[:_SAMPLE_BYTES], ()
     if len(_zip(sample)) < PAYS_BELOW * sample.size:
         whole, zipped = _zip(whole), ("whole",)  # type: ignore[assignment]
     return _Part(name, "whole", dtype_name(new.dtype), new.shape, zipped=zipped), {"whole": whole}
+
+
+def _size(streams: Mapping[str, Array]) -> int:
+    return sum(stream.size for stream in streams.values())
 
 
 def _encode_sparse(name: str, base: Array, new: Array, indices: Array) -> tuple[_Part, dict[str, Array]]:

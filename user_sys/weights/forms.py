@@ -72,7 +72,8 @@ def _scales(array: Array) -> Array:
     """float32, of each index of the last axis; 127 of them are never more than the largest magnitude."""
     largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float64)
     scales = (largest / 127).astype(np.float32)
-    return np.where(127.0 * scales.astype(np.float64) > largest, np.nextafter(scales, np.float32(0)), scales)
+    too_large = 127.0 * scales.astype(np.float64) > largest
+    return np.asarray(np.where(too_large, np.nextafter(scales, np.float32(0)), scales))
 
 
 def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
