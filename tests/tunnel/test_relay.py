@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tunnel_kit import QUICK, Site, chunk, hello, prepare, serving, stored, until
+from tunnel_kit import QUICK, Recorder, Site, chunk, hello, prepare, serving, stored, until
 
 from sim.link import Link
 from user_sys.codec import Array
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import Refused
 from user_sys.gateway.relay import Relay, RelayConfig
+from user_sys.gateway.service import GatewayAddress
 from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
@@ -31,6 +32,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.server import TunnelServer
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.receiver import Receiver
 from user_sys.weights.records import Manifest, Order
@@ -167,6 +169,24 @@ def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tm
         until(lambda: not len(outbox), "it is answered")
         assert stored(cloud.run) == [] and list((tmp_path / "outbox" / "refused").iterdir())
         outbox.close()
+
+
+def test_robots_behind_a_relay_go_by_the_clouds_clock(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    pair, hour_ns = new_keypair(), 3_600 * 10**9
+    server = TunnelServer(
+        *("tcp://127.0.0.1:0", pair, Keyring(tmp_path / "cloud" / "keys"), Recorder(), QUICK),
+        unix_ns=lambda: time.time_ns() + hour_ns,
+    )
+    with server:
+        cloud = Site(tmp_path / "cloud", GatewayAddress(endpoint=server.endpoint, public_key=pair.public))
+        with relaying(tmp_path / "far", cloud) as far:
+            until(lambda: far.relay.uplink.clock, "the relay knows the cloud's clock")
+            robot = far.robot("far-0")
+            until(lambda: robot.clock, "the robot knows it too")
+            assert robot.clock is not None
+            ahead_ns = robot.clock.gateway_unix_ns(time.monotonic_ns()) - time.time_ns()
+            assert abs(ahead_ns - hour_ns) < 10**9
 
 
 class Reader:

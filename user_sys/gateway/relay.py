@@ -83,7 +83,9 @@ class Relay:
         self._config, self._keys = config, keys
         self._upstream, self._upstream_key = upstream, upstream_key
         self._audit = AuditLog(folder / "audit.jsonl")
-        self.server = TunnelServer(config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write)
+        self.server = TunnelServer(
+            config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
+        )
         self._shelf = Shelf(folder / "weights")
         self._order: Signed | None = None
         self._offered = False  # weights, by the cloud, since the start
@@ -118,6 +120,11 @@ class Relay:
                     self.uplink.send(self._report())
         finally:
             self._close()
+
+    def _cloud_unix_ns(self) -> int:
+        """The cloud's clock, as far as it is known, is the one by which this site's robots date what they record."""
+        clock = self.uplink.clock
+        return time.time_ns() if clock is None else clock.gateway_unix_ns(time.monotonic_ns())
 
     def _close(self) -> None:
         self.server.close()

@@ -104,9 +104,10 @@ class TunnelServer:
         limits: TunnelLimits | None = None,
         name: str = "gateway",
         audit: Audit = unaudited,
+        unix_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.endpoint = endpoint
-        self._audit = audit
+        self._audit, self._unix_ns = audit, unix_ns
         self.name = name
         self.counters: Counter[str] = Counter()
         self.gauges = {channel: ChannelGauges() for channel in Channel}
@@ -367,7 +368,7 @@ class TunnelServer:
     def _take_signal(self, session: Session, channel: Channel, envelope: Envelope) -> None:
         match envelope.message:
             case Heartbeat() as beat:
-                session.heartbeat(beat)
+                session.heartbeat(beat, self._unix_ns())
             case Grant() as grant:
                 session.grant(channel, grant)
             case message:

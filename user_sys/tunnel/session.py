@@ -78,10 +78,10 @@ class Session:
     def is_open(self) -> bool:
         return self.machine.state is SessionState.OPEN
 
-    def heartbeat(self, beat: Heartbeat) -> None:
+    def heartbeat(self, beat: Heartbeat, unix_ns: int) -> None:
         """The peer lives; the echo goes with the next flush."""
         self.heard_s = time.monotonic()
-        self._echo = Heartbeat(t_client_ns=beat.t_client_ns, t_gateway_unix_ns=time.time_ns())
+        self._echo = Heartbeat(t_client_ns=beat.t_client_ns, t_gateway_unix_ns=unix_ns)
 
     def flush(self, channel: Channel, send: SendTo) -> bool:
         """Sends an echo, a grant, and what is queued on a channel; True when libzmq can take no more."""
