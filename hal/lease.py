@@ -1,9 +1,11 @@
 """Who may drive a robot: leases with fencing tokens, and the lock that guards a robot on its own computer.
 
-A robot is FREE or HELD. `acquire` leads from FREE to HELD with a new token; `renew` keeps it HELD; `release`, `expire`
-and `revoke` lead back to FREE; everything else raises. Tokens of a robot only grow, and a token is on the disk before
-it is handed out, so that no restart can hand it out again. The driver's `Fence` refuses every token older than the
-newest that it has seen: a session that lost its lease without noticing can do nothing.
+A robot is FREE, HELD or LAPSED. `acquire` leads to HELD with a new token; `renew` keeps it HELD; `expire` and `lapse`
+lead from HELD to LAPSED; `release` and `revoke` lead to FREE; everything else raises. LAPSED is free for everybody,
+but where nobody took it, `renew` with the newest token leads back to HELD: a session that was cut off for long goes
+on where it stood. Tokens of a robot only grow, and a token is on the disk before it is handed out, so that no restart
+can hand it out again. The driver's `Fence` refuses every token older than the newest that it has seen: a session that
+lost its lease without noticing can do nothing.
 
 A restarted table gives each lease that it finds a full time to live anew, so that a session outlives the restart.
 """
@@ -44,10 +46,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A robot's row on the disk: the newest token ever given out, and its holder while HELD."""
+    """A robot's row on the disk: the newest token ever given out, its holder while HELD, its last one while LAPSED."""
 
     token: int
     holder: str | None
+    lapsed: str | None = None
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,13 +104,18 @@ class LeaseTable:
         return Lease(robot=robot, holder=holder, token=fresh.token, ttl_s=self.ttl_s)
 
     def renew(self, robot: str, token: int) -> Lease:
-        """Extends the lease by its time to live, from now.
+        """Extends the lease by its time to live, from now; one that ran out comes back where nobody else had the robot.
 
         Raises:
             StaleToken: a newer session drives the robot.
-            LeaseError: the lease has ended; acquire it again.
+            LeaseError: the lease was released or revoked; acquire it again.
+            OSError: a lease that ran out cannot be written down again.
         """
         self.expire()
+        entry = self._entries.get(robot)
+        if entry is not None and entry.lapsed is not None and entry.token == token:
+            self._store(robot, _Entry(token=token, holder=entry.lapsed))
+            logger.info("lease.reinstated robot=%s holder=%s token=%d", robot, entry.lapsed, token)
         holder = self._require(robot, token)
         self._deadline_ns[robot] = self._next_deadline()
         return Lease(robot=robot, holder=holder, token=token, ttl_s=self.ttl_s)
@@ -119,12 +127,12 @@ class LeaseTable:
         self.revoke(robot)
 
     def revoke(self, robot: str) -> None:
-        """Ends the robot's lease whoever holds it, e.g. because the robot was lost; harmless where it is FREE."""
+        """Ends the robot's lease for good, whoever holds or held it; harmless where it is FREE."""
         entry = self._entries.get(robot)
-        if entry is None or entry.holder is None:
+        if entry is None or (entry.holder is None and entry.lapsed is None):
             return
         self._store(robot, _Entry(token=entry.token, holder=None))
-        del self._deadline_ns[robot]
+        self._deadline_ns.pop(robot, None)
         logger.info("lease.ended robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
     def expire(self) -> tuple[str, ...]:
@@ -132,8 +140,17 @@ class LeaseTable:
         now = self._clock()
         over = tuple(robot for robot, deadline in self._deadline_ns.items() if deadline <= now)
         for robot in over:
-            self.revoke(robot)
+            self.lapse(robot)
         return over
+
+    def lapse(self, robot: str) -> None:
+        """Ends the robot's lease as running out does: its holder may have it back. Harmless where nobody holds it."""
+        entry = self._entries.get(robot)
+        if entry is None or entry.holder is None:
+            return
+        self._store(robot, _Entry(token=entry.token, holder=None, lapsed=entry.holder))
+        del self._deadline_ns[robot]
+        logger.info("lease.lapsed robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
     def lease(self, robot: str) -> Lease | None:
         """The lease in force, or None while the robot is FREE."""

@@ -79,9 +79,9 @@ class Registry:
         self._seen_ns[name] = self._clock()
 
     def lost(self, name: str) -> None:
-        """The resource is gone and its lease ends; a quarantined one stays quarantined. Harmless where it is lost."""
+        """The resource is gone and its lease lapses; a quarantined one stays quarantined. Harmless where it is lost."""
         record = self.record(name)
-        self._leases.revoke(name)
+        self._leases.lapse(name)
         if record.health not in (Health.LOST, Health.QUARANTINED):
             self._move(name, Health.LOST)
 
@@ -141,10 +141,21 @@ class Registry:
         return lease
 
     def renew(self, name: str, token: int) -> Lease:
-        """Extends a lease. Raises StaleToken, LeaseError (it has ended) or RegistryError (never announced)."""
+        """Extends a lease, or gives one that ran out back to its holder where the robot is free still.
+
+        Raises:
+            StaleToken: another session has had it since.
+            LeaseError: the lease was given back or taken away, or the resource is not in use.
+            RegistryError: never announced.
+        """
         self.expire()
-        self.record(name)
-        return self._leases.renew(name, token)
+        record = self.record(name)
+        if self._leases.lease(name) is None and record.health is not Health.READY:
+            raise LeaseError(f"{name} is {record.health}; its lease has ended and cannot be renewed")
+        lease = self._leases.renew(name, token)
+        if record.health is Health.READY:
+            self._move(name, Health.LEASED)
+        return lease
 
     def release(self, name: str, token: int) -> None:
         """Gives the resource back. Raises as `renew` does."""

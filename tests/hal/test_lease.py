@@ -51,8 +51,21 @@ def test_a_lease_ends_without_renewal_and_lives_with_it(clock: Clock) -> None:
     assert table.lease("panda-0") is None
     assert table.expire() == ("panda-0",)
     assert table.expire() == ()
+    assert table.renew("panda-0", lease.token) == lease, "it comes back, for nobody took the robot"
+    table.release("panda-0", lease.token)
     with pytest.raises(LeaseError, match="has ended"):
         table.renew("panda-0", lease.token)
+
+
+def test_a_lease_that_lapsed_comes_back_after_a_restart_too(tmp_path: Path, clock: Clock) -> None:
+    lease = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock).acquire("panda-0", "alice")
+    clock.now_s += 11
+    table = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock)
+    clock.now_s += 11
+    assert table.expire() == ("panda-0",)
+    table = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock)
+    assert table.lease("panda-0") is None
+    assert table.renew("panda-0", lease.token) == lease == table.lease("panda-0")
 
 
 def test_the_former_session_is_fenced_off_after_a_takeover(clock: Clock) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hal.errors import LeaseError, LeaseHeld, RegistryError
+from hal.errors import LeaseError, LeaseHeld, RegistryError, StaleToken
 from hal.lease import LeaseTable
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
@@ -75,7 +75,7 @@ def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Regis
     assert registry.expire() == ("panda-0",)
     assert registry.expire() == ()
     assert [(r.name, r.health) for r in registry.snapshot()] == [("gpu", Health.READY), ("panda-0", Health.LOST)]
-    with pytest.raises(LeaseError, match="has ended"):
+    with pytest.raises(LeaseError, match="panda-0 is lost"):
         registry.renew("panda-0", lease.token)
     with pytest.raises(LeaseError, match="panda-0 is lost"):
         registry.lease("panda-0", "alice")
@@ -90,6 +90,27 @@ def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(re
     moved = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="bench")
     assert registry.announce(moved).health is Health.READY
     assert registry.record("panda-0").node == "bench"
+
+
+def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
+    registry: Registry, clock: Clock
+) -> None:
+    lease = registry.lease("panda-0", "alice")
+    clock.now_s += 3600
+    assert registry.expire() == ("panda-0",)
+    registry.heartbeat("panda-0")
+    assert registry.renew("panda-0", lease.token) == lease
+    assert health(registry) is Health.LEASED
+    clock.now_s += 3600
+    registry.expire()
+    registry.heartbeat("panda-0")
+    newer = registry.lease("panda-0", "bob")
+    clock.now_s += 3600
+    registry.expire()
+    registry.heartbeat("panda-0")
+    with pytest.raises(StaleToken):
+        registry.renew("panda-0", lease.token)
+    assert registry.renew("panda-0", newer.token) == newer
 
 
 def test_a_reconnection_keeps_the_lease(registry: Registry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.local import local_endpoint
 from user_sys.tunnel.server import TunnelServer
 
 
@@ -240,3 +242,33 @@ def test_closing_sends_what_was_queued(bench: Bench) -> None:
     client.close()
     until(lambda: len(bench.handler.messages) == 50, "all fifty arrive")
     assert not any(isinstance(message, Heartbeat) for _, message in bench.handler.messages)
+
+
+def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(bench: Bench) -> None:
+    bench.open("panda-0")
+    until(lambda: bench.server.peers(), "open")
+    (peer,) = bench.server.peers()
+    assert peer.address == f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}"
+    local = local_endpoint(bench.server.endpoint, bench.server_keys.public)
+    assert local is not None
+    Path(local.removeprefix("ipc://")).unlink()
+    bench.open("panda-1")
+    until(lambda: len(bench.server.peers()) == 2, "open")
+    assert bench.server.peers()[1].address == "127.0.0.1"
+
+
+def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_welcome(
+    bench: Bench, tmp_path: Path
+) -> None:
+    with Outbox.open(tmp_path / "outbox") as outbox:
+        client = bench.open("panda-0", outbox=outbox)
+        for index in range(3):
+            outbox.append(chunk(index))
+        until(lambda: len(bench.handler.messages) == 3, "all arrive")
+        client.close()
+        bench.server._memory["panda-0"].stream = outbox.stream  # as if ChunkAck(1) had been sent and lost
+        bench.server._memory["panda-0"].durable = 1
+        again = bench.open("panda-0", outbox=outbox)
+        until(lambda: len(bench.handler.messages) == 4, "only the last comes again")
+        assert len(outbox) == 1
+        again.close()

@@ -12,10 +12,11 @@ from user_sys.edge.driver import Tick
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import Decision, encode_jpeg
 from user_sys.episode import Phase
-from user_sys.messages import Preview, RobotStatus, WatchRequest
+from user_sys.messages import MetricsReport, Preview, RobotStatus, WatchRequest
 from user_sys.tunnel.client import TunnelClient
 
 STATUS_PERIOD_S = 0.2
+LINK_PERIOD_S = 5.0
 RATE_SMOOTHING = 0.6
 
 
@@ -39,7 +40,7 @@ class StatusPublisher:
         self._lock = threading.Lock()
         self._watched_until = self._picture_period_s = 0.0
         self._next_picture: dict[str, float] = {}
-        self._next_status = 0.0
+        self._next_status = self._next_link = 0.0
         self._state: State | None = None
         self._episode, self._step, self._version, self._interventions = "", 0, -1, 0
         self._phase = Phase.POLICY
@@ -65,6 +66,9 @@ class StatusPublisher:
         if now >= self._next_status or self._authority.state is not self._state:
             self._next_status = now + STATUS_PERIOD_S
             self.publish(real_time=decision is None or decision.phase is not Phase.POLICY)
+        if now >= self._next_link:
+            self._next_link = now + LINK_PERIOD_S
+            self._client.send(MetricsReport(node=self._robot, count=self._step, scalars=self._client.scalars()))
         if tick.frames and now < self._watched_until:
             self._show(tick, now)
 

@@ -107,7 +107,7 @@ class TokenBucket:
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + self._rate * (now - self._at))
         self._at = now
-        return max(0.0, -self._tokens / self._rate)
+        return -self._tokens / self._rate if self._tokens < -1 else 0.0  # a byte is no debt
 
     def spend(self, size_bytes: int) -> None:
         if self._rate > 0:
