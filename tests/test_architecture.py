@@ -34,7 +34,7 @@ ROOMS = {
     "websockets": ("user_sys/console/",),
     "wandb": ("user_sys/metrics.py",),
     "tensorboard": ("user_sys/metrics.py",),
-    "matplotlib": ("user_sys/report.py",),
+    "matplotlib": ("user_sys/report.py", "user_sys/store/verbs/drawing.py"),
     "imageio": (),
     "imageio_ffmpeg": ("user_sys/report.py",),
     "draccus": ("user_sys/config.py",),

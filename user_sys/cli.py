@@ -12,6 +12,7 @@ from typing import Any
 
 from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
+from user_sys.store.verbs.grammar import add_store
 from user_sys.tunnel import keys_cli
 
 EXIT_ERROR = 2
@@ -23,7 +24,6 @@ PACKAGES_OF = {  # an extra of ours to what it brings; anything else comes with 
     "interchange": ("pyarrow", "av", "PIL", "mcap", "mcap_protobuf", "foxglove_schemas_protobuf"),
 }
 
-_SOURCES = ("demo", "online", "evaluation")
 _EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by --section.key=value."
 
 
@@ -155,7 +155,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "record": _add_record(verbs),
     }
     _add_evaluate(verbs)
-    _add_store(verbs)
+    add_store(verbs)
     _add_hardware(verbs)
     _add_weights(verbs)
     keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
@@ -272,65 +272,6 @@ def _add_evaluate(verbs: Any) -> None:
     verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
     verb.add_argument("--json", action="store_true", help="for other programs")
     verb.set_defaults(runs=("user_sys.results", "evaluate_main"))
-
-
-def _add_store(verbs: Any) -> None:
-    store = verbs.add_parser("store", help="look into an experience store, export it, import into one")
-    orders = store.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
-    inspect = orders.add_parser("inspect", help="what a store holds, and whether it is sound")
-    inspect.add_argument("path", type=Path, metavar="PATH", help="store folder, such as runs/latest/store")
-    inspect.add_argument("--json", action="store_true", help="for other programs")
-    inspect.set_defaults(runs=("user_sys.store.inspect", "inspect_main"))
-    _add_export(orders)
-    _add_import(orders)
-
-
-def _add_export(orders: Any) -> None:
-    export = orders.add_parser(
-        "export",
-        help="write episodes as LeRobot data sets or MCAP recordings",
-        description="Writes episodes in a format of other people's. Killed or interrupted, the same command goes on.",
-    )
-    export.add_argument("path", type=Path, metavar="PATH", help="store folder, such as runs/latest/store")
-    export.add_argument("--format", required=True, choices=("lerobot", "mcap"), help="what to write")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write into")
-    export.add_argument("--episode", action="append", default=[], metavar="ID", help="only this one; may be repeated")
-    export.add_argument(
-        "--source", action="append", default=[], choices=_SOURCES, help="only of this source; may be repeated"
-    )
-    export.add_argument("--task", action="append", default=[], metavar="NAME", help="only this task; may be repeated")
-    export.add_argument("--success", choices=("yes", "no"), help="only episodes that succeeded, or that failed")
-    export.add_argument("--incomplete", action="store_true", help="also episodes that never ended")
-    lerobot = export.add_argument_group("lerobot only")
-    lerobot.add_argument(
-        "--cameras", choices=("images", "video"), default="images", help="images (default): as recorded, nothing lost"
-    )
-    lerobot.add_argument("--codec", choices=("h264", "av1"), default="h264", help="of the video (default: h264)")
-    lerobot.add_argument("--fps", type=float, metavar="HZ", help="control rate (default: as the robot's spec says)")
-    export.set_defaults(runs=("user_sys.interchange.verbs", "export_main"))
-
-
-def _add_import(orders: Any) -> None:
-    verb = orders.add_parser(
-        "import",
-        help="add a LeRobot data set v3 to a store",
-        description="Adds the episodes of a LeRobot data set to a store; what the store has already stays as it is.",
-    )
-    verb.add_argument("path", type=Path, metavar="DIR", help="data set folder, the one that holds meta/info.json")
-    verb.add_argument("--output", type=Path, required=True, metavar="STORE", help="store to add to")
-    verb.add_argument("--source", choices=_SOURCES, help="what the episodes count as (default: as recorded, or demo)")
-    foreign = verb.add_argument_group("where the data set does not say it")
-    foreign.add_argument("--robot", default="", metavar="NAME", help="(default: the data set's robot type)")
-    foreign.add_argument("--task", default="", metavar="NAME", help="(default: made of the task's sentence)")
-    foreign.add_argument("--embodiment", default="", metavar="HEX", help="(default: fingerprint of the features)")
-    foreign.add_argument("--success", choices=("yes", "no", "unknown"), default="yes", help="(default: yes)")
-    verb.add_argument(
-        "--frames",
-        choices=("auto", "jpeg", "raw"),
-        default="auto",
-        help="auto (default): lossless images stay so, video becomes JPEG",
-    )
-    verb.set_defaults(runs=("user_sys.interchange.verbs", "import_main"))
 
 
 def _add_hardware(verbs: Any) -> None:

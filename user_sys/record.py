@@ -11,12 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from user_sys.compose import RobotConfig
+from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, DemonstrationConfig, demonstrate
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.episode import Source
+from user_sys.robot_cards import CARDS, keep_card
+from user_sys.store.log import segment_numbers
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.topology import RunConfig
 
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def count_demonstrations(store: Path, robot: str) -> int:
     """Complete, successful demonstrations of `robot` in the store at `store`; 0 where there is no store yet."""
-    if not store.exists():
+    if not segment_numbers(store):
         return 0
     with StoreReader.open(store) as reader:
         reader.refresh()
@@ -61,6 +63,7 @@ def record_main(args: Namespace) -> int:
     wanted = replace(config.demonstrations, episodes=args.episodes)
     for number, robot in enumerate(config.robots):
         seed = config.seed + number * SEEDS_PER_ROBOT
+        keep_card(output / CARDS, robot.name, robot_spec(robot))
         recorded = record_demonstrations(robot, output, wanted, config.recorder, seed=seed)
         steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=args.episodes)]
         Console().print(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")

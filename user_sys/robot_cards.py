@@ -1,4 +1,4 @@
-"""What a run knows of its robots: one small file each, written when the robot is first named or first comes in."""
+"""What a run or a store knows of its robots: one small file each, written when the robot is named or comes in."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hal.spec import RobotSpec
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+CARDS = "robots"  # the folder of a run, or of a store that belongs to none, in which the cards lie
 _SUFFIX = ".json"
 
 
@@ -41,6 +42,11 @@ def read_cards(folder: Path) -> tuple[RobotCard, ...]:
     """The robots of a run, those known longest first. A damaged card is reported and left out."""
     cards = [card for path in folder.glob(f"*{_SUFFIX}") if (card := _read(path)) is not None]
     return tuple(sorted(cards, key=lambda card: (card.known_since_unix_ns, card.robot)))
+
+
+def cards_beside(store: Path) -> tuple[RobotCard, ...]:
+    """The robots of the run folder that `store` lies in, and those whose cards were left in the store itself."""
+    return (*read_cards(store.resolve().parent / CARDS), *read_cards(store / CARDS))
 
 
 def await_first_card(folder: Path, stop: threading.Event) -> RobotCard | None:

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +23,7 @@ from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import Selection
 from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
 from user_sys.interchange.statistics import RunningStatistics, of_column
+from user_sys.robot_cards import keep_card
 from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel
 from user_sys.store.store import StoreWriter
 
@@ -116,8 +116,7 @@ def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path
     state, action = vector("observation.state", "shoulder", "elbow", "grip"), vector("action", "x", "y")
     camera = CameraSpec(name="wrist", height=32, width=48, rate_hz=30.0)
     spec = RobotSpec(model="two-joint", rate_hz=25.0, observation=(state,), action=action, cameras=(camera,))
-    (tmp_path / "edge/panda-0").mkdir(parents=True)
-    (tmp_path / "edge/panda-0/spec.json").write_bytes(msgspec.json.encode(spec))
+    keep_card(tmp_path / "robots", "panda-0", spec)
     make_store(tmp_path / "store", episode_chunks("a", embodiment=spec.embodiment))
     export(tmp_path / "store", tmp_path / "set")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())

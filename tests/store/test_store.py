@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 from store_kit import chunk, stored
 
+from user_sys.cli import main
 from user_sys.errors import StoreCorrupt, StoreError, WireError
-from user_sys.store.inspect import inspect, inspect_main, summarise
 from user_sys.store.labels import DeleteLabel, SuccessLabel
 from user_sys.store.log import LogWriter, segment_path
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.verbs.inspect import inspect, summarise
 
 
 def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
@@ -147,10 +147,10 @@ def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pyte
     text = inspect(path, last=2)
     assert "5 (4 succeeded, 1 failed, 5 complete)" in text and "20 (10 by a person)" in text
     assert "episode-4" in text and "episode-2" not in text
-    assert inspect_main(argparse.Namespace(path=path, json=True)) == 0
+    assert main(["store", "inspect", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["episodes"] == 5 and printed["damaged"] == [] and printed["embodiments"] == {"e1": 5}
-    assert inspect_main(argparse.Namespace(path=path, json=False)) == 0
+    assert main(["store", "inspect", str(path)]) == 0
     assert "episode-4" in capsys.readouterr().out
 
 

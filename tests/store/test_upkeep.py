@@ -13,9 +13,10 @@ from store_kit import chunk, stored
 from user_sys.episode import Source
 from user_sys.errors import StoreError, StoreGone
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel
+from user_sys.store.merging import merge
 from user_sys.store.retention import Retention
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.store.upkeep import SegmentLoad, compact, disk_bytes, label, merge, plan
+from user_sys.store.upkeep import SegmentLoad, compact, disk_bytes, label, plan
 
 SEGMENT_BYTES = 20_000
 

@@ -21,6 +21,7 @@ from hal.resource import Kind, ResourceRecord
 from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.upkeep import StoreKeeper
 from user_sys.gateway.weights import WeightsDesk
@@ -98,6 +99,7 @@ class Gateway:
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
         self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
         self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
+        self._postman = Postman(run_dir / "store", self._committer.say)
         self._weights = WeightsDesk(Shelf(run_dir / "weights"), self.server.send, config.weights_kept)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
@@ -146,6 +148,7 @@ class Gateway:
         for name in lost:
             logger.warning("gateway.robot_lost robot=%s", name)
         self._weights.look_for_order()
+        self._postman.round()
         self._tell_consoles(self._report())
 
     def _report(self) -> MetricsReport:

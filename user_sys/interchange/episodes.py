@@ -14,6 +14,7 @@ from user_sys.codec import Array
 from user_sys.episode import CRC, IMAGES, LENGTH, ChunkHeader, Source
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
+from user_sys.robot_cards import cards_beside
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 
@@ -178,12 +179,5 @@ def _camera(name: str) -> bool:
 
 
 def specs_beside(store: Path) -> dict[str, RobotSpec]:
-    """The specs of the robots whose run folder `store` lies in, by embodiment; none where it lies elsewhere."""
-    specs = {}
-    for path in sorted(store.resolve().parent.glob("edge/*/spec.json")):
-        try:
-            spec = msgspec.json.decode(path.read_bytes(), type=RobotSpec)
-        except msgspec.MsgspecError as error:
-            raise DataSetError(f"{path} is no robot spec: {error}") from None
-        specs[spec.embodiment] = spec
-    return specs
+    """The specs of the robots that are known beside `store`, by embodiment."""
+    return {card.spec.embodiment: card.spec for card in cards_beside(store)}

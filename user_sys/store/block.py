@@ -15,7 +15,7 @@ import numpy as np
 from user_sys.codec import Array, decode_packet, encode_packet
 from user_sys.episode import ChunkHeader, PackedChunk, open_chunk
 from user_sys.errors import WireError
-from user_sys.store.frame import Damage, RecordRef
+from user_sys.store.frame import Damage, RecordRef, record_bytes
 from user_sys.store.labels import Label, decode_label
 
 CHUNK = 1  # kinds of records
@@ -163,7 +163,7 @@ class BlockBuilder:
 
     def add_damage(self, ref: RecordRef, reason: str) -> None:
         """Notes that a record cannot be used."""
-        self._damaged.append(Damage(ref.segment, ref.offset, ref.length, reason))
+        self._damaged.append(Damage(ref.segment, ref.offset, record_bytes(ref.length), reason, ref.sequence))
 
     def _add_chunk(self, ref: RecordRef, packed: PackedChunk) -> None:
         header, end = packed.header, -1

@@ -7,7 +7,7 @@ reports it as new. The records beside it are not touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,10 +24,13 @@ QUARANTINE = "quarantine"
 COPY_BYTES = 4 << 20
 
 
-def verify(path: Path, *, files: Files = REAL) -> list[Damage]:
+def verify(path: Path, *, files: Files = REAL, advance: Callable[[int], object] | None = None) -> list[Damage]:
     """Reads all of the log at `path`: manifest, headers, footers, and every record with its payload.
 
     A writer may be at work meanwhile. What is quarantined is left out.
+
+    Args:
+        advance: told of each record how many bytes it takes in its file, once it is read.
 
     Raises:
         StoreError: there is no log, or it cannot be read.
@@ -41,6 +44,8 @@ def verify(path: Path, *, files: Files = REAL) -> list[Damage]:
         for batch in batches:
             generation = names[batch.segment].generation if batch.segment in names else 0
             for ref in batch.records:
+                if advance is not None:
+                    advance(record_bytes(ref.length))
                 try:
                     reader.read(ref)
                 except StoreGone:

@@ -1,4 +1,4 @@
-"""A store's upkeep after the fact: labels, retention, compaction, merging. For a store that nobody writes at the time.
+"""A store's upkeep after the fact: labels, retention, compaction. For a store that nobody writes at the time.
 
 A running gateway does the same from inside (`user_sys.gateway.upkeep`), with the same functions.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ from user_sys.store.store import StoreReader, StoreWriter
 RETENTION = "retention"  # the labeller of what retention gives up
 DEAD_SHARE = 0.25  # a segment is rewritten once so much of it is not wanted any more
 SMALL_SHARE = 0.25  # neighbours that fill less than this share of a segment are put together
-SYNC_BYTES = 8 << 20
 NO_BOUND = Retention()
 
 _logger = logging.getLogger(__name__)
@@ -52,15 +51,6 @@ class CompactionReport(msgspec.Struct, frozen=True, kw_only=True):
     damaged: tuple[str, ...]
 
 
-class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a merge brought: chunks that were new, those that were there already, labels, chunks that are damaged."""
-
-    chunks: int
-    duplicates: int
-    labels: int
-    damaged: int
-
-
 def label(path: Path, labels: Iterable[Label]) -> None:
     """Adds labels to the store at `path`, durably.
 
@@ -68,21 +58,26 @@ def label(path: Path, labels: Iterable[Label]) -> None:
         StoreLocked: a gateway writes the store; ask that one.
         StoreError: there is no store, or it cannot be written.
     """
-    _require(path)
+    require_store(path)
     with StoreWriter.open(path) as writer:
         for each in labels:
             writer.append_label(each)
 
 
-def compact(path: Path, retention: Retention = NO_BOUND) -> CompactionReport:
+def compact(
+    path: Path, retention: Retention = NO_BOUND, *, advance: Callable[[int], object] | None = None
+) -> CompactionReport:
     """Gives back what deleted episodes take, after giving up those that `retention` does not keep. Blocks.
+
+    Args:
+        advance: told 1 for each file that was rewritten.
 
     Raises:
         StoreLocked: a gateway writes the store; it compacts by itself.
         StoreFull: no space to rewrite a segment; nothing is lost.
         StoreError: there is no store, or it cannot be written.
     """
-    _require(path)
+    require_store(path)
     before = disk_bytes(path)
     with StoreWriter.open(path) as writer, StoreReader.open(path) as reader:
         reader.refresh()
@@ -93,7 +88,11 @@ def compact(path: Path, retention: Retention = NO_BOUND) -> CompactionReport:
             writer.rotate()
     with StoreWriter.open(path) as writer, StoreReader.open(path) as reader:
         reader.refresh()
-        damaged = [reason for reason in reclaim(writer, reader.index, least_share=0.0) if reason]
+        damaged = []
+        for reason in reclaim(writer, reader.index, least_share=0.0):
+            damaged += [reason] if reason else []
+            if advance is not None:
+                advance(1)
     after = disk_bytes(path)
     return CompactionReport(
         dropped=choice.episodes,
@@ -102,51 +101,6 @@ def compact(path: Path, retention: Retention = NO_BOUND) -> CompactionReport:
         shortfall_bytes=max(0, after - retention.max_bytes) if retention.max_bytes else 0,
         damaged=tuple(damaged),
     )
-
-
-def merge(paths: Sequence[Path], into: Path) -> MergeReport:
-    """Copies what other stores hold into the store at `into`, which is created if need be. May be repeated.
-
-    Chunks that `into` has are left out, and so are deleted episodes; labels come with their episodes.
-
-    Raises:
-        StoreLocked: a gateway writes `into`.
-        StoreFull, StoreError: `into` cannot be written, or there is no store at one of `paths`.
-    """
-    counts = {"chunks": 0, "duplicates": 0, "labels": 0, "damaged": 0}
-    with StoreWriter.open(into) as writer, StoreReader.open(into) as present:
-        present.refresh()
-        for path in paths:
-            with StoreReader.open(path) as source:
-                source.refresh()
-                _copy_chunks(source, writer, counts)
-                _copy_labels(source, present, writer, counts)
-    return MergeReport(**counts)
-
-
-def _copy_chunks(source: StoreReader, writer: StoreWriter, counts: dict[str, int]) -> None:
-    for row in np.flatnonzero(source.index.chunks.alive).tolist():
-        try:
-            checked = source.packed(row)
-        except StoreCorrupt as error:
-            _logger.warning("store.merge-skipped %s", error)
-            counts["damaged"] += 1
-            continue
-        added = writer.append(checked.packet.view, checked)
-        counts["chunks" if added else "duplicates"] += 1
-        if writer.pending_bytes > SYNC_BYTES:
-            writer.sync()
-
-
-def _copy_labels(source: StoreReader, present: StoreReader, writer: StoreWriter, counts: dict[str, int]) -> None:
-    episodes = source.index.episodes
-    for row in np.flatnonzero(~episodes.deleted).tolist():
-        name = episodes.ids.names[row]
-        known = present.index.labels(name)
-        for said in source.index.labels(name):
-            if said not in known:
-                writer.append_label(said)
-                counts["labels"] += 1
 
 
 # What a gateway shares
@@ -235,6 +189,7 @@ def _is_dead(load: SegmentLoad, least_share: float) -> bool:
     return load.dead_bytes > 0 and load.dead_bytes >= least_share * load.size_bytes
 
 
-def _require(path: Path) -> None:
+def require_store(path: Path) -> None:
+    """Raises StoreError where there is no store at `path`; none is made."""
     if not segment_numbers(path):
         raise StoreError(f"{path} is no store: it has no segment")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,13 +12,20 @@ from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from user_sys.episode import Source
+from user_sys.errors import StoreError
+from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
 from user_sys.store.frame import Damage
 from user_sys.store.log import segment_numbers, segment_path
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
+from user_sys.store.verbs import detail
+from user_sys.store.verbs.words import EXIT_DAMAGED, count_bar, size_text, tell, tell_json
 
 WIDE_COLUMNS = 120
 LAST_EPISODES = 20
+LAST_PICTURES = 5
+EVERYTHING = Selection(incomplete=True)
 
 
 class StoreSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +47,8 @@ class StoreSummary(msgspec.Struct, frozen=True, kw_only=True):
     last: list[EpisodeSummary]
 
 
-def summarise(path: Path, last: int = LAST_EPISODES) -> StoreSummary:
-    """Reads all of the store at `path`, which another process may be writing.
+def summarise(path: Path, last: int = LAST_EPISODES, selection: Selection = EVERYTHING) -> StoreSummary:
+    """What the store at `path` holds, which another process may be writing; `last` are of those that `selection` takes.
 
     Raises:
         StoreError: there is no store at `path`, or it cannot be read.
@@ -50,6 +56,7 @@ def summarise(path: Path, last: int = LAST_EPISODES) -> StoreSummary:
     with StoreReader.open(path) as reader:
         chunks = len(reader.refresh().chunks)
         episodes, damaged = reader.episodes(), reader.damaged
+    episodes = [episode for episode in episodes if selection.takes(episode)]
     segments = segment_numbers(path)
     return StoreSummary(
         path=str(path),
@@ -73,20 +80,12 @@ def _count(names: Sequence[str]) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def _size(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.3g} TB"
-
-
 def _totals(summary: StoreSummary) -> Table:
     table = Table(show_header=False, box=None, title=Text(summary.path), title_justify="left")
     known = f"{summary.successes} succeeded, {summary.failures} failed, {summary.complete} complete"
     table.add_row("episodes", f"{summary.episodes} ({known})")
     table.add_row("steps", f"{summary.steps} ({summary.intervention_steps} by a person), in {summary.chunks} chunks")
-    table.add_row("size", f"{_size(summary.size_bytes)} in {summary.segments} segments")
+    table.add_row("size", f"{size_text(summary.size_bytes)} in {summary.segments} segments")
     table.add_row("sources", ", ".join(f"{name} {n}" for name, n in summary.sources.items()) or "none")
     table.add_row(
         "embodiments", ", ".join(f"{name} ({n} episodes)" for name, n in summary.embodiments.items()) or "none"
@@ -145,10 +144,78 @@ def _show(summary: StoreSummary, console: Console) -> None:
 
 
 def inspect_main(args: argparse.Namespace) -> int:
-    """Runs the verb on ``args.path`` and ``args.json``. Raises as `summarise`."""
-    summary = summarise(Path(args.path))
+    """Runs ``inspect``; status 1 where something is damaged.
+
+    Raises:
+        StoreError: there is no store, it cannot be read, or has no such episode.
+        DataSetError: a frame cannot be drawn.
+    """
+    selection = chosen(args)
+    if args.pictures or args.video:
+        return _draw(args, selection)
+    if len(args.episode) == 1:
+        return _detail(args, selection)
+    summary = summarise(args.path, args.last or LAST_EPISODES, selection)
     if args.json:
-        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+        tell_json(summary)
     else:
         _show(summary, Console())
+    return EXIT_DAMAGED if summary.damaged else 0
+
+
+def chosen(args: argparse.Namespace) -> Selection:
+    """The episodes that the options choose."""
+    return Selection(
+        episodes=tuple(args.episode),
+        sources=tuple(Source(each) for each in args.source),
+        tasks=tuple(args.task),
+        success=None if args.success is None else args.success == "yes",
+        incomplete=True,
+    )
+
+
+def _taken(reader: StoreReader, path: Path, selection: Selection) -> list[EpisodeSummary]:
+    """Raises StoreError: nothing is chosen, or an episode that is named is not there."""
+    known = reader.episodes()
+    missing = set(selection.episodes) - {episode.episode for episode in known}
+    if missing:
+        raise StoreError(f"{path} has no episode {min(missing)!r}; `user-sys store inspect {path}` lists them")
+    taken = [episode for episode in known if selection.takes(episode)]
+    if not taken:
+        raise StoreError(f"none of the {len(known)} episodes of {path} is chosen; loosen the filters")
+    return taken
+
+
+def _detail(args: argparse.Namespace, selection: Selection) -> int:
+    with StoreReader.open(args.path) as reader:
+        reader.refresh()
+        found = detail.describe(reader, _taken(reader, args.path, selection)[0])
+    if args.json:
+        tell_json(found)
+    else:
+        detail.show(found)
+    return EXIT_DAMAGED if any(chunk.state == "damaged" for chunk in found.chunks) else 0
+
+
+def _draw(args: argparse.Namespace, selection: Selection) -> int:
+    from user_sys.store.verbs.drawing import draw_episode, draw_overview
+    from user_sys.store.verbs.film import film_episode
+
+    specs = specs_beside(args.path)
+    with StoreReader.open(args.path) as store:
+        reader = EpisodeReader(store)
+        taken = _taken(store, args.path, selection)[-(args.last or LAST_PICTURES) :]
+        episodes = [each for each in taken if reader.steps(each.episode)]
+        with count_bar("drawing episodes", len(episodes)) as advance:
+            for each in episodes:
+                steps = reader.read(each.episode)
+                if args.pictures:
+                    draw_episode(each, steps, specs.get(each.embodiment), args.pictures)
+                if args.video:
+                    film_episode(each, steps, args.video)
+                advance(1)
+        if args.pictures and len(episodes) > 1:
+            draw_overview([(each, reader.read(each.episode)) for each in episodes], args.pictures)
+    folders = " and ".join(str(folder) for folder in (args.pictures, args.video) if folder)
+    tell(f"{len(episodes)} episodes drawn into {folders}")
     return 0

@@ -1,0 +1,138 @@
+"""What damage means: which chunks, and so which steps of which episodes, lie in bytes that cannot be read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from user_sys.codec import MAGIC
+from user_sys.episode import ChunkHeader
+from user_sys.store.frame import RECORD_HEADER_BYTES, Damage
+from user_sys.store.index import Index
+from user_sys.store.segments import choose, list_segments
+
+_PREFIX = struct.Struct("<4sII")  # of a packet: magic, bytes of the record, bytes of the layout
+_HEADER = msgspec.msgpack.Decoder(ChunkHeader)
+
+
+class LostChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps `first_step` to ``first_step + steps - 1`` of an episode, which chunk `index` held."""
+
+    episode: str
+    index: int
+    first_step: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.episode}, chunk {self.index}, steps {self.first_step} to {self.first_step + self.steps - 1}"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Damage, and the chunks that it took as far as that is known.
+
+    Attributes:
+        sequence: of the record; -1 where nobody knows.
+        surely: the chunks are those of the index; else they are what the damaged bytes say of themselves.
+    """
+
+    segment: int
+    offset: int
+    length: int
+    sequence: int
+    reason: str
+    chunks: tuple[LostChunk, ...] = ()
+    surely: bool = True
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """Chunks of an episode that are missing between others; `steps` are theirs together."""
+
+    episode: str
+    first_index: int
+    last_index: int
+    first_step: int
+    steps: int
+
+
+def name_losses(path: Path, index: Index, damaged: Sequence[Damage]) -> list[Finding]:
+    """What each of `damaged` took from the store at `path`, of which `index` knows all that is whole."""
+    files = {name.number: path / str(name) for name in choose(list_segments(path))[0]}
+    return [_finding(damage, index, files) for damage in damaged]
+
+
+def _finding(damage: Damage, index: Index, files: dict[int, Path]) -> Finding:
+    chunks = tuple(_indexed(damage, index))
+    surely = bool(chunks)
+    if not chunks and damage.length and damage.segment in files:
+        said = _own_word(files[damage.segment], damage)
+        known = said is not None and _is_there(index, said)
+        chunks = () if said is None or known else (said,)
+    return Finding(
+        segment=damage.segment,
+        offset=damage.offset,
+        length=damage.length,
+        sequence=damage.sequence,
+        reason=damage.reason,
+        chunks=chunks,
+        surely=surely,
+    )
+
+
+def _indexed(damage: Damage, index: Index) -> Iterator[LostChunk]:
+    """Chunks that a footer lists and that lie in the damaged range."""
+    chunks, names = index.chunks, index.episodes.ids.names
+    inside = chunks.segment == damage.segment
+    inside &= (chunks.offset >= damage.offset) & (chunks.offset < damage.offset + damage.length)
+    for row in np.flatnonzero(inside | (chunks.sequence == damage.sequence)).tolist():
+        yield LostChunk(
+            episode=names[chunks.episode[row]],
+            index=int(chunks.index[row]),
+            first_step=int(chunks.first_step[row]),
+            steps=int(chunks.steps[row]),
+        )
+
+
+def _own_word(file: Path, damage: Damage) -> LostChunk | None:
+    """What a damaged record says it is, where at least that much of it can be decoded."""
+    with file.open("rb") as stream:
+        stream.seek(damage.offset + RECORD_HEADER_BYTES)
+        raw = stream.read(min(1 << 16, max(0, damage.length - RECORD_HEADER_BYTES)))
+    if len(raw) < _PREFIX.size:
+        return None
+    magic, size, _ = _PREFIX.unpack_from(raw)
+    if magic != MAGIC or size > len(raw) - _PREFIX.size:
+        return None
+    try:
+        header = _HEADER.decode(raw[_PREFIX.size : _PREFIX.size + size])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # it does not even say what it is, which is all that was asked
+    return LostChunk(episode=header.episode, index=header.index, first_step=header.first_step, steps=header.steps)
+
+
+def _is_there(index: Index, chunk: LostChunk) -> bool:
+    """Whether the chunk was sent and stored once more."""
+    row = index.episodes.find(chunk.episode)
+    return bool(((index.chunks.episode == row) & (index.chunks.index == chunk.index)).any())
+
+
+def gaps(index: Index) -> list[Gap]:
+    """Chunks that are missing before others of their episode; chunks of deleted episodes count as there."""
+    chunks = index.chunks
+    order = np.lexsort((chunks.index, chunks.episode))
+    found: list[Gap] = []
+    episode, expected, step = -1, 0, 0
+    columns = (chunks.episode, chunks.index, chunks.first_step, chunks.steps)
+    for owner, number, first_step, steps in zip(*(column[order].tolist() for column in columns), strict=True):
+        if owner != episode:
+            episode, expected, step = owner, 0, 0
+        if number > expected:
+            name = index.episodes.ids.names[owner]
+            missing = first_step - step
+            gap = Gap(episode=name, first_index=expected, last_index=number - 1, first_step=step, steps=missing)
+            found.append(gap)
+        expected, step = number + 1, first_step + steps
+    return found

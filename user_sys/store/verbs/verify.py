@@ -1,0 +1,162 @@
+"""``user-sys store verify`` and ``repair``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from user_sys.errors import StoreCorrupt
+from user_sys.store import manifest
+from user_sys.store.damage import QUARANTINE, quarantine, verify
+from user_sys.store.files import REAL
+from user_sys.store.frame import Damage
+from user_sys.store.segments import choose, list_segments
+from user_sys.store.store import StoreReader
+from user_sys.store.upkeep import disk_bytes
+from user_sys.store.verbs.losses import Finding, Gap, gaps, name_losses
+from user_sys.store.verbs.words import EXIT_DAMAGED, Advance, bytes_bar, size_text, tell, tell_json
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What reading all of a store found.
+
+    Attributes:
+        findings: damage that is not quarantined, in order of place.
+        gaps: chunks that are missing in the middle of episodes, whether damage took them or they never came.
+        copies: where `repair` put what it set aside.
+    """
+
+    path: str
+    size_bytes: int
+    seconds: float
+    episodes: int
+    chunks: int
+    steps: int
+    findings: tuple[Finding, ...]
+    gaps: tuple[Gap, ...]
+    copies: tuple[str, ...] = ()
+
+
+def examine(path: Path, advance: Advance) -> tuple[Verdict, list[Damage]]:
+    """Reads all of the store at `path`, which another process may be writing; what it says, and the damage itself.
+
+    Raises:
+        StoreError: there is no store, or it cannot be read.
+        StoreVersion: another format version wrote it.
+    """
+    started = time.monotonic()
+    found = verify(path, advance=advance)
+    seconds = time.monotonic() - started
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        index = reader.index
+        found += _meaningless(path, reader.damaged, found)
+        verdict = Verdict(
+            path=str(path),
+            size_bytes=disk_bytes(path),
+            seconds=seconds,
+            episodes=len(index.episodes),
+            chunks=int((~index.chunks.gone).sum()),
+            steps=int(index.chunks.steps[~index.chunks.gone].sum()),
+            findings=tuple(name_losses(path, index, found)),
+            gaps=tuple(gaps(index)),
+        )
+    return verdict, found
+
+
+def _meaningless(path: Path, damaged: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
+    """Records that are whole, as far as the log can tell, and do not decode; unless they are quarantined."""
+    try:
+        known = manifest.load(REAL, path)
+    except StoreCorrupt:
+        known = None  # `verify` has named it
+    quarantined = known.quarantined if known is not None else ()
+    generations = {name.number: name.generation for name in choose(list_segments(path))[0]}
+    places = {(each.segment, each.offset) for each in found}
+    left = []
+    for each in damaged:
+        if each.segment < 0 or (each.segment, each.offset) in places:
+            continue
+        placed = replace(each, generation=generations.get(each.segment, 0))
+        if not any(range_.covers(placed) for range_ in quarantined):
+            left.append(placed)
+    return left
+
+
+def verify_main(args: argparse.Namespace) -> int:
+    """Runs ``verify``; status 1 where there is damage. Raises as `examine`."""
+    verdict, _ = _examined(args.path)
+    if args.json:
+        tell_json(verdict)
+    else:
+        _show(verdict)
+        if verdict.findings:
+            tell(f"`user-sys store repair {args.path}` sets it aside; the records beside it stay as they are")
+    return EXIT_DAMAGED if verdict.findings else 0
+
+
+def _examined(path: Path) -> tuple[Verdict, list[Damage]]:
+    with bytes_bar("reading", disk_bytes(path)) as advance:
+        return examine(path, advance)
+
+
+def repair_main(args: argparse.Namespace) -> int:
+    """Runs ``repair``; status 1 only where a dry run found damage.
+
+    Raises:
+        StoreLocked: another process writes the store.
+        StoreFull, StoreError: as `quarantine`.
+    """
+    if args.dry_run:
+        return verify_main(args)
+    verdict, found = _examined(args.path)
+    if found:
+        copies = quarantine(args.path, found)
+        verdict = msgspec.structs.replace(verdict, copies=tuple(str(copy) for copy in copies))
+    if args.json:
+        tell_json(verdict)
+        return 0
+    _show(verdict)
+    if found:
+        tell(f"set aside: {len(found)} places, {len(verdict.copies)} copies in {args.path / QUARANTINE}")
+    return 0
+
+
+def _show(verdict: Verdict) -> None:
+    speed = verdict.size_bytes / max(verdict.seconds, 1e-9)
+    tell(
+        f"{verdict.path}: {size_text(verdict.size_bytes)} read in {verdict.seconds:.3g} s ({speed / 1e9:.2f} GB/s): "
+        f"{verdict.episodes} episodes, {verdict.chunks} chunks, {verdict.steps} steps"
+    )
+    if not verdict.findings:
+        tell("nothing is damaged")
+    else:
+        Console().print(_table(verdict.findings))
+    named = {chunk.episode for finding in verdict.findings for chunk in finding.chunks}
+    for gap in verdict.gaps:
+        last = gap.first_step + gap.steps - 1
+        cause = "" if gap.episode in named else " (never came, or lost before)"
+        tell(f"{gap.episode} lacks steps {gap.first_step} to {last}{cause}")
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table("segment", "offset", "bytes", "record", "what is wrong", "what it held", box=None)
+    for each in findings:
+        held = "\n".join(str(chunk) for chunk in each.chunks) or ("no chunk" if each.segment < 0 else "unknown")
+        table.add_row(
+            "manifest" if each.segment < 0 else str(each.segment),
+            str(each.offset),
+            str(each.length),
+            "?" if each.sequence < 0 else str(each.sequence),
+            Text(each.reason),
+            Text(held + ("" if each.surely or not each.chunks else "\n(by its own word)")),
+        )
+    return table
