@@ -42,6 +42,7 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
             real_time=robot.real_time,
             recorder=config.recorder,
             policy=config.policy,
+            weights=config.weights,
         )
         write_station(state, robot, session)
     return specs

@@ -15,6 +15,7 @@ from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.learner.service import LearnerConfig
 from user_sys.metrics import LoggingConfig
+from user_sys.weights.inlet import InletConfig
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RunConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    weights: InletConfig = field(default_factory=InletConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -34,6 +34,7 @@ from user_sys.edge.stations import write_station
 from user_sys.edge.watch import RobotWatch
 from user_sys.errors import ConfigError
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.inlet import InletConfig
 
 LOOK_EVERY_S = 0.5
 GATEWAY = "gateway"
@@ -56,6 +57,7 @@ class EdgeConfig:
     demonstrations: DemonstrationConfig = field(default_factory=lambda: DemonstrationConfig(episodes=0))
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    weights: InletConfig = field(default_factory=InletConfig)
     outbox_max_bytes: int = MAX_BYTES
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         outbox_max_bytes=config.outbox_max_bytes,
         recorder=config.recorder,
         policy=config.policy,
+        weights=config.weights,
     )
 
 

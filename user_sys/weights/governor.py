@@ -3,8 +3,8 @@
 Somewhere on the machine is a *victim*: the learner's training step, or the policy's inference. Its times are measured
 all the while, apart for when a push is under way and when none is. While the push makes the victim slower than its
 budget, the push's share is cut by a factor; while it does not, the share grows by a step. One number, the share, sets
-every knob: how much of the time bulk work may run (memory bandwidth), on how many threads, and how fast the link is
-filled. What a GPU would add (thread blocks of a packing kernel, bytes of a copy) would be scaled by the same share.
+every knob: how much of the time bulk work may run on its one thread (which bounds its use of processor and memory), and
+how fast the link is filled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class GovernorConfig:
         least_share: the push always gets this much, so that weights do arrive.
         cut, grow: the factor and the step by which the share moves.
         decide_s: how often it moves.
-        threads: for bulk work, at a share of 1.
         link_bytes_per_s: what the link is filled with at a share of 1; 0 for as much as it takes.
     """
 
@@ -48,16 +47,13 @@ class GovernorConfig:
     cut: float = 0.7
     grow: float = 0.05
     decide_s: float = 0.5
-    threads: int = 1
     link_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (0 < self.least_share <= 1 and 0 < self.cut < 1 and 0 < self.grow <= 1 and 0 < self.quantile < 1):
             raise ConfigError("governor: least_share, cut, grow and quantile lie between 0 and 1")
-        if self.budget <= 0 or self.decide_s <= 0 or self.threads < 1 or self.link_bytes_per_s < 0:
-            raise ConfigError(
-                "governor: budget and decide_s are above 0, threads at least 1, link_bytes_per_s not below 0"
-            )
+        if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0:
+            raise ConfigError("governor: budget and decide_s are above 0, link_bytes_per_s is not below 0")
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,6 @@ class Governor:
         worked_s = max(0.0, now - getattr(self._work, "since_s", now))
         self._sleep(min(LONGEST_REST_S, worked_s * (1.0 / self.share - 1.0)))
         self._work.since_s = self._clock()
-
-    @property
-    def threads(self) -> int:
-        return max(1, math.ceil(self.share * self._config.threads))
 
     def link_limit(self) -> float:
         """Bytes/s that the link may be filled with; infinite where nothing limits it."""
