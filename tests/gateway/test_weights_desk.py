@@ -35,6 +35,8 @@ CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05)
 class Numbered(Policy):
     """Remembers which weights it was given last."""
 
+    forms = ("exact", "bf16", "int8")
+
     def __init__(self) -> None:
         self.weights: dict[str, Array] = {}
 
@@ -200,6 +202,19 @@ def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(si
         robot = Robot(site, "one")
     with robot:
         assert robot.acts_with(1)
+
+
+def test_a_learner_may_publish_a_rounded_form_alone(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher(PublishConfig(forms=("bf16",)))
+        with Robot(site, "one") as robot:
+            publish(publisher, weights(1), 1, robot)
+            found = robot.swapper.policy.weights["w"]  # type: ignore[attr-defined]
+            np.testing.assert_allclose(found, weights(1)["w"], rtol=2**-8)
+            assert found.dtype == np.float32 and not np.array_equal(found, weights(1)["w"])
+        assert publisher.settle(10)
+    kept = newest(Shelf(site.run / "weights").open())
+    assert kept is not None and (kept[0].form, kept[0].rms_error > 0) == ("bf16", True)
 
 
 def test_a_damaged_file_is_passed_over(site: Site) -> None:

@@ -67,10 +67,10 @@ class Catalogue:
     def infos(self) -> list[ParcelInfo]:
         return [parcel.info for parcel in list(self.parcels.values())]
 
-    def versions(self, form: Form = "exact") -> list[int]:
-        """Those of which everything is there, ascending."""
-        here = reachable(self.infos(), form)
-        return sorted(version for of, version in self.manifests if of == form and version in here)
+    def versions(self) -> list[int]:
+        """Those of which everything is there, in one form at least, ascending."""
+        here = {form: reachable(self.infos(), form) for form in {form for form, _ in self.manifests}}
+        return sorted({version for form, version in self.manifests if version in here[form]})
 
     def forms(self, version: int) -> list[Form]:
         """The forms in which everything of `version` is there."""

@@ -20,8 +20,7 @@ from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
 
 def list_main(args: Namespace) -> int:
     catalogue, order = Shelf(_folder(args.run)).open(), _standing(args.run)
-    whole = {form: set(catalogue.versions(form)) for form, _ in catalogue.manifests}
-    found = [m for m, _ in catalogue.manifests.values() if m.version in whole[m.form]]
+    found = [m for m, _ in catalogue.manifests.values() if m.form in catalogue.forms(m.version)]
     found.sort(key=lambda m: (m.version, m.form))
     pinned = order.version if order is not None else NO_VERSION
     if args.json:
