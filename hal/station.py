@@ -17,7 +17,7 @@ import msgspec
 from hal.camera import Camera
 from hal.errors import SpecError
 from hal.robot import Robot
-from hal.spec import Array
+from hal.spec import Array, RobotSpec
 from hal.task import Task
 from hal.teleoperator import Teleoperator
 
@@ -94,6 +94,11 @@ def _require_known(kind: type, options: Mapping[str, Any], where: str) -> None:
 
 StationFactory = Callable[[StationRequest], Station]
 """Builds a station and connects nothing. Raises SpecError for an option or a task that the driver does not have."""
+
+
+TeleoperatorFactory = Callable[[StationRequest, RobotSpec], Teleoperator]
+"""Builds an input device for the robot of that spec and connects nothing; raises SpecError as a station's factory does.
+The request's options are the device's own."""
 
 
 def installed_drivers() -> list[str]:

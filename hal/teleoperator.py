@@ -13,12 +13,16 @@ class TeleopInput:
     """What a person's hand says now.
 
     Attributes:
-        twist: float32 (k,), each element in [-1, 1]: the share of the action's range, one element an action element.
+        twist: float32 (k,), each element in [-1, 1]: the share of the action's range, one element an action element. Of
+            a joint that is moved by targets, the share of its greatest speed.
         engaged: False while the person's hand is off the device (dead-man switch): the robot holds.
+        target: float32 (k,), the action itself in the spec's units, from a device that has the robot's own joints (a
+            leader arm); it stands instead of `twist`.
     """
 
     twist: Array
     engaged: bool
+    target: Array | None = None
 
 
 class Teleoperator(ABC):

@@ -1,0 +1,24 @@
+"""The task of a robot that nothing but a person watches: somebody else says what was done, and puts the scene right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hal.robot import Observation, Robot, StopLevel
+from hal.task import Outcome, Task
+
+
+class AttendedTask(Task):
+    """Goes on until a person marks success or failure, asks for a reset, or `max_steps` have passed; rewards nothing.
+
+    A reset lets the robot hold where it is: a person brings robot and scene to their start.
+    """
+
+    def __init__(self, name: str, sentence: str, max_steps: int) -> None:
+        self.name, self.sentence, self.max_steps = name, sentence, max_steps
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        robot.stop(StopLevel.HOLD)
+
+    def evaluate(self, observation: Observation) -> Outcome:
+        return Outcome(reward=0.0, terminated=False)

@@ -1,0 +1,348 @@
+"""Any robot, camera and teleoperator that LeRobot knows, by its plugin's name.
+
+A plugin's named numbers become vectors in the plugin's own order, angles in rad. Its calibration file is used and never
+written; a robot that is not calibrated is refused. Every call of a plugin has a deadline, after which it is lost.
+
+Safe stop: the joints are told to stay where they are measured. With `torque_off` the safe stop then releases the
+motors: an arm without brakes sinks. A process that dies leaves servos at their last goal, under torque.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hal.camera import Camera, Frame
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
+from hal.station import Station, StationRequest, read_options
+from robots.attended import AttendedTask
+from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
+from robots.lerobot_plugins import DeviceThread, build, has_setting
+
+CONNECT_DEADLINE_S = 30.0
+TRIES = 3
+REDUCED_SPEED = 0.25  # while a person drives
+TORQUE_SETTING = "disable_torque_on_disconnect"
+STALE_FRAME_S = 0.5
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LerobotConfig:
+    """Attributes:
+    type: the robot's name in LeRobot, e.g. ``so101_follower``.
+    settings: the plugin's own, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
+    features: units and bounds by feature name or pattern (``*.pos``); a motor bus of LeRobot's states them itself.
+    cameras: by name, LeRobot's own: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``.
+    gripper: which action feature is the gripper; by default the first with that word in its name.
+    answer_within_s: a robot that takes longer is lost; by default two control periods.
+    torque_off: a safe stop releases the motors.
+    sentence: what the robot is asked to do, in words.
+    """
+
+    type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rate_hz: float = 30.0
+    features: dict[str, FeatureConfig] = field(default_factory=dict)
+    cameras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gripper: str = "gripper"
+    answer_within_s: float | None = None
+    torque_off: bool = False
+    stale_after_s: float = 0.5
+    reduced_speed: float = REDUCED_SPEED
+    sentence: str = ""
+    max_steps: int = 3000
+
+    def __post_init__(self) -> None:
+        if self.rate_hz <= 0:
+            raise ValueError(f"rate_hz is above 0, not {self.rate_hz:g}")
+
+    @property
+    def deadline_s(self) -> float:
+        return self.answer_within_s or 2 / self.rate_hz
+
+
+class LerobotRobot(Robot):
+    """A robot of LeRobot's. Built from its plugin at once, without touching the hardware."""
+
+    def __init__(self, config: LerobotConfig) -> None:
+        """Raises SpecError: no such plugin, or a feature whose unit is not known."""
+        self.config = config
+        self._device = self._build()
+        self._state = Features(self._device.observation_features, config.features, self._device)
+        self._action = Features(self._device.action_features, config.features, self._device)
+        self.spec = _spec(config, self._state, self._action, self._device.observation_features)
+        low, high = calibrated_bounds(self._device, self._action)
+        self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
+        self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
+        self._thread: DeviceThread | None = None
+        self._moving = self._released = False
+        self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
+
+    def connect(self) -> None:
+        """See `hal.robot.Robot`. The motors come under torque, and hold. Calibration is checked, never made.
+
+        Raises:
+            HardwareLost: also where the robot is not calibrated, or its motors disagree with the calibration file.
+        """
+        if self._thread is not None:
+            return
+        self._require_calibration()
+        self._thread = DeviceThread(f"LeRobot's {self.config.type}")
+        try:
+            self._ask("connecting", self._open, CONNECT_DEADLINE_S)
+            if not self._ask("checking the calibration", lambda: self._device.is_calibrated, CONNECT_DEADLINE_S):
+                raise HardwareLost(
+                    f"{self.config.type}: its motors hold another calibration than {self._calibration_file()}; "
+                    "run lerobot-calibrate, which can put the file's into the motors"
+                )
+            self._hold()
+        except HardwareLost:
+            self._let_go()
+            raise
+
+    def observe(self) -> Observation:
+        captured_ns = time.monotonic_ns()
+        raw = self._ask("reading", self._device.get_observation)
+        for camera in self.spec.cameras:
+            if camera.name in raw:
+                self.images[camera.name] = Frame(np.array(raw[camera.name], np.uint8), captured_ns)
+        return Observation({STATE: self._state.vector(raw)}, captured_ns)
+
+    def command(self, action: Array) -> Array:
+        self.spec.action.validate(action)
+        if self._released:
+            self._hold()
+        self._moving = True
+        return self._send(np.clip(action, self._low, self._high))
+
+    def stop(self, level: StopLevel) -> None:
+        """See `hal.robot.Robot`. Positions are held where they were measured when the stop began, grippers as they are
+        told; whatever else is commanded becomes 0."""
+        if self._released:
+            if level is StopLevel.SAFE:
+                return
+            self._hold()
+        elif self._moving:
+            self._hold()
+        else:
+            self._send(self._goal)
+        if level is StopLevel.SAFE and self.config.torque_off:
+            self._ask("releasing the motors", self._device.bus.disable_torque, CONNECT_DEADLINE_S)
+            self._released = True
+
+    def close(self) -> None:
+        if self._thread is None:
+            return
+        try:
+            self.stop(StopLevel.SAFE)
+        except HardwareLost as error:
+            log.warning("lerobot.unstopped %s; its motors keep their last goal", error)
+        self._let_go()
+
+    def _build(self) -> Any:
+        config, settings = self.config, dict(self.config.settings)
+        if has_setting("robot", config.type, TORQUE_SETTING):
+            settings.setdefault(TORQUE_SETTING, config.torque_off)
+        device = build("robot", config.type, settings)
+        if config.torque_off and not hasattr(getattr(device, "bus", None), "disable_torque"):
+            raise SpecError(f"torque_off: LeRobot's {config.type} has no motor bus of which the torque could be taken")
+        return device
+
+    def _require_calibration(self) -> None:
+        if hasattr(self._device, "bus") and not self._device.calibration:
+            raise HardwareLost(
+                f"{self.config.type} is not calibrated: there is no {self._calibration_file()}; run lerobot-calibrate "
+                "with the same id"
+            )
+
+    def _calibration_file(self) -> str:
+        return str(getattr(self._device, "calibration_fpath", "calibration file"))
+
+    def _open(self) -> None:
+        if self._device.is_connected:  # by an attempt that came halfway
+            self._device.disconnect()
+        self._device.connect(calibrate=False)
+
+    def _persist(self, function: Callable[[], T]) -> T:
+        """What `function` returns, at the last of `TRIES`: a bus of servos loses a packet now and then, and LeRobot
+        gives up at the first. Runs on the device's thread."""
+        for _ in range(TRIES - 1):
+            try:
+                return function()
+            except ConnectionError as error:
+                log.info("lerobot.retry %s: %s", self.config.type, error)
+        return function()
+
+    def _hold(self) -> None:
+        """Makes the measured pose the goal; motors that were released come under torque again."""
+        measured = self._state.vector(self._ask("reading", self._device.get_observation))
+        goal = np.array(self.spec.neutral, np.float32)
+        for index, feature in enumerate(self._action.all):
+            if index == self.spec.gripper and self._moving:
+                goal[index] = self._goal[index]  # keeps its grip
+            elif feature.is_position and feature.name in self._state.names:
+                goal[index] = measured[self._state.index(feature.name)]
+        self._send(np.clip(goal, self._low, self._high))
+        if self._released:
+            self._ask("taking hold", self._device.bus.enable_torque, CONNECT_DEADLINE_S)
+        self._moving = self._released = False
+
+    def _send(self, action: Array) -> Array:
+        values = self._action.values(action)
+        sent = self._ask("commanding", lambda: self._device.send_action(values))
+        applied = self._action.vector(sent if isinstance(sent, Mapping) else {}, instead=action)
+        self._goal: Array = np.clip(applied, self.spec.action.low, self.spec.action.high).astype(np.float32)
+        return self._goal.copy()
+
+    def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
+        if self._thread is None:
+            raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
+        return self._thread.call(deed, lambda: self._persist(function), deadline_s or self.config.deadline_s)
+
+    def _let_go(self) -> None:
+        """Disconnects; what is left of a broken connection is forgotten, and the next one starts with a new device."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            thread.call("disconnecting", self._device.disconnect, CONNECT_DEADLINE_S)
+        except HardwareLost as error:
+            log.warning("lerobot.disconnect %s", error)
+        thread.end()
+        self._moving = self._released = False
+        self._device = self._build()
+
+
+def _spec(config: LerobotConfig, state: Features, action: Features, features: Mapping[str, Any]) -> RobotSpec:
+    gripper = next((i for i, name in enumerate(action.names) if config.gripper and config.gripper in name), -1)
+    joints = tuple(
+        i for i, each in enumerate(action.all) if each.is_position and each.name in state.names and i != gripper
+    )
+    targets = [action.all[i] for i in joints]
+    return RobotSpec(
+        model=config.type,
+        rate_hz=config.rate_hz,
+        observation=(state.spec(STATE),),
+        action=action.spec(ACTION),
+        cameras=(*_plugin_cameras(config, features), *(_camera_spec(n, s) for n, s in config.cameras.items())),
+        limits=SafetyLimits(
+            joint_position=tuple(state.index(each.name) for each in targets),
+            joint_low=tuple(each.low for each in targets),
+            joint_high=tuple(each.high for each in targets),
+            joint_velocity_max=tuple(each.speed_max for each in targets),
+            reduced_speed=config.reduced_speed,
+            stale_after_s=config.stale_after_s,
+        ),
+        neutral=tuple(
+            each.high if i == gripper else min(max(0.0, each.low), each.high) for i, each in enumerate(action.all)
+        ),
+        joint_target=joints,
+        gripper=gripper,
+        safe_stop="holds its pose" + (", then releases its motors and sinks" if config.torque_off else ""),
+    )
+
+
+def _plugin_cameras(config: LerobotConfig, features: Mapping[str, Any]) -> tuple[CameraSpec, ...]:
+    """Cameras that are part of the plugin's robot: their pictures come with its observations."""
+    shapes = {name: shape for name, shape in features.items() if isinstance(shape, tuple) and len(shape) == 3}
+    return tuple(
+        CameraSpec(name=name, height=shape[0], width=shape[1], rate_hz=config.rate_hz) for name, shape in shapes.items()
+    )
+
+
+def _camera_spec(name: str, settings: Mapping[str, Any]) -> CameraSpec:
+    try:
+        return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
+    except KeyError as error:
+        raise SpecError(f"camera {name}: {error} is not given") from None
+
+
+class RobotsCamera(Camera):
+    """A camera that is part of a plugin's robot. Its frames are those of the robot's newest observation."""
+
+    def __init__(self, robot: LerobotRobot, spec: CameraSpec) -> None:
+        self.spec, self._robot = spec, robot
+        self._connected = False
+
+    def connect(self) -> None:
+        self._connected = True
+
+    def read(self) -> Frame:
+        frame = self._robot.images.get(self.spec.name) if self._connected else None
+        if frame is None:
+            raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has shown nothing")
+        _require_fresh(frame, self.spec.name)
+        return frame
+
+    def close(self) -> None:
+        self._connected = False
+
+
+class LerobotCamera(Camera):
+    """A camera of LeRobot's, read without waiting. A camera that states no time of capture is taken at its word."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Raises SpecError: no such plugin, or no width, height or fps."""
+        self.spec = _camera_spec(name, settings)
+        self._settings = dict(settings)
+        self._type = str(self._settings.pop("type", "opencv"))
+        self._device = build("camera", self._type, self._settings)
+        self._thread: DeviceThread | None = None
+
+    def connect(self) -> None:
+        if self._thread is None:
+            self._thread = DeviceThread(f"camera {self.spec.name}")
+            self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S)
+
+    def read(self) -> Frame:
+        if self._thread is None:
+            raise HardwareLost(f"camera {self.spec.name} is not connected")
+        captured_ns = time.monotonic_ns()
+        try:
+            image = np.array(self._thread.call("reading", self._latest, STALE_FRAME_S), np.uint8)
+        except HardwareLost as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise StaleObservation(str(error)) from error
+            raise
+        if getattr(getattr(self._device, "color_mode", None), "value", "rgb") == "bgr":
+            image = np.ascontiguousarray(image[..., ::-1])
+        if (stamp_s := getattr(self._device, "latest_timestamp", None)) is not None:
+            captured_ns = min(captured_ns, int(stamp_s * 1e9))  # LeRobot's clock is the monotonic one on Linux
+        return Frame(image, captured_ns)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.call("disconnecting", self._device.disconnect, CONNECT_DEADLINE_S)
+            thread.end()
+
+    def _latest(self) -> Array:
+        image: Array = self._device.read_latest(max_age_ms=round(STALE_FRAME_S * 1000))
+        return image
+
+
+def _require_fresh(frame: Frame, name: str) -> None:
+    age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
+    if age_s > STALE_FRAME_S:
+        raise StaleObservation(f"camera {name}: the newest frame is {age_s:.3f} s old")
+
+
+def make_station(request: StationRequest) -> Station:
+    """A `hal.station.StationFactory`; options: `LerobotConfig`. Any task is a person's to judge."""
+    config = read_options(LerobotConfig, request)
+    robot = LerobotRobot(config)
+    own = tuple(RobotsCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
+    cameras = (*own, *(LerobotCamera(*each) for each in config.cameras.items())) if request.cameras else ()
+    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
+    return Station(request.name, robot, task, cameras)

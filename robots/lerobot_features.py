@@ -1,0 +1,148 @@
+"""LeRobot's features, named numbers in units of a robot's own, as vectors of ours in stated units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from hal.errors import HardwareLost, SpecError
+from hal.spec import Array, ArraySpec
+
+_SI = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
+POSITION = ".pos"
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """What LeRobot's values of a feature are.
+
+    Attributes:
+        unit: of those values. ``deg``, ``deg/s`` and ``mm`` become rad, rad/s and m; any other is kept and stated in
+            the spec, e.g. ``%`` of a calibrated range.
+        low, high: bounds, in `unit`.
+        speed_max: how fast a commanded position may move, in `unit` a second; by default a quarter of the range.
+    """
+
+    unit: str
+    low: float
+    high: float
+    speed_max: float | None = None
+
+
+_OF_MOTORS = {
+    "degrees": FeatureConfig("deg", -180, 180),
+    "range_m100_100": FeatureConfig("%", -100, 100),
+    "range_0_100": FeatureConfig("%", 0, 100),
+}
+"""By the normalisation that LeRobot's motor bus applies to a motor's position."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number of a robot. `scale` times LeRobot's value is ours; all else is in our unit (`speed_max` a second)."""
+
+    name: str
+    unit: str
+    scale: float
+    low: float
+    high: float
+    speed_max: float
+
+    @property
+    def is_position(self) -> bool:
+        return self.name.endswith(POSITION)
+
+
+class Features:
+    """Some features in a fixed order: LeRobot's dictionaries to vectors, and back."""
+
+    def __init__(self, names: Mapping[str, Any], declared: Mapping[str, FeatureConfig], device: Any) -> None:
+        """The numbers among `names` (LeRobot's ``observation_features`` or ``action_features``) in their order.
+
+        A feature's unit comes from the first pattern of `declared` that it matches, else from the device's motor bus.
+
+        Raises:
+            SpecError: a feature whose unit nobody states.
+        """
+        self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
+        modes = {f"{motor}{POSITION}": mode for motor, mode in _modes(device)}
+        found = {name: _declared(name, declared) or _OF_MOTORS.get(modes.get(name, "")) for name in self.names}
+        if unknown := [name for name, config in found.items() if config is None]:
+            raise SpecError(
+                f"the units of {unknown} are not known; state them, by name or pattern: "
+                f"`features: {{'{unknown[0]}': {{unit: deg, low: -180, high: 180}}}}`"
+            )
+        self.all = tuple(_feature(name, config) for name, config in found.items() if config is not None)
+        self._scale = np.array([each.scale for each in self.all])
+
+    def spec(self, feature: str) -> ArraySpec:
+        return ArraySpec(
+            name=feature,
+            labels=self.names,
+            units=tuple(each.unit for each in self.all),
+            low=tuple(each.low for each in self.all),
+            high=tuple(each.high for each in self.all),
+        )
+
+    def vector(self, values: Mapping[str, Any], instead: Array | None = None) -> Array:
+        """Ours for LeRobot's: float32 (n,).
+
+        Args:
+            instead: what is taken where `values` lacks a feature.
+
+        Raises:
+            HardwareLost: a feature is missing, and there is nothing instead.
+        """
+        missing = [name for name in self.names if name not in values]
+        if missing and instead is None:
+            raise HardwareLost(f"LeRobot's robot gave no {missing}; it gave {sorted(values)}")
+        ours = [
+            float(values[name]) * scale if name in values else float(instead[index])  # type: ignore[index]
+            for index, (name, scale) in enumerate(zip(self.names, self._scale, strict=True))
+        ]
+        return np.array(ours, np.float32)
+
+    def values(self, vector: Array) -> dict[str, float]:
+        """LeRobot's for ours."""
+        return dict(zip(self.names, (vector / self._scale).tolist(), strict=True))
+
+    def index(self, name: str) -> int:
+        return self.names.index(name)
+
+
+def _declared(name: str, declared: Mapping[str, FeatureConfig]) -> FeatureConfig | None:
+    return next((config for pattern, config in declared.items() if fnmatchcase(name, pattern)), None)
+
+
+def _feature(name: str, config: FeatureConfig) -> Feature:
+    unit, scale = _SI.get(config.unit, (config.unit, 1.0))
+    speed_max = (config.high - config.low) / 4 if config.speed_max is None else config.speed_max
+    return Feature(name, unit, scale, config.low * scale, config.high * scale, speed_max * scale)
+
+
+def _modes(device: Any) -> Iterator[tuple[str, str]]:
+    bus = getattr(device, "bus", None)
+    for motor, described in getattr(bus, "motors", {}).items():
+        yield motor, getattr(described.norm_mode, "value", "")
+
+
+def calibrated_bounds(device: Any, features: Features) -> tuple[Array, Array]:
+    """Lowest and highest position that the device's calibration allows each feature, in our units: float64 (n,).
+
+    Infinite where there is no calibration, and where LeRobot's value is itself a share of the calibrated range.
+    """
+    low, high = np.full(len(features.all), -np.inf), np.full(len(features.all), np.inf)
+    bus = getattr(device, "bus", None)
+    for motor, mode in _modes(device):
+        name = f"{motor}{POSITION}"
+        known = getattr(bus, "calibration", {}).get(motor)
+        if mode == "degrees" and known is not None and name in features.names:
+            steps = bus.model_resolution_table[bus.motors[motor].model] - 1  # type: ignore[union-attr]
+            half = (known.range_max - known.range_min) / 2 * 2 * math.pi / steps  # LeRobot's zero is mid-range
+            low[features.index(name)], high[features.index(name)] = -half, half
+    return low, high

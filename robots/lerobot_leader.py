@@ -1,0 +1,100 @@
+"""LeRobot's teleoperators, a leader arm above all, as an input device: its pose is the action that is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hal.errors import HardwareLost, SpecError
+from hal.spec import Array, RobotSpec
+from hal.station import StationRequest, read_options
+from hal.teleoperator import Teleoperator, TeleopInput
+from robots.lerobot_features import FeatureConfig, Features
+from robots.lerobot_plugins import DeviceThread, build
+
+CONNECT_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class LeaderConfig:
+    """Attributes:
+    type, settings: the teleoperator's name in LeRobot, and its own settings, as on LeRobot's command line.
+    features: units by name or pattern, as for the robot.
+    moved: the share of an element's range by which a hand is told from noise.
+    let_go_s: a leader that has not moved for so long is taken to be out of hand; it has no other dead-man switch.
+    answer_within_s: a device that takes longer is lost.
+    """
+
+    type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, FeatureConfig] = field(default_factory=dict)
+    moved: float = 0.01
+    let_go_s: float = 2.0
+    answer_within_s: float = 0.2
+
+
+class LerobotLeader(Teleoperator):
+    """A teleoperator of LeRobot's that gives an action of the robot's own, element for element by name."""
+
+    def __init__(self, config: LeaderConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises SpecError: no such plugin, a unit that is not known, or elements that the robot's action has not."""
+        self.config, self._spec, self._clock = config, spec, clock
+        self._device = build("teleoperator", config.type, config.settings)
+        self._features = Features(self._device.action_features, config.features, self._device)
+        missing = [name for name in spec.action.labels if name not in self._features.names]
+        if missing:
+            raise SpecError(f"LeRobot's {config.type} does not give {missing}, which {spec.model} is moved by")
+        self._order = [self._features.index(name) for name in spec.action.labels]
+        units = tuple(self._features.all[index].unit for index in self._order)
+        if units != spec.action.units:
+            raise SpecError(f"{config.type} speaks in {units}, {spec.model} in {spec.action.units}")
+        self._low, self._high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
+        self._thread: DeviceThread | None = None
+
+    def connect(self) -> None:
+        if self._thread is not None:
+            return
+        self._thread = DeviceThread(f"LeRobot's {self.config.type}")
+        try:
+            self._thread.call("connecting", lambda: self._device.connect(calibrate=False), CONNECT_DEADLINE_S)
+            if not self._device.is_calibrated:
+                raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
+        except HardwareLost:
+            self.close()
+            raise
+        self._resting: Array = self._pose()
+        self._moved_s = -np.inf
+
+    def read(self) -> TeleopInput:
+        """See `hal.teleoperator.Teleoperator`; `target` is the leader's pose within the action's bounds."""
+        pose = self._pose()
+        if (np.abs(pose - self._resting) > self.config.moved * (self._high - self._low)).any():
+            self._resting, self._moved_s = pose, self._clock()
+        engaged = bool(self._clock() - self._moved_s < self.config.let_go_s)
+        return TeleopInput(np.zeros(len(pose), np.float32), engaged, pose)
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.call("disconnecting", self._disconnect, CONNECT_DEADLINE_S)
+            thread.end()
+
+    def _disconnect(self) -> None:
+        if self._device.is_connected:
+            self._device.disconnect()
+
+    def _pose(self) -> Array:
+        if self._thread is None:
+            raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
+        raw = self._thread.call("reading", self._device.get_action, self.config.answer_within_s)
+        pose: Array = np.clip(self._features.vector(raw)[self._order], self._low, self._high)
+        return pose
+
+
+def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.station.TeleoperatorFactory`; options: `LeaderConfig`."""
+    return LerobotLeader(read_options(LeaderConfig, request), spec)

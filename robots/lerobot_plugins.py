@@ -1,0 +1,140 @@
+"""LeRobot's own side of the driver: its registries and plugins, and a thread that waits for a device in our stead.
+
+LeRobot (0.4.4 or later; ``pip install 'user-sys[lerobot]'``) is imported when a device is built, not before.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, Literal, TypeVar
+
+from hal.errors import HardwareLost, SpecError
+
+Kind = Literal["robot", "camera", "teleoperator"]
+
+T = TypeVar("T")
+
+
+@cache
+def _registries() -> dict[Kind, tuple[Any, Callable[[Any], Any]]]:
+    """Each kind's registry of configs, all plugins imported, and the function that builds a device from a config.
+
+    Raises:
+        SpecError: LeRobot is not installed, or fails to import.
+    """
+    try:
+        from lerobot.cameras import CameraConfig
+        from lerobot.cameras.utils import make_cameras_from_configs
+        from lerobot.robots import RobotConfig, make_robot_from_config
+        from lerobot.teleoperators import TeleoperatorConfig, make_teleoperator_from_config
+        from lerobot.utils.import_utils import register_third_party_plugins
+    except (ImportError, RuntimeError) as error:  # a torchvision that does not fit its torch raises RuntimeError
+        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: pip install 'user-sys[lerobot]'") from error
+    for kind in ("robots", "teleoperators", "cameras"):
+        _import_built_in(f"lerobot.{kind}")
+    register_third_party_plugins()
+    return {
+        "robot": (RobotConfig, make_robot_from_config),
+        "camera": (CameraConfig, lambda config: make_cameras_from_configs({"camera": config})["camera"]),
+        "teleoperator": (TeleoperatorConfig, make_teleoperator_from_config),
+    }
+
+
+_unavailable: dict[str, str] = {}
+"""LeRobot's devices that did not import, and why: a library of theirs is missing."""
+
+
+def _import_built_in(package: str) -> None:
+    """LeRobot's own devices register themselves when their modules are imported; some need libraries of their own."""
+    for module in iter_modules(import_module(package).__path__, f"{package}."):
+        try:
+            if module.ispkg:
+                import_module(module.name)
+        except Exception as error:  # foreign modules fail in any way
+            _unavailable[module.name.rpartition(".")[2]] = f"{type(error).__name__}: {error}"
+
+
+def known(kind: Kind) -> list[str]:
+    """The names of the devices that LeRobot and the installed plugins offer. Raises SpecError without LeRobot."""
+    return sorted(_registries()[kind][0].get_known_choices())
+
+
+def build(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
+    """LeRobot's device of that name, not connected; `settings` are those of its command line.
+
+    Raises:
+        SpecError: no LeRobot, no such device (the message has the nearest name), settings that it refuses.
+    """
+    registry, make = _registries()[kind]
+    if name not in registry.get_known_choices():
+        near = get_close_matches(name, known(kind), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {known(kind)}"
+        missing = f"; not importable: {_unavailable}" if _unavailable else ""
+        raise SpecError(f"LeRobot has no {kind} {name!r}; {hint}{missing}")
+    try:
+        return make(read_config(kind, name, settings))
+    except Exception as error:  # a plugin may fail in any way
+        raise SpecError(f"LeRobot's {kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def read_config(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
+    """LeRobot's config of a device, decoded as its command line decodes it; raises what the plugin raises."""
+    from draccus.parsers.decoding import decode
+
+    return decode(_registries()[kind][0], {"type": name, **settings})
+
+
+def has_setting(kind: Kind, name: str, setting: str) -> bool:
+    """Whether the device's config has a field called `setting`."""
+    choices = _registries()[kind][0].get_known_choices()
+    return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})
+
+
+class DeviceThread:
+    """Carries out a device's calls one after the other, each with a deadline, so that a plugin that hangs is noticed.
+
+    After a call that missed its deadline the device is lost: every later call is refused.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._hung = ""
+        threading.Thread(target=self._run, name=f"lerobot {name}", daemon=True).start()
+
+    def call(self, deed: str, function: Callable[[], T], deadline_s: float) -> T:
+        """What `function` returns.
+
+        Raises:
+            HardwareLost: it raised, whatever it was, or did not return in time; the message says which.
+        """
+        if self._hung:
+            raise HardwareLost(f"{self._name} has hung since {self._hung}")
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        try:
+            return future.result(deadline_s)
+        except Exception as error:  # of the plugin; and of the deadline, which is no error of the plugin
+            if not future.done():
+                self._hung = deed
+                raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
+            raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
+
+    def end(self) -> None:
+        """Lets the thread end once it is idle."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # handed over to whoever waits
+                future.set_exception(error)

@@ -1,0 +1,210 @@
+"""The LeRobot driver with LeRobot itself, in LeRobot's environment: ``make test-lerobot``.
+
+The arm is LeRobot's own SO-101 follower, unmodified, on a simulated motor bus; the other robot, camera and leader are
+plugins of third parties as they are published.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lerobot_kit import SimulatedArm, let_torchvision_in, simulated_arm
+
+from hal.camera import Camera
+from hal.conformance import CameraConformance, RobotConformance
+from hal.errors import HardwareLost, SpecError
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array
+from hal.station import StationRequest
+from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_station
+from robots.lerobot_features import FeatureConfig
+
+pytestmark = [
+    pytest.mark.lerobot,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+TORQUE, GOAL, LOW_LIMIT, P_GAIN = 40, 42, 9, 21  # registers
+DEADLINE_S = 10.0
+DUMMY = LerobotConfig(
+    type="dummy_follower", settings={"silent": True}, features={"*.pos": FeatureConfig("deg", -180, 180)}
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> None:
+    let_torchvision_in()
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Iterator[SimulatedArm]:
+    with simulated_arm(tmp_path) as simulated:
+        yield simulated
+
+
+def follower(arm: SimulatedArm, **options: object) -> LerobotRobot:
+    options = {"rate_hz": 10.0, **options}
+    return LerobotRobot(LerobotConfig(type="so101_follower", settings=arm.settings, **options))  # type: ignore[arg-type]
+
+
+def arrive(robot: Robot, action: Array) -> Array:
+    """Commands until the joints are there; what was applied last."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        applied = robot.command(action)
+        if np.abs(robot.observe().arrays[STATE] - applied).max() < 0.005:
+            return applied
+    raise AssertionError(f"the arm did not get to {action}")
+
+
+class TestFollowerOnItsBus(RobotConformance):
+    @pytest.fixture(autouse=True)
+    def _arm(self, arm: SimulatedArm) -> None:
+        self.arm = arm
+
+    def make_robot(self) -> Robot:
+        return follower(self.arm)
+
+    def gentle_action(self, robot: Robot) -> Array:
+        return np.array([0, 0, 0, 0, 0, 50], np.float32)
+
+    def same_place(self, before: Observation, after: Observation) -> bool:
+        return bool(np.abs(before.arrays[STATE] - after.arrays[STATE]).max() < 0.05)
+
+
+class TestThirdPartyRobot(RobotConformance):
+    def make_robot(self) -> Robot:
+        return LerobotRobot(DUMMY)
+
+
+class TestThirdPartyCamera(CameraConformance):
+    def make_camera(self) -> Camera:
+        return LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
+
+
+def test_positions_are_in_radians_and_go_where_they_are_told(arm: SimulatedArm) -> None:
+    with follower(arm) as robot:
+        assert robot.spec.action.units == ("rad",) * 5 + ("%",)
+        assert robot.spec.action.labels[:2] == ("shoulder_pan.pos", "shoulder_lift.pos")
+        assert (robot.spec.joint_target, robot.spec.gripper) == ((0, 1, 2, 3, 4), 5)
+        arrive(robot, np.array([0.5, -0.25, 0, 0, 0, 100], np.float32))
+        assert abs(arm.word("shoulder_pan", GOAL) - (2048 + 0.5 / (2 * math.pi) * 4095)) <= 1
+        assert arm.word("gripper", GOAL) == 3072
+
+
+def test_what_the_calibration_does_not_allow_is_not_reported_as_applied(arm: SimulatedArm) -> None:
+    with follower(arm) as robot:
+        asked = np.array([3.0, 0, 0, 0, 0, 50], np.float32)
+        half_range = 1024 / 4095 * 2 * math.pi
+        assert robot.command(asked)[0] == pytest.approx(half_range, abs=1e-3)
+
+
+def test_the_calibration_file_is_used_and_left_alone(arm: SimulatedArm) -> None:
+    before, written_ns = arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns
+    with follower(arm) as robot:
+        robot.command(np.array([0.2, 0, 0, 0, 0, 50], np.float32))
+    assert (arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns) == (before, written_ns)
+    assert list(arm.calibrations.iterdir()) == [arm.calibration]
+
+
+def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: SimulatedArm) -> None:
+    arm.poke("elbow_flex", LOW_LIMIT, 0, 0)
+    with pytest.raises(HardwareLost, match=r"another calibration than .*arm\.json"):
+        follower(arm).connect()
+    arm.calibration.unlink()
+    with pytest.raises(HardwareLost, match="not calibrated"):
+        follower(arm).connect()
+
+
+def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: SimulatedArm) -> None:
+    with follower(arm) as robot:
+        robot.command(np.array([1.5, 0, 0, 0, 0, 80], np.float32))
+        robot.stop(StopLevel.HOLD)
+        held = arm.word("shoulder_pan", GOAL)
+        assert abs(held - 2048) < 300, "the hold is where the arm was, not where it was told to go"
+        assert arm.word("gripper", GOAL) == 1024 + 0.8 * 2048 // 1, "the grip is kept"
+        robot.stop(StopLevel.SAFE)
+        assert arm.word("shoulder_pan", GOAL) == held
+    assert arm.registers("shoulder_pan")[TORQUE] == 1
+
+
+def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hold_again(arm: SimulatedArm) -> None:
+    with follower(arm, torque_off=True) as robot:
+        robot.stop(StopLevel.HOLD)
+        assert arm.registers("elbow_flex")[TORQUE] == 1
+        robot.stop(StopLevel.SAFE)
+        robot.stop(StopLevel.SAFE)
+        assert arm.registers("elbow_flex")[TORQUE] == 0
+        robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
+        assert arm.registers("elbow_flex")[TORQUE] == 1
+    assert arm.registers("elbow_flex")[TORQUE] == 0
+
+
+@pytest.mark.parametrize("fate", ["kill", "freeze", "unplug"])
+def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: SimulatedArm, fate: str) -> None:
+    with follower(arm) as robot:
+        robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
+        getattr(arm, fate)()
+        started_s = time.monotonic()
+        with pytest.raises(HardwareLost, match="so101_follower"):
+            robot.observe()
+        assert time.monotonic() - started_s < 2 * robot.spec.period_s + 0.1
+
+
+def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: SimulatedArm) -> None:
+    robot = follower(arm)
+    with robot:
+        arm.unplug()
+        with pytest.raises(HardwareLost):
+            robot.observe()
+    with pytest.raises(HardwareLost, match="connecting failed"):
+        robot.connect()
+    arm.plug_in()
+    with robot:
+        robot.command(np.array([0.1, 0, 0, 0, 0, 50], np.float32))
+
+
+def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> None:
+    with follower(arm) as robot:
+        kernel = SafetyKernel(robot.spec)
+        verdict = kernel.filter(np.array([3, 0, 0, 0, 0, 50], np.float32), robot.observe())
+        assert verdict.applied is not None
+        assert abs(verdict.applied[0]) <= math.pi / 2 / 10 + 1e-3, "a quarter of the range a second"
+
+
+def test_a_plugin_that_hangs_is_lost(arm: SimulatedArm, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LerobotRobot(DUMMY) as robot:
+        monkeypatch.setattr(robot._device, "get_observation", lambda: time.sleep(5))
+        with pytest.raises(HardwareLost, match="took longer"):
+            robot.observe()
+        with pytest.raises(HardwareLost, match="hung"):
+            robot.observe()
+
+
+def test_what_is_wrong_is_said_in_words() -> None:
+    with pytest.raises(SpecError, match="did you mean 'so101_follower'"):
+        LerobotRobot(LerobotConfig(type="so101_folower"))
+    with pytest.raises(SpecError, match=r"units of .*shoulder_pan.pos.* are not known"):
+        LerobotRobot(LerobotConfig(type="dummy_follower"))
+    with pytest.raises(SpecError, match="no motor bus"):
+        make_station(StationRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
+    with pytest.raises(SpecError, match="camera top: 'width'"):
+        LerobotCamera("top", {"type": "opencv", "height": 48})
+
+
+def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
+    options = {
+        "type": "dummy_follower",
+        "settings": {"silent": True},
+        "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
+        "cameras": {"top": {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}},
+    }
+    station = make_station(StationRequest("dummy-0", "tidy up", options))
+    assert [camera.spec for camera in station.cameras] == list(station.robot.spec.cameras)
+    assert station.robot.spec.action.labels[-1] == "gripper.pos"
+    assert station.task.sentence == "tidy up"
