@@ -35,8 +35,9 @@ test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole
 	@.ci/check-egl
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
 
-test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## LeRobot itself reads what we export, and we what it writes
-	$(BIN)/pytest -m lerobot $(ARGS)
+test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## with LeRobot itself: data sets both ways; its robots, by our driver, in its environment
+	$(BIN)/pytest -m lerobot tests/interchange $(ARGS)
+	HF_HUB_OFFLINE=1 .venv-lerobot/bin/python -m pytest -m lerobot tests/robots $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .

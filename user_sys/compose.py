@@ -68,7 +68,7 @@ class PolicyConfig:
     features: tuple[str, ...] = ()
 
 
-_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake"}
+_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake", "lerobot": "robots.lerobot"}
 """Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
 
 

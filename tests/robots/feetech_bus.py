@@ -1,8 +1,8 @@
 """A bus of Feetech STS3215 servos on a pseudo-terminal: ``feetech_bus.py LINK``; LINK becomes the serial port.
 
 It speaks the maker's protocol 0 (ping, read, write, sync read, sync write) on registers of its own, moves its servos as
-they are told, and shares no code with who talks to it. On standard input it takes ``state`` (answered by a line of JSON:
-registers by motor), ``unplug`` and ``poke ID ADDRESS BYTE...``.
+they are told, and shares no code with who talks to it. On standard input it takes ``state`` (answered by a line of
+JSON: registers by motor), ``unplug`` and ``poke ID ADDRESS BYTE...``.
 """
 
 from __future__ import annotations
