@@ -7,6 +7,8 @@ BIN := .venv/bin
 RUN_EXTRAS := edge,sim,learner,interchange
 DEMO ?= full
 ARGS ?=
+FUZZ_S ?= 600
+CHAOS_TUNNEL := tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile.py
 DEMO_CONFIG_full := configs/demo.yaml
 DEMO_CONFIG_smoke := configs/demo-smoke.yaml
 ifeq ($(DEMO_CONFIG_$(DEMO)),)
@@ -18,7 +20,7 @@ INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow test-lerobot lint format types bench wheel setup clean
+.PHONY: help demo test test-slow chaos-tunnel fuzz test-lerobot lint format types bench wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +36,12 @@ test: $(INSTALLED_DEV)  ## the default tests: no GPU, no network, no hardware (A
 test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
 	@.ci/check-egl
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
+
+chaos-tunnel: $(INSTALLED_DEV)  ## the tunnel behind a network that does its worst, and among hostile peers: an hour
+	$(BIN)/pytest -m 'slow or not slow' --timeout 3600 $(CHAOS_TUNNEL) $(ARGS)
+
+fuzz: $(INSTALLED_DEV)  ## every parser against atheris, FUZZ_S=600 seconds each
+	$(BIN)/python tests/fuzz/fuzz_all.py $(FUZZ_S) $(ARGS)
 
 test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## with LeRobot itself: data sets both ways; its robots, by our driver, in its environment
 	$(BIN)/pytest -m lerobot tests/interchange $(ARGS)

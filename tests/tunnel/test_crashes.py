@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, stored, until
 
+from sim.link import Link
+from sim.link_config import LinkConfig
 from user_sys.edge.outbox import Outbox
 from user_sys.gateway.service import read_address
 from user_sys.messages import RobotStatus
@@ -86,9 +88,9 @@ def kill_edges(run: Path, kills: int) -> None:
     """Edge processes record as fast as they can until each is killed; then all that they had recorded is delivered."""
     prepare(run)
     recorded = -1
-    with serving(run) as site:
+    with serving(run) as site, Link(site.address.endpoint, LinkConfig(delay_ms=2)) as link:
         for life in range(kills):
-            argv = [sys.executable, "-c", EDGE, str(run), site.address.endpoint, site.address.public_key]
+            argv = [sys.executable, "-c", EDGE, str(run), link.endpoint, site.address.public_key]
             edge = subprocess.Popen([*argv, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
             assert edge.stdout is not None
             for _ in range(20 + 13 * (life % 7)):
@@ -111,8 +113,8 @@ def test_an_edge_killed_while_it_records_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_edge_killed_two_hundred_times(tmp_path: Path) -> None:
-    kill_edges(tmp_path, 200)
+def test_an_edge_killed_a_thousand_times(tmp_path: Path) -> None:
+    kill_edges(tmp_path, 1000)
 
 
 def test_a_stopped_gateway_is_noticed_by_its_silence_and_resumed_when_it_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,251 @@
+"""A robot's experience over a network that does its worst: nothing acknowledged is lost, nothing is there twice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from tunnel_kit import QUICK, Site, chunk, hello, prepare, serving, stored, until
+
+from sim.link import Link
+from sim.link_config import LinkBreak, LinkConfig
+from user_sys.edge.outbox import Outbox
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair
+from user_sys.tunnel.states import TunnelState
+
+HASTY = replace(QUICK, dead_after_s=0.4, handshake_s=0.4, backoff_max_s=0.03)
+HANDSHAKE_BYTES = 1100  # what a connection sends until its session is open, rounded up
+SILENT_BYTES = 250  # of the greeting and the CURVE handshake in either direction; it is over later
+DRAIN_S = 30.0
+MAX_GROWTH_MB = 50
+Way = Literal["up", "down"]
+
+
+class Rehearsal:
+    """A gateway, a link to it, and a robot that records into an outbox and sends over the link."""
+
+    def __init__(self, site: Site, link: Link, outbox: Outbox, robot: TunnelClient) -> None:
+        self.site, self.link, self.outbox, self.robot = site, link, outbox, robot
+        self.recorded = outbox.next_sequence
+
+    def record(self, chunks: int = 1, floats: int = 20) -> None:
+        for _ in range(chunks):
+            self.outbox.append(chunk(self.recorded, floats=floats), sync=False)
+            self.recorded += 1
+        self.outbox.sync()
+
+    def deliver(self) -> None:
+        left = self.robot.drain(DRAIN_S)
+        assert left == 0, f"{left} chunks left; {self.robot.state}: {self.robot.reason}"
+
+    def require_all_once(self) -> None:
+        """Ends the robot's work and looks into the store."""
+        self.deliver()
+        counts = Counter(stored(self.site.run))
+        assert sorted(counts) == [("episode-0", index) for index in range(self.recorded)], "none lost"
+        assert set(counts.values()) <= {1}, "none twice"
+
+
+@contextmanager
+def rehearsal(run: Path, config: LinkConfig | None = None) -> Iterator[Rehearsal]:
+    prepare(run)
+    with serving(run) as site, Link(site.address.endpoint, config) as link, Outbox.open(run / "outbox") as outbox:
+        keys = load_keypair(run / "keys" / "panda-0.key")
+        public = site.address.public_key
+        with TunnelClient(link.endpoint, keys, public, hello("panda-0"), outbox=outbox, limits=HASTY) as robot:
+            yield Rehearsal(site, link, outbox, robot)
+
+
+def cut_at_each(there: Rehearsal, way: Way, how: Literal["reset", "silence"], bytes_: range, floats: int) -> None:
+    """One connection of the session breaks at each of `bytes_`, and what was recorded arrives all the same."""
+    for at_byte in bytes_:
+        there.link.arm(LinkBreak(at_byte, way, how))
+        there.link.reset()
+        there.record(floats=floats)
+        there.deliver()
+    there.require_all_once()
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_connection_cut_at_some_bytes_of_its_handshake_and_of_a_frame(tmp_path: Path, way: Way) -> None:
+    with rehearsal(tmp_path) as there:
+        cut_at_each(there, way, "reset", range(0, HANDSHAKE_BYTES, 97), floats=20)
+        cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES, 6000, 997), floats=300)
+        cut_at_each(there, way, "silence", range(3, SILENT_BYTES, 171), floats=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_connection_cut_at_every_byte_of_its_handshake_and_of_a_frame(tmp_path: Path, way: Way) -> None:
+    with rehearsal(tmp_path) as there:
+        cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES + 1500), floats=20)
+        cut_at_each(there, way, "silence", range(SILENT_BYTES), floats=20)
+
+
+@pytest.mark.parametrize("way", ["up", "down", "both"])
+def test_a_partition_is_noticed_and_survived(tmp_path: Path, way: Literal["up", "down", "both"]) -> None:
+    with rehearsal(tmp_path) as there:
+        there.record(20)
+        there.deliver()
+        there.link.cut(way)
+        there.record(100)
+        until(lambda: there.robot.state is not TunnelState.OPEN, "the robot notices")
+        there.record(100)
+        there.link.heal()
+        there.require_all_once()
+
+
+def test_what_was_stored_although_its_acknowledgement_was_lost_is_not_stored_twice(tmp_path: Path) -> None:
+    with rehearsal(tmp_path) as there:
+        for _ in range(3):
+            there.record()
+            there.deliver()  # the session is open, and has credit
+            there.link.cut("down")
+            before = len(stored(tmp_path))
+            there.record(30)
+            until(lambda before=before: len(stored(tmp_path)) > before, "the gateway has stored some")
+            assert there.robot.chunks_pending, "and the robot does not know"
+            there.link.reset()
+            there.link.heal()
+            there.deliver()
+        there.require_all_once()
+
+
+def test_a_half_open_connection_is_given_up(tmp_path: Path) -> None:
+    with rehearsal(tmp_path) as there:
+        there.robot.wait_open(20)
+        there.link.half_open()
+        there.record(10)
+        until(lambda: there.robot.state is not TunnelState.OPEN, "the silence is noticed")
+        there.link.heal()
+        there.require_all_once()
+
+
+def test_a_bad_link_only_takes_longer(tmp_path: Path) -> None:
+    bad = LinkConfig(delay_ms=5, jitter_ms=10, loss=0.02, stall_ms=60, up_mbit_s=8, down_mbit_s=8, seed=3)
+    with rehearsal(tmp_path, bad) as there:
+        there.record(150, floats=100)
+        there.require_all_once()
+
+
+def storm(run: Path, chunks: int) -> None:
+    """Resets ten times a second while the robot records."""
+    with rehearsal(run, LinkConfig(resets_per_min=600, seed=9)) as there:
+        for _ in range(chunks // 20):
+            there.record(20, floats=500)
+            time.sleep(0.02)
+        there.require_all_once()
+        assert there.link.traffic.broken > chunks // 200
+
+
+def test_a_storm_of_resets(tmp_path: Path) -> None:
+    storm(tmp_path, 1000)
+
+
+@pytest.mark.slow
+def test_a_long_storm_of_resets(tmp_path: Path) -> None:
+    storm(tmp_path, 20_000)
+
+
+def reconnects(run: Path, times: int) -> None:
+    with rehearsal(run) as there:
+        there.robot.wait_open(20)
+        threads, descriptors, before_mb = threading.active_count(), _descriptors(), _resident_mb()
+        for count in range(times):
+            there.link.reset()
+            until(lambda count=count: there.robot.counters["lost"] > count, "the loss is noticed")
+            there.robot.wait_open(20)
+            there.record()
+        there.require_all_once()
+        assert threading.active_count() <= threads
+        until(lambda: _descriptors() < descriptors + 20, "descriptors are given back")
+        assert _resident_mb() - before_mb < MAX_GROWTH_MB
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident_mb() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def test_forty_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
+    reconnects(tmp_path, 40)
+
+
+@pytest.mark.slow
+def test_a_thousand_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
+    reconnects(tmp_path, 1000)
+
+
+def away(run: Path, seconds: int) -> None:
+    """The gateway is away while a robot records `seconds` of 10 steps a second, which is a chunk each second."""
+    prepare(run)
+    with Outbox.open(run / "outbox") as outbox:
+        for index in range(seconds):
+            outbox.append(chunk(index, floats=500), sync=index % 50 == 0)
+        outbox.sync()
+        before_mb = _resident_mb()
+        with serving(run) as site:
+            robot = site.client("panda-0", outbox)
+            assert robot.drain(DRAIN_S) == 0
+            robot.close()
+    assert Counter(stored(run)) == Counter({("episode-0", index): 1 for index in range(seconds)})
+    assert _resident_mb() - before_mb < MAX_GROWTH_MB
+
+
+def test_ten_minutes_without_a_gateway_are_made_up_for(tmp_path: Path) -> None:
+    away(tmp_path, 600)
+
+
+@pytest.mark.slow
+def test_a_day_without_a_gateway_is_made_up_for(tmp_path: Path) -> None:
+    away(tmp_path, 86_400)
+
+
+def test_slow_lorises_are_shown_out_and_hold_nobody_up(tmp_path: Path) -> None:
+    with rehearsal(tmp_path) as there:
+        there.robot.wait_open(20)
+        host, _, port = there.site.address.endpoint.removeprefix("tcp://").rpartition(":")
+        lorises = [socket.create_connection((host, int(port)), 5) for _ in range(50)]
+        fed = {loris.fileno(): loris for loris in lorises}
+        deadline = time.monotonic() + 20
+        while fed:
+            assert time.monotonic() < deadline, f"{len(fed)} are still there"
+            there.record()
+            for descriptor, loris in list(fed.items()):
+                try:
+                    loris.sendall(b"\xff")
+                    loris.settimeout(0.001)
+                    ended = _drained(loris)
+                except OSError:
+                    ended = True
+                if ended:
+                    del fed[descriptor]
+            time.sleep(0.05)
+        for loris in lorises:
+            loris.close()
+        assert there.robot.counters["lost"] == 0
+        there.require_all_once()
+
+
+def _drained(loris: socket.socket) -> bool:
+    """Whether the gateway has ended the connection, whose greeting is read away."""
+    try:
+        while loris.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    return True
