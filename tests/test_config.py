@@ -115,6 +115,11 @@ def test_one_item_of_a_list_can_be_overridden(path: Path) -> None:
     assert _load(path, "", "--learner.layers=[64]").learner.layers == (64,)
 
 
+def test_a_key_that_is_no_name_is_one_line(path: Path) -> None:
+    with pytest.raises(ConfigError, match="a key must be a name"):
+        _load(path, "robots: [{[name]: a}]")
+
+
 def test_untyped_options_are_taken_as_they_are(path: Path) -> None:
     text = "options: {camera: {width: 64, name: front}, gains: [1, 2]}"
     config = _load(path, text, "--options.camera.width=128", "--options.gains.1=3.5", "--options.new.deep=[a]")

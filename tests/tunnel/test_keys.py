@@ -191,3 +191,8 @@ def test_the_list_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr()
     assert "speaks for panda-0, panda-1" in shown.out and f"former key too, {fingerprint(key)}, until" in shown.out
     assert "broken.json is damaged" in shown.err
+
+
+def test_characters_that_stand_for_no_number_make_no_public_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a public key"):
+        Keyring(tmp_path).allow("#" * 40, "panda-0", "robot")

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +93,7 @@ def checked_public_key(public: str) -> str:
     """Returns `public`; raises ConfigError unless it is a CURVE public key in Z85."""
     try:
         decoded = z85.decode(public.encode("ascii")) if len(public) == KEY_CHARS else b""
-    except (ValueError, KeyError, UnicodeEncodeError):
+    except (ValueError, KeyError, UnicodeEncodeError, struct.error):  # the last for groups beyond 32 bits
         decoded = b""
     if len(decoded) != 32:
         raise ConfigError(
@@ -139,7 +140,7 @@ def load_keypair(path: Path) -> KeyPair:
         keys = msgspec.json.decode(content, type=KeyPair)
         checked_public_key(keys.public)
         checked_public_key(keys.secret)
-    except (msgspec.MsgspecError, ConfigError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError):
         raise RunError(f"{path} holds no key pair; make one with `user-sys keys new`") from None
     if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
         raise RunError(f"{path} holds two halves that do not belong together; make a new key with `user-sys keys new`")
@@ -282,6 +283,6 @@ class Keyring:
             with (self.folder / file_name).open("rb") as stream:
                 entry = msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=AllowedKey)
             checked_public_key(entry.public)
-        except (OSError, msgspec.MsgspecError, ConfigError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ConfigError):
             return None
         return entry if entry.name == file_name.removesuffix(".json") else None

@@ -1,0 +1,35 @@
+"""``python tests/fuzz/fuzz_all.py SECONDS [TARGET ...]``: fuzzes one parser after another; fails on a finding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from targets import TARGETS
+
+START_S = 60.0  # importing under instrumentation, on a busy machine
+
+
+def fuzz(name: str, seconds: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Inputs that found something are written to `folder`, where libFuzzer's report says."""
+    command = [sys.executable, str(Path(__file__).parent / "fuzz_one.py"), name, f"-max_total_time={seconds}"]
+    prefix = f"-artifact_prefix={folder}/{name}-"
+    return subprocess.run([*command, prefix], capture_output=True, text=True, timeout=seconds + START_S)
+
+
+def main() -> int:
+    seconds, *names = sys.argv[1:]
+    failed = []
+    for name in names or TARGETS:
+        done = fuzz(name, int(seconds), Path.cwd())
+        last = [line for line in done.stderr.splitlines() if line.startswith("#")][-1:]
+        print(f"{name}: {'ok' if done.returncode == 0 else 'FOUND'} {' '.join(last)[:100]}", flush=True)
+        if done.returncode:
+            failed.append(name)
+            print(done.stderr[-3000:])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What is fuzzed: parsers of bytes that others may have written, the errors they may raise, and valid examples."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from hal.errors import HalError
+from user_sys.codec import decode_packet
+from user_sys.config import load
+from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.errors import ConfigError, RunError, StoreError, WireError
+from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsManifest
+from user_sys.store.block import decode_block
+from user_sys.store.labels import decode_label
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
+from user_sys.topology import RunConfig
+from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.wire import Channel, Envelope, decode, encode, protocol_of_hello
+from user_sys.weights.records import ParcelInfo, check_parcel, decode_record
+
+_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+_LIMITS = TunnelLimits()
+
+
+@dataclass(frozen=True)
+class Target:
+    """`parse` takes any bytes, and raises nothing but `allowed`."""
+
+    parse: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...]
+    examples: tuple[bytes, ...] = ()
+
+
+def _chunk() -> bytes:
+    header = ChunkHeader(episode="e", index=0, first_step=0, steps=2, robot="r", embodiment="m", task="t", sentence="s",
+                         source=Source.ONLINE, seed=0, started_unix_ns=0)  # fmt: skip
+    return Chunk(header, {"reward": np.zeros(2, np.float32)}, {}).encode()
+
+
+def _messages() -> Iterable[Envelope]:
+    yield Envelope(Hello(protocol=1, role="robot", name="r"))
+    yield Envelope(Heartbeat(t_client_ns=1))
+    yield Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk")
+    yield Envelope(WeightsManifest(version=1, codec="full", digest="d", size_bytes=1), b"w")
+
+
+def _message(raw: bytes) -> None:
+    """The first byte says which channel and how many frames."""
+    first, rest = raw[:1] or b"\0", raw[1:]
+    channel = list(Channel)[first[0] % 3]
+    frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
+    decode(channel, frames, _LIMITS)
+
+
+def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    path = _FOLDER / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def parse(raw: bytes) -> object:
+        path.write_bytes(raw)
+        path.chmod(0o600)
+        return read(path)
+
+    return parse
+
+
+def _ring(path: Path) -> None:
+    ring = Keyring(path.parent.parent)
+    ring.list()
+    ring.find("x" * 40)
+
+
+def _written_log() -> Path:
+    """A log with one segment and a manifest, to be damaged."""
+    path = _FOLDER / "log"
+    if not path.exists():
+        with LogWriter.open(path) as log:
+            for number in range(3):
+                log.append(1, bytes([number]) * 40)
+            log.sync()
+    return path
+
+
+def _log(path: Path) -> None:
+    with LogReader.open(path.parent) as reader:
+        for ref in reader.records():
+            reader.read(ref)
+
+
+def _log_file(glob: str) -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
+    found = sorted(_written_log().glob(glob))
+    assert found, f"a log has {glob}"
+    return _in_file(f"log/{found[0].name}", _log), (found[0].read_bytes(),)
+
+
+_segment, _segment_examples = _log_file("*.seg*")
+_manifest, _manifest_examples = _log_file("*[Mm][Aa][Nn][Ii][Ff]*")
+_public, _secret = (key.decode() for key in zmq.curve_keypair())
+_key = msgspec.json.encode({"public": _public, "secret": _secret})
+_entry = msgspec.json.encode({"public": _public, "name": "r", "role": "robot"})
+
+TARGETS = {
+    "packet": Target(lambda raw: decode_packet(raw, ChunkHeader), (WireError,), (_chunk(),)),
+    "chunk": Target(decode_chunk, (WireError,), (_chunk(),)),
+    "block": Target(decode_block, (WireError,), (_chunk(),)),
+    "label": Target(decode_label, (WireError,), (_chunk(),)),
+    "message": Target(
+        _message, (WireError,), tuple(b"\0" + bytes(encode(envelope)[0]) for envelope in _messages())
+    ),
+    "hello": Target(protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _messages())),
+    "parcel": Target(lambda raw: check_parcel(decode_record(raw, ParcelInfo)), (WireError,)),
+    "segment": Target(_segment, (StoreError,), _segment_examples),
+    "manifest": Target(_manifest, (StoreError,), _manifest_examples),
+    "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,)),
+    "public-key": Target(_in_file("r.pub", load_public_key), (RunError,), (_public.encode(),)),
+    "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,)),
+    "config": Target(
+        _in_file("run.yaml", lambda path: load(RunConfig, path)), (ConfigError, HalError), (b"robots: [{name: a}]",)
+    ),
+}  # fmt: skip
