@@ -16,7 +16,7 @@ from user_sys.codec import decode_packet
 from user_sys.config import load
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
 from user_sys.errors import ConfigError, RunError, StoreError, WireError
-from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsManifest
+from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsGrains
 from user_sys.store.block import decode_block
 from user_sys.store.labels import decode_label
 from user_sys.store.log_reader import LogReader
@@ -50,7 +50,7 @@ def _messages() -> Iterable[Envelope]:
     yield Envelope(Hello(protocol=1, role="robot", name="r"))
     yield Envelope(Heartbeat(t_client_ns=1))
     yield Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk")
-    yield Envelope(WeightsManifest(version=1, codec="full", digest="d", size_bytes=1), b"w")
+    yield Envelope(WeightsGrains(parcel=b"p", first=0), b"w")
 
 
 def _message(raw: bytes) -> None:

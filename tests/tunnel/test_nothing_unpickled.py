@@ -10,7 +10,7 @@ AUDITED = """
 import sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tunnel_kit import chunk, prepare, serving, stored, until, weights
+from tunnel_kit import chunk, prepare, serving, stored, until
 from user_sys.edge.outbox import Outbox
 
 armed, found = [], []
