@@ -209,7 +209,7 @@ def test_compaction_says_what_would_go_and_then_gives_it_back(run: Run, tmp_path
     run("label", path, "e5", "--delete")
     before = sum(file.stat().st_size for file in path.glob("*.seg"))
     status, text = run("compact", path, "--max-bytes", f"{before // 2}", "--keep", "demo", "--dry-run")
-    assert status == 0 and "e1 " in text and "unsuccessful, among the oldest" in text and "e0 " not in text
+    assert status == 0 and "e1 " in text and "unsuccessful" in text and "e0 " not in text
     assert sum(file.stat().st_size for file in path.glob("*.seg")) == before
     report = json.loads(run("compact", path, "--max-bytes", f"{before // 2}", "--keep", "demo", "--json")[1])
     assert report["freed_bytes"] > before / 2 and "e1" in report["dropped"] and "e0" not in report["dropped"]

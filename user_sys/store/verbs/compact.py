@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from user_sys.episode import Source
@@ -85,7 +85,7 @@ def _why(episode: EpisodeSummary) -> str:
     if not episode.complete:
         return "it broke off"
     verdict = {True: "successful", False: "unsuccessful", None: "of unknown success"}[episode.success]
-    return f"{episode.source}, {verdict}, among the oldest"
+    return verdict
 
 
 def compact_main(args: argparse.Namespace) -> int:
@@ -120,7 +120,8 @@ def _retention(max_bytes: int, keep: Sequence[str] | None) -> Retention:
 
 def _show_plan(planned: Plan, retention: Retention) -> None:
     if planned.leaving:
-        table = Table("would go", "source", "steps", "bytes", "why", box=None, header_style="bold")
+        columns = (Column(name, no_wrap=True) for name in ("would go", "source", "steps", "bytes", "why"))
+        table = Table(*columns, box=None, header_style="bold")
         for each in planned.leaving:
             size = size_text(each.size_bytes)
             table.add_row(Text(each.episode), str(each.source), str(each.steps), size, each.why)

@@ -162,7 +162,7 @@ def _bands(axes: Axes, episode: StoredEpisode) -> None:
     phase = _phases(episode)
     for stretch in stretches(phase, np.arange(episode.steps)):
         colour = PHASE_COLOURS.get(stretch.phase, OTHER_COLOUR)
-        axes.axvspan(stretch.first_step - 0.5, stretch.last_step + 0.5, color=colour, alpha=0.10, lw=0)
+        axes.axvspan(stretch.first_step - 0.5, stretch.last_step + 0.5, color=colour, alpha=0.10, lw=0, zorder=0)
     axes.set_xlim(-0.5, episode.steps - 0.5)
     axes.tick_params(labelsize=7, colors=OTHER_COLOUR)
     axes.margins(y=0.15)

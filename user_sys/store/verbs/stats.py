@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hal.spec import RobotSpec
@@ -27,6 +28,7 @@ from user_sys.store.verbs.features import VECTORS, element_names, is_camera_colu
 from user_sys.store.verbs.words import EXIT_DAMAGED, Advance, bytes_bar, size_text, tell, tell_json
 
 PERIODS = 10  # into which the online episodes are cut to show how interventions change
+WIDE_COLUMNS = 110
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -231,45 +233,49 @@ def _show(found: StoreStats) -> None:
     console = Console()
     deleted = f" ({found.deleted} more are deleted)" if found.deleted else ""
     tell(f"{found.path}: {found.episodes} episodes{deleted}")
-    console.print(_groups(found.groups))
+    console.print(_groups(found.groups, wide=console.width >= WIDE_COLUMNS))
     if found.intervention_share:
         bars = "".join(_BLOCKS[min(8, int(np.ceil(8 * share)))] for share in found.intervention_share)
         first, last = found.intervention_share[0], found.intervention_share[-1]
         tell(f"steps by a person in online episodes, over time: |{bars}| {first:.0%} at first, {last:.0%} lately")
     if found.disk is not None:
         tell("disk: " + ", ".join(f"{name} {size_text(getattr(found.disk, name))}" for name in Disk.__struct_fields__))
-    if found.ranges:
-        console.print(_ranges(found.ranges))
+    _show_ranges(found.ranges, console)
 
 
-def _groups(groups: Sequence[GroupStats]) -> Table:
-    columns = ("task", "source", "robot", "episodes", "success", "steps", "length", "return", "by hand", "size")
-    table = Table(*columns, box=None, header_style="bold")
+def _groups(groups: Sequence[GroupStats], wide: bool) -> Table:
+    """One row each; a terminal that is not `wide` gets what people look for first."""
+    columns = ["task", "source", "robot", "episodes", "success", "length", "return"]
+    columns += ["steps", "by hand", "size"] if wide else []
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, header_style="bold")
     for each in groups:
-        rate = f"{each.successes / each.judged:.0%} of {each.judged}" if each.judged else "?"
-        open_ones = each.episodes - each.complete
-        table.add_row(
-            Text(each.task),
-            str(each.source),
-            Text(each.robot),
-            f"{each.episodes}" + (f" ({open_ones} open)" if open_ones else ""),
-            rate,
-            f"{each.steps:,}",
-            f"{each.steps_mean:.3g} ({each.steps_min} to {each.steps_max})",
-            f"{each.return_mean:.3g}",
-            f"{each.intervention_steps / max(1, each.steps):.0%}",
-            size_text(each.size_bytes),
-        )
+        row = _row(each)
+        table.add_row(*(Text(row[name]) for name in columns))
     return table
 
 
-def _ranges(ranges: Sequence[ElementRange]) -> Table:
-    table = Table("feature", "element", "unit", "min", "max", "mean", "std", box=None, header_style="bold")
-    before = ("", "")
-    for each in ranges:
-        group = (each.embodiment, each.feature)
-        name = f"{each.feature} ({each.embodiment[:8]})" if group != before else ""
-        numbers = (f"{value:.4g}" for value in (each.min, each.max, each.mean, each.std))
-        table.add_row(Text(name), Text(each.name), each.unit, *numbers)
-        before = group
-    return table
+def _row(group: GroupStats) -> dict[str, str]:
+    not_ended = group.episodes - group.complete
+    return {
+        "task": group.task,
+        "source": str(group.source),
+        "robot": group.robot,
+        "episodes": f"{group.episodes}" + (f" ({not_ended} open)" if not_ended else ""),
+        "success": f"{group.successes / group.judged:.0%} of {group.judged}" if group.judged else "?",
+        "length": f"{group.steps_mean:.3g} ({group.steps_min} to {group.steps_max})",
+        "return": f"{group.return_mean:.3g}",
+        "steps": f"{group.steps:,}",
+        "by hand": f"{group.intervention_steps / max(1, group.steps):.0%}",
+        "size": size_text(group.size_bytes),
+    }
+
+
+def _show_ranges(ranges: Sequence[ElementRange], console: Console) -> None:
+    for (embodiment, feature), elements in groupby(ranges, key=lambda each: (each.embodiment, each.feature)):
+        table = Table(box=None, title=Text(f"{feature} (embodiment {embodiment[:8]})"), title_justify="left")
+        for name, width in (("element", 22), ("unit", 6), ("min", 10), ("max", 10), ("mean", 10), ("std", 10)):
+            table.add_column(name, no_wrap=True, min_width=width)
+        for each in elements:
+            numbers = (f"{value:.4g}" for value in (each.min, each.max, each.mean, each.std))
+            table.add_row(Text(each.name), each.unit, *numbers)
+        console.print(table)

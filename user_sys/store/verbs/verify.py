@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from user_sys.errors import StoreCorrupt
@@ -104,8 +105,14 @@ def verify_main(args: argparse.Namespace) -> int:
 
 
 def _examined(path: Path) -> tuple[Verdict, list[Damage]]:
-    with bytes_bar("reading", disk_bytes(path)) as advance:
-        return examine(path, advance)
+    logger = logging.getLogger("user_sys.store")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what it would warn of is about to be told
+    try:
+        with bytes_bar("reading", disk_bytes(path)) as advance:
+            return examine(path, advance)
+    finally:
+        logger.setLevel(level)
 
 
 def repair_main(args: argparse.Namespace) -> int:
@@ -148,15 +155,15 @@ def _show(verdict: Verdict) -> None:
 
 
 def _table(findings: Sequence[Finding]) -> Table:
-    table = Table("segment", "offset", "bytes", "record", "what is wrong", "what it held", box=None)
+    columns = [Column(name, no_wrap=True) for name in ("segment", "offset", "bytes", "record")]
+    table = Table(*columns, "what is wrong, and what it held", box=None, header_style="bold")
     for each in findings:
-        held = "\n".join(str(chunk) for chunk in each.chunks) or ("no chunk" if each.segment < 0 else "unknown")
+        held = [f"{chunk}{'' if each.surely else ' (by its own word)'}" for chunk in each.chunks]
         table.add_row(
             "manifest" if each.segment < 0 else str(each.segment),
             str(each.offset),
             str(each.length),
             "?" if each.sequence < 0 else str(each.sequence),
-            Text(each.reason),
-            Text(held + ("" if each.surely or not each.chunks else "\n(by its own word)")),
+            Text("\n".join([each.reason, *held])),
         )
     return table
