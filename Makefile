@@ -20,10 +20,10 @@ INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-tunnel fuzz test-lerobot lint format types bench wheel setup clean
+.PHONY: help demo test test-slow chaos-tunnel fuzz test-lerobot lint format types bench bench-weights wheel setup clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watch (DEMO=smoke: a short form; ARGS=--seed=1)
 	@.ci/check-egl
@@ -63,6 +63,9 @@ bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, J
 	@for bench in $(filter-out %/__init__.py %/harness.py %_ends.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$bench"; $(BIN)/python -m $$(echo $${bench%.py} | tr / .) $(ARGS) || exit 1; \
 	done
+
+bench-weights: $(INSTALLED_DEV)  ## weight pushes alone (ARGS=--small: without the policy of 450M parameters)
+	$(BIN)/python -m benchmarks.weights $(ARGS)
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py
