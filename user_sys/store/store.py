@@ -176,7 +176,7 @@ class StoreReader:
             StoreVersion: another format version wrote it.
         """
         deadline = time.monotonic() + wait_s
-        while not segment_numbers(path) and time.monotonic() < deadline:
+        while not segment_numbers(path, files) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return cls(LogReader.open(path, files=files))
 

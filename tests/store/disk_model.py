@@ -1,0 +1,323 @@
+"""A disk in memory that knows what a power cut may leave of it.
+
+What is written is *volatile* until it is synced. Of a file: each 512-byte sector of each write since the file's last
+sync may have reached the disk or not, independently of the others, and so may each change of its length; where the
+length did and the bytes did not, there are zeros. Of the folder: each creation, renaming and deletion since the
+folder's last sync may have, independently of the others, each in one step. That is weaker than what any journaling file
+system promises, so what holds here holds there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from user_sys.store.files import Buffer, Files
+
+SECTOR_BYTES = 512
+SYNCS = ("sync", "sync_folder")
+
+
+class Event(NamedTuple):
+    """One thing that happened: ``write``, ``length``, ``sync`` (of a file), ``link``, ``rename``, ``unlink``,
+    ``sync_folder``, or ``note`` (what the workload says of itself). `site` is the place in the code of a sync."""
+
+    kind: str
+    file: int = -1
+    offset: int = 0
+    body: bytes = b""
+    name: str = ""
+    other: str = ""
+    site: str = ""
+    note: object = None
+
+
+class Dead(OSError):
+    """An operation of a process that was killed."""
+
+
+class Disk:
+    """One folder of files. `files` gives a process's view of it; `kill` ends all views that were given."""
+
+    def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "") -> None:
+        """`forget` is the site of a sync that does nothing."""
+        self.lock = threading.RLock()
+        self.forget = forget
+        self.files_by_number: list[bytearray] = []
+        self.names: dict[str, int] = {}
+        self.trace: list[Event] = []
+        self.epoch = 0
+        self.locked: dict[int, object] = {}
+        for name, body in (content or {}).items():
+            self.names[name] = len(self.files_by_number)
+            self.files_by_number.append(bytearray(body))
+        self.start = State.of(self)
+
+    def files(self) -> ModelFiles:
+        return ModelFiles(self)
+
+    def kill(self) -> None:
+        """Ends every process that uses the disk; the machine goes on."""
+        with self.lock:
+            self.epoch += 1
+            self.locked.clear()
+
+    def note(self, what: object) -> None:
+        self.trace.append(Event("note", note=what))
+
+    def record(self, event: Event) -> None:
+        if event.kind in SYNCS:
+            event = event._replace(site=_site())
+            if event.site == self.forget:
+                return
+        self.trace.append(event)
+
+
+def _site() -> str:
+    """Who asked for a sync: the functions of the store on the stack, innermost first, two of them."""
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < 2:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "store" and path.parent.parent.name == "user_sys":
+            found.append(f"{path.name}:{frame.f_code.co_name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
+
+
+class ModelFiles(Files):
+    """A process's view of a `Disk`; every operation fails once the process was killed."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk, self.epoch = disk, disk.epoch
+        self._open: dict[int, int] = {}
+        self._next_fd = 3
+
+    def _alive(self) -> None:
+        if self.epoch != self.disk.epoch:
+            raise Dead(errno.EIO, "the process was killed")
+
+    def _body(self, fd: int) -> bytearray:
+        self._alive()
+        return self.disk.files_by_number[self._open[fd]]
+
+    def open(self, path: Path, flags: int) -> int:
+        with self.disk.lock:
+            self._alive()
+            disk, name = self.disk, path.name
+            if name not in disk.names:
+                if not flags & os.O_CREAT:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+                disk.names[name] = len(disk.files_by_number)
+                disk.files_by_number.append(bytearray())
+                disk.record(Event("link", disk.names[name], name=name))
+            elif flags & os.O_TRUNC:
+                self._set_length(disk.names[name], 0)
+            self._next_fd += 1
+            self._open[self._next_fd] = disk.names[name]
+            return self._next_fd
+
+    def _set_length(self, file: int, length: int) -> None:
+        body = self.disk.files_by_number[file]
+        del body[length:]
+        body.extend(bytes(length - len(body)))
+        self.disk.record(Event("length", file, length))
+
+    def close(self, fd: int) -> None:
+        with self.disk.lock:
+            self.disk.locked = {f: owner for f, owner in self.disk.locked.items() if owner != (self, fd)}
+            self._open.pop(fd, None)
+
+    def size(self, fd: int) -> int:
+        return len(self._body(fd))
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        return bytes(self._body(fd)[offset : offset + count])
+
+    def map(self, fd: int, length: int) -> memoryview:
+        return memoryview(bytes(self._body(fd)[:length]))
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        with self.disk.lock:
+            body, joined = self._body(fd), b"".join(buffers)
+            body.extend(bytes(max(0, offset - len(body))))
+            body[offset : offset + len(joined)] = joined
+            self.disk.record(Event("write", self._open[fd], offset, joined))
+            return len(joined)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        with self.disk.lock:
+            if len(self._body(fd)) < offset + length:
+                self._set_length(self._open[fd], offset + length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        with self.disk.lock:
+            self._alive()
+            self._set_length(self._open[fd], length)
+
+    def fdatasync(self, fd: int) -> None:
+        with self.disk.lock:
+            self._alive()
+            self.disk.record(Event("sync", self._open[fd]))
+
+    def fsync(self, fd: int) -> None:
+        self.fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self.disk.lock:
+            self._alive()
+            self.disk.names[target.name] = self.disk.names.pop(source.name)
+            self.disk.record(Event("rename", self.disk.names[target.name], name=source.name, other=target.name))
+
+    def unlink(self, path: Path) -> None:
+        with self.disk.lock:
+            self._alive()
+            if path.name not in self.disk.names:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            self.disk.record(Event("unlink", self.disk.names.pop(path.name), name=path.name))
+
+    def listdir(self, path: Path) -> list[str]:
+        self._alive()
+        return list(self.disk.names)
+
+    def make_folder(self, path: Path) -> None:
+        self._alive()
+
+    def sync_folder(self, path: Path) -> None:
+        with self.disk.lock:
+            self._alive()
+            self.disk.record(Event("sync_folder"))
+
+    def lock(self, fd: int) -> bool:
+        with self.disk.lock:
+            self._alive()
+            return self.disk.locked.setdefault(self._open[fd], (self, fd)) == (self, fd)
+
+
+@dataclass
+class State:
+    """What is durable, and what is volatile: the changes of each file and of the folder since their last syncs."""
+
+    durable: dict[int, bytes] = field(default_factory=dict)
+    volatile: dict[int, list[Event]] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    renamed: list[Event] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, disk: Disk) -> State:
+        return cls({n: bytes(body) for n, body in enumerate(disk.files_by_number)}, {}, dict(disk.names), [])
+
+    def advance(self, event: Event) -> None:
+        if event.kind in ("write", "length"):
+            self.volatile.setdefault(event.file, []).append(event)
+        elif event.kind == "sync":
+            changes = [each for change in self.volatile.pop(event.file, []) for each in _sectors(change)]
+            self.durable[event.file] = _applied(self.durable.get(event.file, b""), changes)
+        elif event.kind == "sync_folder":
+            self.names, self.renamed = _named(self.names, self.renamed), []
+        elif event.kind != "note":
+            self.renamed.append(event)
+
+    def outcome(self, choice: Choice) -> dict[str, bytes]:
+        """What `choice` leaves: each file's bytes by name."""
+        found = {}
+        for name, file in _named(self.names, choice.names(self.renamed)).items():
+            changes = [each for change in self.volatile.get(file, []) for each in _sectors(change)]
+            body = _applied(self.durable.get(file, b""), choice.changes(changes))
+            if choice.lengths_first and changes:
+                longest = len(_applied(self.durable.get(file, b""), changes))
+                body += bytes(max(0, longest - len(body)))
+            found[name] = body
+        return found
+
+
+class Choice:
+    """What a power cut leaves of what is volatile: decided by chance, or by the first so many of either sort."""
+
+    def __init__(self, folder: float, data: float, rng: random.Random | None = None, lengths_first: bool = False):
+        """Args: `folder`, `data`: the chance that a change is kept if there is an `rng`, else the leading share."""
+        self.folder, self.data, self.rng, self.lengths_first = folder, data, rng, lengths_first
+
+    def names(self, changes: Sequence[Event]) -> list[Event]:
+        return self._some(changes, self.folder)
+
+    def changes(self, changes: Sequence[Event]) -> list[Event]:
+        return self._some(changes, self.data)
+
+    def _some(self, changes: Sequence[Event], share: float) -> list[Event]:
+        if self.rng is not None:
+            return [each for each in changes if self.rng.random() < share]
+        return list(changes[: round(share * len(changes))])
+
+
+def _sectors(event: Event) -> Iterator[Event]:
+    """A write as its sectors; a change of length as it is."""
+    if event.kind == "length":
+        yield event
+        return
+    start = 0
+    while start < len(event.body):
+        stop = min(len(event.body), start + SECTOR_BYTES - (event.offset + start) % SECTOR_BYTES)
+        yield event._replace(offset=event.offset + start, body=event.body[start:stop])
+        start = stop
+
+
+def _applied(body: bytes, changes: Sequence[Event]) -> bytes:
+    grown = bytearray(body)
+    for change in changes:
+        length = change.offset if change.kind == "length" else change.offset + len(change.body)
+        if change.kind == "length":
+            del grown[length:]
+        grown.extend(bytes(max(0, length - len(grown))))
+        if change.kind == "write":
+            grown[change.offset : length] = change.body
+    return bytes(grown)
+
+
+def _named(names: dict[str, int], changes: Sequence[Event]) -> dict[str, int]:
+    found = dict(names)
+    for change in changes:
+        if change.kind in ("unlink", "rename"):
+            found.pop(change.name, None)
+        if change.kind in ("link", "rename"):
+            found[change.other or change.name] = change.file
+    return found
+
+
+def crash_states(start: State, trace: Sequence[Event], rng: random.Random, per_moment: int) -> Iterator[CrashState]:
+    """For every moment of `trace`, what a power cut may leave: the extremes, prefixes, and `per_moment` by chance."""
+    state, notes = State(dict(start.durable), {}, dict(start.names), []), []
+    for at, event in enumerate(trace):
+        state.advance(event)
+        if event.kind == "note":
+            notes.append(event.note)
+            continue
+        for choice in _choices(state, rng, per_moment):
+            yield CrashState(at, state.outcome(choice), tuple(notes))
+
+
+class CrashState(NamedTuple):
+    """`content`: the folder after the cut, at event `at`; `notes`: what the workload had said by then."""
+
+    at: int
+    content: dict[str, bytes]
+    notes: tuple[object, ...]
+
+
+def _choices(state: State, rng: random.Random, per_moment: int) -> Iterator[Choice]:
+    folder = len(state.renamed)
+    data = sum(len(list(_sectors(change))) for changes in state.volatile.values() for change in changes)
+    for names in {0.0, 1.0, *(n / folder for n in range(1, folder))}:
+        for share in {0.0, 1.0} if data else {0.0}:
+            yield Choice(names, share)
+    if data:
+        yield Choice(1.0, 0.0, lengths_first=True)
+    for _ in range(per_moment if data + folder > 1 else 0):
+        kept = rng.choice((0.1, 0.5, 0.9))
+        yield Choice(rng.choice((0.0, 0.5, 1.0)), kept, random.Random(rng.random()), rng.random() < 0.3)
