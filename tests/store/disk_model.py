@@ -27,7 +27,8 @@ SYNCS = ("sync", "sync_folder")
 
 class Event(NamedTuple):
     """One thing that happened: ``write``, ``length``, ``sync`` (of a file), ``link``, ``rename``, ``unlink``,
-    ``sync_folder``, or ``note`` (what the workload says of itself). `site` is the place in the code of a sync."""
+    ``sync_folder``, ``forgotten`` (a sync that was left out), or ``note`` (what the workload says of itself). `site` is
+    the place in the code of a sync."""
 
     kind: str
     file: int = -1
@@ -43,13 +44,22 @@ class Dead(OSError):
     """An operation of a process that was killed."""
 
 
-class Disk:
-    """One folder of files. `files` gives a process's view of it; `kill` ends all views that were given."""
+ROOT = Path("/disk")
+ROOT_NAME = "."  # files are named as seen from `ROOT`
 
-    def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "") -> None:
-        """`forget` is the site of a sync that does nothing."""
+
+class Disk:
+    """The files in `ROOT`. `files` gives a process's view of them; `kill` ends all views that were given.
+
+    Attributes:
+        room_bytes: what can still be written, freed by nothing; None for any amount.
+    """
+
+    def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "", kill_at: int = -1) -> None:
+        """Args: `forget`: the site of a sync that does nothing; `kill_at`: kill once so many events were recorded."""
         self.lock = threading.RLock()
-        self.forget = forget
+        self.forget, self.kill_at = forget, kill_at
+        self.room_bytes: int | None = None
         self.files_by_number: list[bytearray] = []
         self.names: dict[str, int] = {}
         self.trace: list[Event] = []
@@ -69,6 +79,16 @@ class Disk:
             self.epoch += 1
             self.locked.clear()
 
+    def take_room(self, body: bytes) -> bytes:
+        """The part of `body` for which there is space. Raises OSError where there is none."""
+        if self.room_bytes is None:
+            return body
+        if not self.room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        body = body[: self.room_bytes]
+        self.room_bytes -= len(body)
+        return body
+
     def note(self, what: object) -> None:
         self.trace.append(Event("note", note=what))
 
@@ -76,8 +96,18 @@ class Disk:
         if event.kind in SYNCS:
             event = event._replace(site=_site())
             if event.site == self.forget:
-                return
+                event = event._replace(kind="forgotten")
         self.trace.append(event)
+        if len(self.trace) == self.kill_at:
+            self.kill()
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _missing(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _site() -> str:
@@ -110,10 +140,10 @@ class ModelFiles(Files):
     def open(self, path: Path, flags: int) -> int:
         with self.disk.lock:
             self._alive()
-            disk, name = self.disk, path.name
+            disk, name = self.disk, _name(path)
             if name not in disk.names:
-                if not flags & os.O_CREAT:
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+                if not flags & os.O_CREAT or _name(path.parent) not in disk.names:
+                    raise _missing(path)
                 disk.names[name] = len(disk.files_by_number)
                 disk.files_by_number.append(bytearray())
                 disk.record(Event("link", disk.names[name], name=name))
@@ -145,7 +175,7 @@ class ModelFiles(Files):
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         with self.disk.lock:
-            body, joined = self._body(fd), b"".join(buffers)
+            body, joined = self._body(fd), self.disk.take_room(b"".join(buffers))
             body.extend(bytes(max(0, offset - len(body))))
             body[offset : offset + len(joined)] = joined
             self.disk.record(Event("write", self._open[fd], offset, joined))
@@ -172,27 +202,37 @@ class ModelFiles(Files):
     def rename(self, source: Path, target: Path) -> None:
         with self.disk.lock:
             self._alive()
-            self.disk.names[target.name] = self.disk.names.pop(source.name)
-            self.disk.record(Event("rename", self.disk.names[target.name], name=source.name, other=target.name))
+            names, old, new = self.disk.names, _name(source), _name(target)
+            names[new] = names.pop(old)
+            self.disk.record(Event("rename", names[new], name=old, other=new))
 
     def unlink(self, path: Path) -> None:
         with self.disk.lock:
             self._alive()
-            if path.name not in self.disk.names:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            self.disk.record(Event("unlink", self.disk.names.pop(path.name), name=path.name))
+            if (name := _name(path)) not in self.disk.names:
+                raise _missing(path)
+            self.disk.record(Event("unlink", self.disk.names.pop(name), name=name))
 
     def listdir(self, path: Path) -> list[str]:
         self._alive()
-        return list(self.disk.names)
+        with self.disk.lock:
+            if _name(path) not in self.disk.names:
+                raise _missing(path)
+            return [Path(name).name for name in self.disk.names if (ROOT / name).parent == path]
 
     def make_folder(self, path: Path) -> None:
-        self._alive()
+        with self.disk.lock:
+            self._alive()
+            for name in (ROOT_NAME, _name(path)):
+                if name not in self.disk.names:
+                    self.disk.names[name] = len(self.disk.files_by_number)
+                    self.disk.files_by_number.append(bytearray())
+                    self.disk.record(Event("link", self.disk.names[name], name=name))
 
     def sync_folder(self, path: Path) -> None:
         with self.disk.lock:
             self._alive()
-            self.disk.record(Event("sync_folder"))
+            self.disk.record(Event("sync_folder", name=str(path)))
 
     def lock(self, fd: int) -> bool:
         with self.disk.lock:
@@ -220,16 +260,24 @@ class State:
             changes = [each for change in self.volatile.pop(event.file, []) for each in _sectors(change)]
             self.durable[event.file] = _applied(self.durable.get(event.file, b""), changes)
         elif event.kind == "sync_folder":
-            self.names, self.renamed = _named(self.names, self.renamed), []
-        elif event.kind != "note":
+            here = [each for each in self.renamed if (ROOT / each.name).parent == Path(event.name)]
+            self.names = _named(self.names, here)
+            self.renamed = [each for each in self.renamed if each not in here]
+        elif event.kind in ("link", "rename", "unlink"):
             self.renamed.append(event)
 
+    def is_torn(self) -> bool:
+        names = _named(self.names, self.renamed).items()
+        return any(name.endswith(".seg") and self.volatile.get(file) for name, file in names)
+
     def outcome(self, choice: Choice) -> dict[str, bytes]:
-        """What `choice` leaves: each file's bytes by name."""
-        found = {}
-        for name, file in _named(self.names, choice.names(self.renamed)).items():
+        """What `choice` leaves: each file's bytes by name; a folder has none."""
+        found, names = {}, _named(self.names, choice.names(self.renamed))
+        for name, file in names.items():
+            if not names.keys() >= {ROOT_NAME, str(Path(name).parent)}:
+                continue
             changes = [each for change in self.volatile.get(file, []) for each in _sectors(change)]
-            body = _applied(self.durable.get(file, b""), choice.changes(changes))
+            body = _applied(self.durable.get(file, b""), choice.changes(file, changes))
             if choice.lengths_first and changes:
                 longest = len(_applied(self.durable.get(file, b""), changes))
                 body += bytes(max(0, longest - len(body)))
@@ -237,18 +285,31 @@ class State:
         return found
 
 
+@dataclass(frozen=True)
 class Choice:
-    """What a power cut leaves of what is volatile: decided by chance, or by the first so many of either sort."""
+    """What a power cut leaves of what is volatile: decided by chance where there is an `rng`, else a leading share.
 
-    def __init__(self, folder: float, data: float, rng: random.Random | None = None, lengths_first: bool = False):
-        """Args: `folder`, `data`: the chance that a change is kept if there is an `rng`, else the leading share."""
-        self.folder, self.data, self.rng, self.lengths_first = folder, data, rng, lengths_first
+    Attributes:
+        folder, data: the share that is kept of changes of names, and of each file's; or the chance of each.
+        last: of the names the trailing share is kept instead.
+        lengths_first: a file's length is on the disk before its bytes.
+        spared: a file that loses nothing whatever `data` is.
+    """
+
+    folder: float
+    data: float
+    rng: random.Random | None = None
+    lengths_first: bool = False
+    last: bool = False
+    spared: int = -1
 
     def names(self, changes: Sequence[Event]) -> list[Event]:
+        if self.last:
+            return list(changes[round((1.0 - self.folder) * len(changes)) :])
         return self._some(changes, self.folder)
 
-    def changes(self, changes: Sequence[Event]) -> list[Event]:
-        return self._some(changes, self.data)
+    def changes(self, file: int, changes: Sequence[Event]) -> list[Event]:
+        return list(changes) if file == self.spared else self._some(changes, self.data)
 
     def _some(self, changes: Sequence[Event], share: float) -> list[Event]:
         if self.rng is not None:
@@ -290,34 +351,48 @@ def _named(names: dict[str, int], changes: Sequence[Event]) -> dict[str, int]:
     return found
 
 
-def crash_states(start: State, trace: Sequence[Event], rng: random.Random, per_moment: int) -> Iterator[CrashState]:
-    """For every moment of `trace`, what a power cut may leave: the extremes, prefixes, and `per_moment` by chance."""
+class CrashState(NamedTuple):
+    """What a power cut leaves.
+
+    Attributes:
+        at: the event that was the last.
+        content: the files, by name.
+        notes: what the workload had said by then.
+        torn: some segment held bytes that were not synced.
+    """
+
+    at: int
+    content: dict[str, bytes]
+    notes: tuple[object, ...]
+    torn: bool
+
+
+def crash_states(
+    start: State, trace: Sequence[Event], rng: random.Random, per_moment: int, first: int = 0
+) -> Iterator[CrashState]:
+    """For each moment of `trace` from event `first` on: the extremes, each prefix of names, `per_moment` by chance."""
     state, notes = State(dict(start.durable), {}, dict(start.names), []), []
     for at, event in enumerate(trace):
         state.advance(event)
         if event.kind == "note":
             notes.append(event.note)
-            continue
-        for choice in _choices(state, rng, per_moment):
-            yield CrashState(at, state.outcome(choice), tuple(notes))
-
-
-class CrashState(NamedTuple):
-    """`content`: the folder after the cut, at event `at`; `notes`: what the workload had said by then."""
-
-    at: int
-    content: dict[str, bytes]
-    notes: tuple[object, ...]
+        elif at >= first and event.kind != "forgotten":
+            for choice in _choices(state, rng, per_moment):
+                yield CrashState(at, state.outcome(choice), tuple(notes), state.is_torn())
 
 
 def _choices(state: State, rng: random.Random, per_moment: int) -> Iterator[Choice]:
     folder = len(state.renamed)
     data = sum(len(list(_sectors(change))) for changes in state.volatile.values() for change in changes)
-    for names in {0.0, 1.0, *(n / folder for n in range(1, folder))}:
-        for share in {0.0, 1.0} if data else {0.0}:
-            yield Choice(names, share)
+    for names in range(folder + 1):
+        share = names / folder if folder else 1.0
+        for last in (False, True) if 0 < names < folder else (False,):
+            for kept in (0.0, 1.0) if data else (0.0,):
+                yield Choice(share, kept, last=last)
     if data:
         yield Choice(1.0, 0.0, lengths_first=True)
+    for file in state.volatile if len(state.volatile) > 1 else ():
+        yield Choice(1.0, 0.0, spared=file)
     for _ in range(per_moment if data + folder > 1 else 0):
         kept = rng.choice((0.1, 0.5, 0.9))
-        yield Choice(rng.choice((0.0, 0.5, 1.0)), kept, random.Random(rng.random()), rng.random() < 0.3)
+        yield Choice(rng.choice((0.1, 0.5, 1.0)), kept, random.Random(rng.random()), rng.random() < 0.3)
