@@ -53,6 +53,7 @@ class Disk:
 
     Attributes:
         room_bytes: what can still be written, freed by nothing; None for any amount.
+        fail_at, fail_with: the event that, though it happens, is reported as failed, and with what errno.
     """
 
     def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "", kill_at: int = -1) -> None:
@@ -60,6 +61,7 @@ class Disk:
         self.lock = threading.RLock()
         self.forget, self.kill_at = forget, kill_at
         self.room_bytes: int | None = None
+        self.fail_at, self.fail_with = -1, 0
         self.files_by_number: list[bytearray] = []
         self.names: dict[str, int] = {}
         self.trace: list[Event] = []
@@ -291,7 +293,7 @@ class Choice:
 
     Attributes:
         folder, data: the share that is kept of changes of names, and of each file's; or the chance of each.
-        last: of the names the trailing share is kept instead.
+        last: the trailing share is kept instead.
         lengths_first: a file's length is on the disk before its bytes.
         spared: a file that loses nothing whatever `data` is.
     """
@@ -304,8 +306,6 @@ class Choice:
     spared: int = -1
 
     def names(self, changes: Sequence[Event]) -> list[Event]:
-        if self.last:
-            return list(changes[round((1.0 - self.folder) * len(changes)) :])
         return self._some(changes, self.folder)
 
     def changes(self, file: int, changes: Sequence[Event]) -> list[Event]:
@@ -314,7 +314,8 @@ class Choice:
     def _some(self, changes: Sequence[Event], share: float) -> list[Event]:
         if self.rng is not None:
             return [each for each in changes if self.rng.random() < share]
-        return list(changes[: round(share * len(changes))])
+        kept = round(share * len(changes))
+        return list(changes[len(changes) - kept :] if self.last else changes[:kept])
 
 
 def _sectors(event: Event) -> Iterator[Event]:
@@ -391,6 +392,8 @@ def _choices(state: State, rng: random.Random, per_moment: int) -> Iterator[Choi
                 yield Choice(share, kept, last=last)
     if data:
         yield Choice(1.0, 0.0, lengths_first=True)
+        yield Choice(1.0, 0.5)
+        yield Choice(1.0, 0.5, last=True)
     for file in state.volatile if len(state.volatile) > 1 else ():
         yield Choice(1.0, 0.0, spared=file)
     for _ in range(per_moment if data + folder > 1 else 0):
