@@ -106,6 +106,12 @@ def test_verify_names_what_is_lost_and_repair_sets_it_aside_once(run: Run, tmp_p
     status, text = run("verify", path)
     assert status == 0 and "nothing is damaged" in text
     assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
+    assert run("stats", path)[0] == run("inspect", path)[0] == 0
+    with StoreWriter.open(path) as writer:
+        assert writer.append(chunk("e2", 1, width=64).encode()) and not writer.append(chunk("e2", 2).encode())
+    known = {each.episode: each for each in index_of(path).episodes()}
+    assert len(known) == 8 and known["e2"].steps == 12 and known["e2"].complete
+    assert run("compact", path)[0] == 0 and "lacks" not in run("verify", path)[1]
 
 
 def test_verify_says_what_a_damaged_record_without_an_index_was(run: Run, tmp_path: Path) -> None:

@@ -109,6 +109,17 @@ class Block:
         arrays[TABLES] = np.frombuffer(msgspec.msgpack.encode(tables), np.uint8)
         return encode_packet(_Head(len(self.chunks["steps"]), len(self.steps[TIME])), arrays)
 
+    def without(self, lost: Array) -> Block:
+        """The block without the chunks that `lost`, bool, marks, and without episodes of which nothing is left."""
+        kept = ~lost
+        of_step = np.repeat(kept, self.chunks["steps"])
+        chunks = {name: column[kept] for name, column in self.chunks.items()}
+        used, codes = np.unique(chunks["episode"], return_inverse=True)
+        chunks["episode"] = codes.astype(np.int32)
+        steps = {name: column[of_step] for name, column in self.steps.items()}
+        episodes = tuple(self.episodes[code] for code in used.tolist())
+        return Block(chunks, steps, episodes, self.ends, self.labels, self.damaged)
+
 
 def decode_block(raw: bytes | memoryview) -> Block:
     """The block in `raw`, whose columns are read-only views of it.

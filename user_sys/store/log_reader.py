@@ -109,6 +109,15 @@ class LogReader:
         self._places: dict[int, _Place] = {}
         self._maps: OrderedDict[SegmentName, memoryview] = OrderedDict()
 
+    def quarantined(self, segment: int) -> list[range]:
+        """The byte ranges of a segment's file that a repair has set aside."""
+        known, manifest_ = self._known.get(segment), self._manifest
+        if known is None or manifest_ is None:
+            return []
+        place = (known.name.number, known.name.generation)
+        ranges = (each for each in manifest_.quarantined if (each.number, each.generation) == place)
+        return [range(each.offset, each.offset + each.length) for each in ranges]
+
     @classmethod
     def open(cls, path: Path, *, files: Files = REAL) -> Self:
         """A reader that stands at the log's beginning.

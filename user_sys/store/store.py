@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+import numpy as np
 
 from user_sys.codec import Array
 from user_sys.episode import Chunk, EpisodeEnd, PackedChunk, decode_chunk, open_chunk
@@ -265,8 +266,17 @@ def _news(log: LogReader) -> _News:
     for batch in log.refresh():
         news.dropped.append(batch.dropped)
         if block := _summary(batch) or _block_of(log, batch):
-            news.blocks.append(block)
+            news.blocks.append(_readable(block, log.quarantined(batch.segment)))
     return news
+
+
+def _readable(block: Block, quarantined: Sequence[range]) -> Block:
+    """The block without chunks that were damaged and set aside: they may come again, and are then stored again."""
+    offset = block.chunks["offset"]
+    lost = np.zeros(len(offset), bool)
+    for each in quarantined:
+        lost |= (offset >= each.start) & (offset < each.stop)
+    return block.without(lost) if lost.any() else block
 
 
 def _summary(batch: Batch) -> Block | None:

@@ -12,13 +12,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from user_sys.episode import Source
-from user_sys.errors import StoreError
+from user_sys.errors import StoreError, StoreLocked
 from user_sys.store.retention import Choice, Retention, choose, record_bytes_of
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 from user_sys.store.upkeep import CompactionReport, compact, disk_bytes
 from user_sys.store.verbs.grammar import INTERVENTIONS, NOTHING
-from user_sys.store.verbs.words import EXIT_DAMAGED, count_bar, size_text, tell, tell_json
+from user_sys.store.verbs.words import EXIT_DAMAGED, Advance, count_bar, size_text, tell, tell_json
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,12 +99,20 @@ def compact_main(args: argparse.Namespace) -> int:
             _show_plan(planned, retention)
         return 0
     with count_bar("rewriting segments", None) as advance:
-        report = compact(args.path, retention, advance=advance)
+        report = _compacted(args.path, retention, advance)
     if args.json:
         tell_json(report)
     else:
         _show(report, args.path)
     return EXIT_DAMAGED if report.damaged else 0
+
+
+def _compacted(path: Path, retention: Retention, advance: Advance) -> CompactionReport:
+    try:
+        return compact(path, retention, advance=advance)
+    except StoreLocked as locked:
+        advice = "a gateway compacts by itself, every gateway.upkeep_s and to gateway.retention.max_bytes"
+        raise StoreLocked(f"{locked}, or leave it: {advice}; --dry-run works meanwhile") from None
 
 
 def _retention(max_bytes: int, keep: Sequence[str] | None) -> Retention:
