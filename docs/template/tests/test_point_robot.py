@@ -1,0 +1,19 @@
+"""The whole contract of a robot, inherited: a driver is done when this passes."""
+
+from __future__ import annotations
+
+from hal.conformance import RobotConformance
+from hal.robot import Robot
+from hal.station import StationRequest, load_driver
+
+from point_robot import Options, PointRobot
+
+
+class TestPointRobot(RobotConformance):
+    def make_robot(self) -> Robot:
+        return PointRobot(Options())
+
+
+def test_it_is_found_by_its_name() -> None:
+    station = load_driver("point")(StationRequest("point-0", "upright", {"rate_hz": 10.0}))
+    assert station.robot.spec.rate_hz == 10.0

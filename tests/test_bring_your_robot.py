@@ -1,0 +1,53 @@
+"""A driver from outside: the template installs by itself, is found by its entry point, and passes the suite."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_S = 240
+
+FIND = """
+from user_sys.compose import RobotConfig, robot_spec
+print(robot_spec(RobotConfig(name="point-0", driver="point", task="upright")).model)
+"""
+
+
+def run(python: Path | str, *arguments: object, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, sys.path[1:])])}
+    done = subprocess.run(
+        [str(python), *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The template's folder, copied elsewhere, and a Python of an environment of its own that has it installed."""
+    folder = tmp_path_factory.mktemp("outside")
+    shutil.copytree(ROOT / "docs" / "template", folder / "package")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    site = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).strip()
+    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    wheel = run(sys.executable, "-c", build, cwd=folder / "package").splitlines()[-1]
+    shutil.unpack_archive(folder / "package" / wheel, site, "zip")
+    return folder, python
+
+
+def test_the_template_is_found_by_its_name_and_needs_no_change_of_ours(installed: tuple[Path, Path]) -> None:
+    folder, python = installed
+    assert run(python, "-c", FIND, cwd=folder).strip() == "point"
+
+
+def test_the_template_passes_the_conformance_suite(installed: tuple[Path, Path]) -> None:
+    folder, python = installed
+    out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder / "package" / "tests", cwd=folder)
+    assert "passed" in out and "failed" not in out
