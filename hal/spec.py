@@ -152,8 +152,8 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tool_delta: action elements that move the tool by a Cartesian step (x, y, z), m.
         joint_delta: action elements that move the joints by a step, rad, in the order of ``limits.joint_position``.
-        joint_target: action elements that are the joint angles to be reached at the end of the control period, rad, in
-            that order. Excludes `joint_delta`.
+        joint_target: action elements that are the joint angles to be reached at the end of the control period, in that
+            order; rad, or the unit that the action spec states, the limits on joints alike. Excludes `joint_delta`.
         gripper: index of the action's gripper element; -1 where there is none.
         neutral: the action that keeps the robot where it is. What it says of the gripper is left to the caller; what
             it says of joint targets has no meaning, see `rest_action`.

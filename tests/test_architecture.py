@@ -39,6 +39,8 @@ ROOMS = {
     "imageio_ffmpeg": ("user_sys/report.py",),
     "draccus": ("user_sys/config.py", "robots/lerobot_plugins.py"),
     "lerobot": ("robots/lerobot_plugins.py",),
+    "pygame": ("robots/gamepad.py",),
+    "pyspacemouse": ("robots/spacemouse.py",),
     "yaml": ("user_sys/config.py",),
     "pynvml": ("hal/",),
     "pyarrow": ("user_sys/interchange/",),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from hal.errors import SpecError
 from hal.spec import RobotSpec
-from hal.station import Station, StationFactory, StationRequest, installed_drivers, load_driver
+from hal.station import (
+    Station,
+    StationFactory,
+    StationRequest,
+    TeleoperatorFactory,
+    installed_drivers,
+    load_driver,
+)
+from hal.teleoperator import Teleoperator
 from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError
 from user_sys.policies.policy import Policy
@@ -29,6 +37,8 @@ class RobotConfig:
             instead; it follows the clock all the same while a person drives.
         frame_stride: without real time, pictures are taken in every so-many-th control period.
         options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
+        teleoperators: input devices on the robot's computer, each with its ``kind`` (gamepad, keyboard, spacemouse,
+            lerobot) and its own settings.
         link: an emulated network between a run's gateway and the robot's session (`sim.link_config.LinkConfig`); empty
             is none.
     """
@@ -39,6 +49,7 @@ class RobotConfig:
     real_time: bool = False
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
+    teleoperators: tuple[dict[str, Any], ...] = ()
     link: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,6 +82,14 @@ class PolicyConfig:
 _BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake", "lerobot": "robots.lerobot"}
 """Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
 
+_INPUTS = {
+    "gamepad": "robots.gamepad",
+    "keyboard": "robots.keyboard",
+    "lerobot": "robots.lerobot_leader",
+    "spacemouse": "robots.spacemouse",
+}
+"""Input devices, by the module whose ``make_teleoperator`` is their `hal.station.TeleoperatorFactory`."""
+
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:
     """Builds robot, cameras and task; connects nothing. `film` asks for finer pictures where they are simulated.
@@ -81,9 +100,20 @@ def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = Fal
     """
     request = StationRequest(config.name, config.task, config.options, cameras, film)
     try:
-        return _factory(config.driver)(request)
+        station = _factory(config.driver)(request)
+        inputs = [_teleoperator(config.name, settings, station.robot.spec) for settings in config.teleoperators]
+        return replace(station, teleoperators=(*station.teleoperators, *inputs))
     except SpecError as error:
         raise ConfigError(str(error)) from error
+
+
+def _teleoperator(robot: str, settings: Mapping[str, Any], spec: RobotSpec) -> Teleoperator:
+    options = dict(settings)
+    kind = options.pop("kind", None)
+    if kind not in _INPUTS:
+        raise ConfigError(f"robot {robot}: no input device of kind {kind!r}; there are {sorted(_INPUTS)}")
+    factory: TeleoperatorFactory = import_module(_INPUTS[kind]).make_teleoperator
+    return factory(StationRequest(robot, "", options), spec)
 
 
 def _factory(driver: str) -> StationFactory:

@@ -25,6 +25,7 @@ import numpy as np
 
 from hal.errors import SpecError
 from hal.spec import Array, RobotSpec
+from hal.teleoperator import TeleopInput
 from user_sys.episode import Phase
 from user_sys.errors import AuthorityError
 from user_sys.messages import OperatorCommand, OperatorReply
@@ -32,6 +33,8 @@ from user_sys.messages import OperatorCommand, OperatorReply
 SILENCE_S = 0.5
 MAX_AUDIT_ENTRIES = 4096
 MAX_NAME_CHARS = 64
+AT_THE_ROBOT = "a person at the robot"
+"""The operator whose input comes from a device on the robot's own computer."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +89,8 @@ class Authority:
 
     A person's *twist* has one element an action element, each in [-1, 1]: the share of the way from ``spec.neutral`` to
     the action's bound. The gripper's element is +1 for open (upper bound), -1 for closed (lower bound), and 0 until the
-    person first touches it: the gripper stays as it is, so that a take-over drops nothing.
+    person first touches it: the gripper stays as it is, so that a take-over drops nothing. A joint that is moved by
+    targets goes on from its last one, at that share of its greatest speed.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Authority:
         self._heard_s = -math.inf
         self._sequence = 0
         self._twist = np.zeros(spec.action.shape, np.float32)
+        self._target: Array | None = None  # of a device that says where to be, not which way to go
         self._policy_acted = True
         self._mark: Mark | None = None
         self._reset = False
@@ -141,10 +146,15 @@ class Authority:
             SpecError: the robot's spec names no neutral action, so that it cannot be driven by shares of the range.
         """
         spec, twist = self._spec, self.twist()
+        if self._target is not None and self.state is State.HUMAN:
+            return self._target.copy()
         if len(spec.neutral) != len(twist):
             raise SpecError(f"{spec.model}: a spec without `neutral` cannot be driven by hand")
         neutral, low, high = (np.asarray(v, np.float32) for v in (spec.neutral, spec.action.low, spec.action.high))
         action: Array = neutral + twist * np.where(twist > 0, high - neutral, neutral - low)
+        if joints := list(spec.joint_target):
+            fastest = np.array(spec.limits.joint_velocity_max, np.float32) * np.float32(spec.period_s)
+            action[joints] = np.clip(previous[joints] + twist[joints] * fastest, low[joints], high[joints])
         if spec.gripper >= 0:
             action[spec.gripper] = self._gripper(twist[spec.gripper], previous[spec.gripper])
         return action
@@ -175,6 +185,24 @@ class Authority:
                 _log.info("authority.refused robot=%s operator=%r %s: %s", self.robot, who, command.order, error)
             return self._reply(command, accepted=False, reason=str(error))
         return self._reply(command, accepted=True)
+
+    def at_the_robot(self, hand: TeleopInput | None) -> None:
+        """What a device on the robot's own computer says in this control period; None while no hand is on it.
+
+        A hand takes over from the policy and out of a hold, as any person does, and not from another person, nor from
+        an e-stop. Once it lets go the robot stands still, and soon holds: handing back is said at the console.
+        """
+        mine = self.state is State.HUMAN and self.operator == AT_THE_ROBOT
+        if hand is None:
+            if mine:
+                self._twist, self._target = self._still(), None
+            return
+        if not mine:
+            if self.state in (State.STOPPED, State.HUMAN):
+                return
+            self._move(State.HUMAN, AT_THE_ROBOT, "take-over")
+        self._twist, self._target = np.asarray(hand.twist, np.float32), hand.target
+        self._heard_s = self._clock()
 
     def emergency_stop(self, who: str, cause: str = "e-stop") -> None:
         """Latches the stop; also for the driver's own. What was asked before is forgotten. Repeating it is harmless."""
@@ -210,7 +238,7 @@ class Authority:
     def _take_over(self, command: OperatorCommand) -> None:
         self._require_armed()
         if self.state is not State.HUMAN:
-            self._twist = np.zeros_like(self._twist)
+            self._twist, self._target = np.zeros_like(self._twist), None
             self._move(State.HUMAN, command.operator, "take-over")
         self._sequence = command.sequence  # another console counts from elsewhere; what it sent earlier is void
         self._heard_s = self._clock()
@@ -241,6 +269,8 @@ class Authority:
         self._move(State.HOLD, operator, "re-arm")
 
     def _refuse_beside_another(self, operator: str) -> None:
+        if operator == AT_THE_ROBOT:
+            raise AuthorityError("that name is kept for the devices on the robot's own computer")
         if self.state is State.HUMAN and operator != self.operator:
             raise AuthorityError(f"{self.operator} drives {self.robot}")
 

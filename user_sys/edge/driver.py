@@ -11,18 +11,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from hal.camera import Camera
-from hal.errors import StaleObservation
+from hal.errors import HardwareLost, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import Reason, SafetyKernel
 from hal.spec import Array
 from hal.task import Outcome, Task
+from hal.teleoperator import Teleoperator, TeleopInput
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NOTHING = Outcome(reward=0.0, terminated=False)
 
@@ -41,6 +44,7 @@ class Tick:
         outcome: the task's verdict on the period.
         held: control periods since the tick before in which the watchdog held the robot.
         stopped: the e-stop is latched.
+        hand: what a person does at an input device of the robot's own computer; None while no hand is on one.
     """
 
     observation: Mapping[str, Array]
@@ -52,6 +56,7 @@ class Tick:
     outcome: Outcome
     held: int
     stopped: bool
+    hand: TeleopInput | None = None
 
 
 class DriverPort(Protocol):
@@ -85,26 +90,33 @@ class Driver:
         cameras: Sequence[Camera] = (),
         *,
         frame_stride: int = 1,
+        teleoperators: Sequence[Teleoperator] = (),
     ) -> None:
         self.robot, self.task, self.kernel, self.cameras = robot, task, kernel, tuple(cameras)
         self.spec = robot.spec
         self.real_time = False
         self.pace: Callable[[], None] = lambda: None
+        self._teleoperators = list(teleoperators)
         self._frame_stride = frame_stride
         self._periods = 0
         self._newest: Observation | None = None
 
     def connect(self) -> None:
-        """Connects the robot, then its cameras. Raises HardwareLost."""
+        """Connects the robot, then its cameras and input devices. Raises HardwareLost; a missing input device is left
+        out until the next start."""
         self.robot.connect()
         for camera in self.cameras:
             camera.connect()
+        for device in list(self._teleoperators):
+            self._try(device, device.connect)
         self.kernel.settle()
         self._newest = self.robot.observe()
 
     def close(self) -> None:
         for camera in self.cameras:
             camera.close()
+        for device in self._teleoperators:
+            device.close()
         self.robot.close()
 
     def reset(self, seed: int) -> Tick:
@@ -161,7 +173,26 @@ class Driver:
             outcome=self.task.evaluate(observation) if judged else NOTHING,
             held=0,
             stopped=self.kernel.emergency is not None,
+            hand=self._hand(),
         )
+
+    def _hand(self) -> TeleopInput | None:
+        """The input of the first device that has a hand on it."""
+        for device in list(self._teleoperators):
+            reading = self._try(device, device.read)
+            if reading is not None and reading.engaged:
+                return reading
+        return None
+
+    def _try(self, device: Teleoperator, call: Callable[[], T]) -> T | None:
+        """A robot goes on without an input device that is lost."""
+        try:
+            return call()
+        except HardwareLost as error:
+            log.warning("teleoperator.lost %s", error)
+            self._teleoperators.remove(device)
+            device.close()
+            return None
 
     def _frames(self) -> dict[str, Array]:
         due = self.real_time or self._periods % self._frame_stride == 0

@@ -7,11 +7,13 @@ import time
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import zmq
 
 from hal.errors import HalError, HardwareLost
 from hal.lease import MachineLock
 from hal.spec import Array, RobotSpec
+from hal.teleoperator import TeleopInput
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
@@ -144,4 +146,12 @@ class RemoteDriver:
             outcome=reply.outcome,
             held=reply.held,
             stopped=reply.stopped,
+            hand=_hand(reply, arrays),
         )
+
+
+def _hand(reply: Reply, arrays: dict[str, Array]) -> TeleopInput | None:
+    if not reply.hand:
+        return None
+    told = arrays["hand"]
+    return TeleopInput(told, True) if reply.hand == "twist" else TeleopInput(np.zeros_like(told), True, told)

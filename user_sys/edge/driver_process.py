@@ -198,10 +198,13 @@ def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
         source=outcome.source,
         held=held,
         stopped=tick.stopped,
+        hand="" if tick.hand is None else "twist" if tick.hand.target is None else "target",
     )
     arrays = {**tick.observation, **{FRAME + name: frame for name, frame in tick.frames.items()}}
     if tick.applied is not None:
         arrays["applied"] = tick.applied
+    if tick.hand is not None:
+        arrays["hand"] = tick.hand.twist if tick.hand.target is None else tick.hand.target
     return reply, arrays
 
 
@@ -228,7 +231,14 @@ def _run(config: RobotConfig, state: Path) -> None:
     with MachineLock(config.name, holder=f"driver process of {state.resolve()}"):
         station = build_station(config)
         kernel = SafetyKernel(station.robot.spec, latch_path=state / "e-stop.json")
-        driver = Driver(station.robot, station.task, kernel, station.cameras, frame_stride=config.frame_stride)
+        driver = Driver(
+            station.robot,
+            station.task,
+            kernel,
+            station.cameras,
+            frame_stride=config.frame_stride,
+            teleoperators=station.teleoperators,
+        )
         server = DriverServer(driver, station, Fence(state / "fence.json"), endpoint(config.name))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop.set())

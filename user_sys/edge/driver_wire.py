@@ -46,7 +46,10 @@ class TaskCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it)."""
+    """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it).
+
+    `hand` says what the array ``hand`` is, where a person's hand is on an input device.
+    """
 
     error: str = ""
     message: str = ""
@@ -61,6 +64,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "rule"
     held: int = 0
     stopped: bool = False
+    hand: Literal["", "twist", "target"] = ""
 
     @property
     def outcome(self) -> Outcome:

@@ -151,16 +151,17 @@ class SessionPilot:
         self.authority.begin_episode()
         self._policy.begin(tick)
         self._applied = self._neutral.copy()
+        self._applied = self._at_rest(tick)
         self._mark: Mark | None = None
         self._reset = False
         self._policy_steps = self._human_steps = self._moving = 0
 
     def decide(self, tick: Tick) -> Decision | None:
-        if tick.applied is not None:
-            self._applied = tick.applied
+        self._applied = self._at_rest(tick) if tick.applied is None else tick.applied
         if tick.stopped and self.authority.state is not State.STOPPED:
             self.authority.emergency_stop("the driver", "latched")
         self._obey()  # afterwards: a re-arm is newer than the tick
+        self.authority.at_the_robot(tick.hand)
         state = self.authority.tick()
         self._mark = self.authority.take_mark() or self._mark
         self._reset = self.authority.take_reset() or self._reset
@@ -215,8 +216,17 @@ class SessionPilot:
         if (version := self._swapper.swap_if_ready()) is not None:
             self._swapped(version)
 
+    def _at_rest(self, tick: Tick) -> Array:
+        """What was applied last, with joints that are moved by targets where they stand now."""
+        rest = self._applied.copy()
+        if joints := list(self._spec.joint_target):
+            rest[joints] = self._spec.rest_action(tick.observation)[joints]
+        return rest
+
     def _rest(self) -> Array:
         rest = self._neutral.copy()
+        if joints := list(self._spec.joint_target):
+            rest[joints] = self._applied[joints]
         if self._spec.gripper >= 0:
             rest[self._spec.gripper] = self._applied[self._spec.gripper]
         return rest

@@ -108,7 +108,7 @@ class Recorder:
 
     def record(self, before: Tick, decision: Decision, after: Tick, verdict: Verdict) -> None:
         """One step: observed `before`, decided, and what came of it. Flushes a chunk that is full or last."""
-        applied = after.applied if after.applied is not None else np.array(self._spec.neutral, np.float32)
+        applied = after.applied if after.applied is not None else self._spec.rest_action(before.observation)
         row: dict[str, ArrayLike] = {
             **{name: value for name, value in before.observation.items()},
             ACTION: decision.action,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from point_robot import Options, PointRobot
+
 from hal.conformance import RobotConformance
 from hal.robot import Robot
 from hal.station import StationRequest, load_driver
-
-from point_robot import Options, PointRobot
 
 
 class TestPointRobot(RobotConformance):

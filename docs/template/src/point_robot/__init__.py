@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+
 from hal.errors import HardwareLost
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
 from hal.task import Outcome, Task
-
 from point_robot.controller import Controller
 
 JOINTS = ("shoulder", "elbow")

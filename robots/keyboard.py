@@ -1,0 +1,131 @@
+"""A keyboard on the robot's own computer, read from the kernel: no display is needed, and no library.
+
+The robot moves while `hold` is pressed (dead-man switch). Whoever runs the driver must be allowed to read the device:
+on most systems that is the group ``input``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hal.errors import HardwareLost
+from hal.spec import RobotSpec
+from hal.station import StationRequest, read_options
+from hal.teleoperator import Teleoperator, TeleopInput
+from robots.bindings import Bindings, gripper_element, moving_elements
+
+# linux/input-event-codes.h
+_ROWS = {16: "qwertyuiop", 30: "asdfghjkl", 44: "zxcvbnm", 2: "1234567890"}
+KEYS = {letter: first + place for first, row in _ROWS.items() for place, letter in enumerate(row)}
+KEYS |= {"space": 57, "shift": 42, "up": 103, "left": 105, "right": 106, "down": 108}
+_EVENT = struct.Struct("llHHi")  # struct input_event: seconds, microseconds, type, code, value
+_SYN, _KEY, _SYN_DROPPED = 0, 1, 3
+_EVENTS_A_READ = 64
+_BY_PATH = Path("/dev/input/by-path")
+
+PAIRS = (("w", "s"), ("a", "d"), ("r", "f"), ("i", "k"), ("j", "l"), ("u", "o"))
+GRIPPER_PAIR = ("e", "q")  # open, close
+
+
+@dataclass(frozen=True)
+class KeyboardConfig:
+    """Attributes:
+    device: the kernel's event device; empty: the first keyboard.
+    hold: the key that must be held.
+    keys: key to action element, a minus sign before the element for the other way; by default pairs of keys, in the
+        order of the action's elements.
+    speed: the share of the range that a key stands for.
+    """
+
+    device: str = ""
+    hold: str = "space"
+    keys: dict[str, str] = field(default_factory=dict)
+    speed: float = 0.5
+
+
+def usual_keys(spec: RobotSpec) -> dict[str, str]:
+    """A pair of keys for each element, as far as they go, and one for the gripper."""
+    pairs = list(zip(PAIRS, moving_elements(spec), strict=False))
+    if gripper := gripper_element(spec):
+        pairs.append((GRIPPER_PAIR, gripper))
+    return {key: sign + element for keys, element in pairs for key, sign in zip(keys, ("", "-"), strict=True)}
+
+
+class Keyboard(Teleoperator):
+    def __init__(self, config: KeyboardConfig, spec: RobotSpec) -> None:
+        """Raises SpecError for a key or an element that there is not."""
+        self.config = config
+        bound: Mapping[str, str] = config.keys or usual_keys(spec)
+        self._bindings = Bindings(bound, tuple(KEYS), spec)
+        Bindings({config.hold: spec.action.labels[0]}, tuple(KEYS), spec)
+        self._gripper = spec.gripper
+        self._pressed: set[int] = set()
+        self._file = -1
+        self._rest = b""
+
+    def connect(self) -> None:
+        if self._file < 0:
+            path = self.config.device or _first_keyboard()
+            try:
+                self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            except OSError as error:
+                raise HardwareLost(f"keyboard {path}: {error.strerror}") from error
+            self._pressed.clear()
+            self._rest = b""
+
+    def read(self) -> TeleopInput:
+        if self._file < 0:
+            raise HardwareLost("the keyboard is not connected")
+        while self._take():
+            pass
+        held = {name: self.config.speed for name, code in KEYS.items() if code in self._pressed}
+        twist = self._bindings.twist(held)
+        if self._gripper >= 0:
+            twist[self._gripper] = round(twist[self._gripper] / self.config.speed)  # all the way
+        return TeleopInput(twist, KEYS[self.config.hold] in self._pressed)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _take(self) -> bool:
+        """Takes what the kernel has of key presses; False once there is nothing more."""
+        try:
+            arrived = os.read(self._file, _EVENT.size * _EVENTS_A_READ)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise HardwareLost(f"the keyboard went away: {error.strerror}") from error
+        if not arrived:
+            raise HardwareLost("the keyboard went away")
+        buffered = self._rest + arrived
+        whole = len(buffered) // _EVENT.size * _EVENT.size
+        self._rest = buffered[whole:]
+        for _, _, kind, code, value in _EVENT.iter_unpack(buffered[:whole]):
+            self._note(kind, code, value)
+        return True
+
+    def _note(self, kind: int, code: int, value: int) -> None:
+        if (kind, code) == (_SYN, _SYN_DROPPED):  # events were lost: nothing is held until it is pressed anew
+            self._pressed.clear()
+        elif kind == _KEY and value == 0:
+            self._pressed.discard(code)
+        elif kind == _KEY and value == 1:
+            self._pressed.add(code)
+
+
+def _first_keyboard() -> str:
+    found = sorted(_BY_PATH.glob("*-event-kbd")) if _BY_PATH.is_dir() else []
+    if not found:
+        raise HardwareLost(f"no keyboard in {_BY_PATH}; name one: device: /dev/input/event3")
+    return str(found[0])
+
+
+def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.station.TeleoperatorFactory`; options: `KeyboardConfig`."""
+    return Keyboard(read_options(KeyboardConfig, request), spec)
