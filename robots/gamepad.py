@@ -1,7 +1,7 @@
 """A gamepad on the robot's own computer, by pygame (SDL): ``pip install 'user-sys[devices]'``. No display is needed.
 
-The robot moves while the `hold` button is pressed (dead-man switch). Axes and buttons are counted as SDL counts them;
-the defaults suit an Xbox pad. Constructed anywhere, used from one thread.
+The robot moves while the `hold` button is pressed (dead-man switch). SDL knows where most pads have what, so that axes
+and buttons go by the names of an Xbox pad. Constructed anywhere, used from one thread.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hal.errors import HardwareLost
+from hal.errors import HardwareLost, SpecError
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
 from robots.bindings import Bindings, gripper_element, in_order, moving_elements
 
-AXES = 8
-CONTROLS = tuple(f"axis{number}" for number in range(AXES))
-USUAL_AXES = ("axis1", "axis0", "axis4", "axis3")  # left stick up and left, right stick up and left; SDL's are opposite
+AXES = ("leftx", "lefty", "rightx", "righty", "triggerleft", "triggerright")
+BUTTONS = ("a", "b", "x", "y", "leftshoulder", "rightshoulder", "leftstick", "rightstick", "back", "start")
+USUAL_AXES = ("lefty", "leftx", "righty", "rightx")  # turned round: up and left are forward and left
+_FULL = 32767
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,27 @@ class GamepadConfig:
     """Attributes:
     index: which of the pads that are plugged in.
     hold: the button that must be held.
-    axes: ``axis0`` ... to action element, a minus sign before the element for the other way.
+    axes: ``leftx``, ``lefty``, ... to action element, a minus sign before the element for the other way.
     open, close: buttons of the gripper.
     dead_zone: the share of an axis's way that counts as none.
     """
 
     index: int = 0
-    hold: int = 5
+    hold: str = "rightshoulder"
     axes: dict[str, str] = field(default_factory=dict)
-    open: int = 0
-    close: int = 1
+    open: str = "a"
+    close: str = "b"
     dead_zone: float = 0.1
 
 
 class Gamepad(Teleoperator):
     def __init__(self, config: GamepadConfig, spec: RobotSpec) -> None:
-        """Raises SpecError for an axis or an element that there is not."""
+        """Raises SpecError for an axis, a button or an element that there is not."""
+        if unknown := {config.hold, config.open, config.close} - set(BUTTONS):
+            raise SpecError(f"a gamepad has no button {min(unknown)!r}; it has {list(BUTTONS)}")
         self.config = config
         usual = {axis: f"-{element}" for axis, element in in_order(USUAL_AXES, moving_elements(spec)).items()}
-        self._bindings = Bindings(config.axes or usual, CONTROLS, spec)
+        self._bindings = Bindings(config.axes or usual, AXES, spec)
         self._gripper = spec.gripper if gripper_element(spec) else -1
         self._pad: Any = None
 
@@ -55,21 +58,22 @@ class Gamepad(Teleoperator):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL hands on input only where it has a display
         os.environ.setdefault("SDL_JOYSTICK_ALLOW_BACKGROUND_EVENTS", "1")
         pygame.display.init()
-        pygame.joystick.init()
+        controllers = _controllers()
+        controllers.init()
         pygame.event.pump()
-        found = pygame.joystick.get_count()
-        if self.config.index >= found:
-            raise HardwareLost(f"no gamepad {self.config.index}: {found} plugged in")
-        self._pad = pygame.joystick.Joystick(self.config.index)
+        found = [number for number in range(controllers.get_count()) if controllers.is_controller(number)]
+        if self.config.index >= len(found):
+            raise HardwareLost(f"no gamepad {self.config.index}: {len(found)} plugged in that SDL knows")
+        self._pad = controllers.Controller(found[self.config.index])
 
     def read(self) -> TeleopInput:
         if self._pad is None:
             raise HardwareLost("the gamepad is not connected")
-        pygame, pad = _pygame(), self._pad
-        for event in pygame.event.get():
-            if event.type == pygame.JOYDEVICEREMOVED and event.instance_id == pad.get_instance_id():
-                raise HardwareLost(f"the gamepad {pad.get_name()} went away")
-        axes = {name: pad.get_axis(number) for number, name in enumerate(CONTROLS[: pad.get_numaxes()])}
+        pygame = _pygame()
+        pygame.event.clear()  # SDL looks at its devices here
+        if not self._pad.attached():
+            raise HardwareLost(f"the gamepad {self.config.index} went away")
+        axes = {name: self._pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name.upper()}")) / _FULL for name in AXES}
         twist = self._bindings.twist(axes, self.config.dead_zone)
         if self._gripper >= 0 and (share := self._pressed(self.config.open) - self._pressed(self.config.close)):
             twist[self._gripper] = share
@@ -80,8 +84,16 @@ class Gamepad(Teleoperator):
             self._pad.quit()
             self._pad = None
 
-    def _pressed(self, button: int) -> int:
-        return int(self._pad.get_button(button)) if button < self._pad.get_numbuttons() else 0
+    def _pressed(self, button: str) -> int:
+        return int(self._pad.get_button(getattr(_pygame(), f"CONTROLLER_BUTTON_{button.upper()}")))
+
+
+def _controllers() -> Any:
+    """pygame's door to SDL's table of pads; raises HardwareLost where pygame is missing."""
+    _pygame()
+    from pygame._sdl2 import controller
+
+    return controller
 
 
 def _pygame() -> Any:

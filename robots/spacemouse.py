@@ -1,0 +1,150 @@
+"""A SpaceMouse on the robot's own computer: ``pip install 'user-sys[devices]'`` for pyspacemouse's table of devices.
+
+Its reports are read from the kernel (``/dev/hidraw*``), which whoever runs the driver must be allowed to read. A cap
+that is let go springs back: that is its dead-man switch, and a `hold` button can be asked for besides.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hal.errors import HardwareLost, SpecError
+from hal.spec import RobotSpec
+from hal.station import StationRequest, read_options
+from hal.teleoperator import Teleoperator, TeleopInput
+from robots.bindings import Bindings, in_order, moving_elements
+
+AXES = ("x", "y", "z", "roll", "pitch", "yaw")
+_SYSFS = Path("/sys/class/hidraw")
+_MAX_REPORTS = 256  # in one reading: a device that floods is not listened to for ever
+
+
+@dataclass(frozen=True)
+class SpaceMouseConfig:
+    """Attributes:
+    device: e.g. ``/dev/hidraw2``; empty: the first SpaceMouse.
+    model: as pyspacemouse calls it; needed only with a `device` that the kernel does not describe.
+    axes: ``x`` forward, ``y`` left, ``z`` up, ``roll``, ``pitch``, ``yaw`` to action element, a minus sign before the
+        element for the other way; by default in the order of the action's elements.
+    open, close: buttons of the gripper.
+    hold: a button that must be held; -1: none, the deflected cap is enough.
+    dead_zone: the share of an axis's way that counts as none.
+    """
+
+    device: str = ""
+    model: str = ""
+    axes: dict[str, str] = field(default_factory=dict)
+    open: int = 0
+    close: int = 1
+    hold: int = -1
+    dead_zone: float = 0.1
+
+
+class HidRaw:
+    """The kernel's raw reports, as `pyspacemouse.device.SpaceMouseDevice` asks a device for them."""
+
+    product_string = manufacturer_string = serial_number = ""
+    release_number = 0
+
+    def __init__(self, path: str) -> None:
+        self._path, self._file = path, -1
+
+    def open(self) -> None:
+        self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read(self, size: int) -> bytes:
+        """One report; empty where there is none. Raises HardwareLost."""
+        try:
+            report = os.read(self._file, size)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise HardwareLost(f"the SpaceMouse went away: {error.strerror}") from error
+        if not report:
+            raise HardwareLost("the SpaceMouse went away")
+        return report
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class SpaceMouse(Teleoperator):
+    def __init__(self, config: SpaceMouseConfig, spec: RobotSpec) -> None:
+        """Raises SpecError for an axis or an element that there is not."""
+        self.config = config
+        self._bindings = Bindings(config.axes or in_order(AXES, moving_elements(spec)), AXES, spec)
+        self._gripper = spec.gripper
+        self._device: Any = None
+
+    def connect(self) -> None:
+        if self._device is not None:
+            return
+        path, model = self._find()
+        from pyspacemouse.config_helpers import apply_axis_convention
+        from pyspacemouse.device import SpaceMouseDevice
+        from pyspacemouse.types import AxisConvention
+
+        device = SpaceMouseDevice(apply_axis_convention(model, AxisConvention.ROS), HidRaw(path))
+        try:
+            device.open()
+        except OSError as error:
+            raise HardwareLost(f"SpaceMouse {path}: {error.strerror}") from error
+        self._device = device
+
+    def read(self) -> TeleopInput:
+        if self._device is None:
+            raise HardwareLost("the SpaceMouse is not connected")
+        state, before = self._device.read(), -1.0
+        for _ in range(_MAX_REPORTS):
+            if state.t == before:
+                break
+            before, state = state.t, self._device.read()
+        twist = self._bindings.twist({name: getattr(state, name) for name in AXES}, self.config.dead_zone)
+        pressed = [bool(each) for each in state.buttons]
+        opening, closing, hold = (
+            0 <= number < len(pressed) and pressed[number]
+            for number in (self.config.open, self.config.close, self.config.hold)
+        )
+        if self._gripper >= 0 and opening != closing:
+            twist[self._gripper] = 1 if opening else -1
+        return TeleopInput(twist, bool(twist.any()) if self.config.hold < 0 else hold)
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+    def _find(self) -> tuple[str, Any]:
+        """Where the device is, and pyspacemouse's description of it. Raises HardwareLost, SpecError."""
+        try:
+            from pyspacemouse.loader import get_device_specs
+        except ImportError as error:
+            raise HardwareLost(f"it needs pyspacemouse: pip install 'user-sys[devices]' ({error})") from error
+        known = get_device_specs()
+        if self.config.device and self.config.model:
+            if self.config.model not in known:
+                raise SpecError(f"no SpaceMouse model {self.config.model!r}; there are {sorted(known)}")
+            return self.config.device, known[self.config.model]
+        by_number = {(each.vendor_id, each.product_id): each for each in known.values()}
+        for path, numbers in _hid_devices():
+            if numbers in by_number and self.config.device in ("", path):
+                return path, by_number[numbers]
+        raise HardwareLost(f"no SpaceMouse {self.config.device or 'is plugged in'}; plugged in are {_hid_devices()}")
+
+
+def _hid_devices() -> list[tuple[str, tuple[int, int]]]:
+    """Each raw device with its vendor's and product's number."""
+    found = []
+    for entry in sorted(_SYSFS.glob("*/device/uevent")):
+        lines = dict(line.partition("=")[::2] for line in entry.read_text().splitlines())
+        _, vendor, product = lines["HID_ID"].split(":")
+        found.append((f"/dev/{entry.parts[-3]}", (int(vendor, 16), int(product, 16))))
+    return found
+
+
+def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.station.TeleoperatorFactory`; options: `SpaceMouseConfig`."""
+    return SpaceMouse(read_options(SpaceMouseConfig, request), spec)
