@@ -119,7 +119,9 @@ def main(link: Path) -> None:
                 print(json.dumps({n: list(servo.registers) for n, servo in bus.servos.items()}), flush=True)
             elif order[0] == b"poke":
                 at = int(order[2])
-                bus.servos[int(order[1])].registers[at : at + len(order) - 3] = bytes(map(int, order[3:]))
+                servo = bus.servos[int(order[1])]
+                servo.registers[at : at + len(order) - 3] = bytes(map(int, order[3:]))
+                servo.position = servo.word(PRESENT)  # a hand may turn it
             elif order[0] == b"unplug":
                 link.unlink()
                 os.close(keep)

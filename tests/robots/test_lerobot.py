@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +16,22 @@ import pytest
 from lerobot_kit import SimulatedArm, let_torchvision_in, simulated_arm
 
 from hal.camera import Camera
-from hal.conformance import CameraConformance, RobotConformance
+from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
 from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
-from hal.spec import STATE, Array
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from hal.station import StationRequest
+from hal.teleoperator import Teleoperator
 from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_station
 from robots.lerobot_features import FeatureConfig
+from robots.lerobot_leader import LeaderConfig, LerobotLeader
 
 pytestmark = [
     pytest.mark.lerobot,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-TORQUE, GOAL, LOW_LIMIT, P_GAIN = 40, 42, 9, 21  # registers
+TORQUE, GOAL, LOW_LIMIT, PRESENT = 40, 42, 9, 56  # registers
 DEADLINE_S = 10.0
 DUMMY = LerobotConfig(
     type="dummy_follower", settings={"silent": True}, features={"*.pos": FeatureConfig("deg", -180, 180)}
@@ -85,6 +87,52 @@ class TestThirdPartyRobot(RobotConformance):
 class TestThirdPartyCamera(CameraConformance):
     def make_camera(self) -> Camera:
         return LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
+
+
+class TestLeaderOnItsBus(TeleoperatorConformance):
+    @pytest.fixture(autouse=True)
+    def _arm(self, arm: SimulatedArm) -> None:
+        self.arm = arm
+
+    def make_teleoperator(self) -> Teleoperator:
+        return leader(self.arm)
+
+
+class TestThirdPartyLeader(TeleoperatorConformance):
+    def make_teleoperator(self) -> Teleoperator:
+        labels = tuple(f"joint_{number}.pos" for number in range(1, 7))
+        bounds = {"low": (-4.0,) * 6, "high": (4.0,) * 6, "units": ("rad",) * 6, "labels": labels}
+        spec = RobotSpec(model="six", rate_hz=10.0, observation=(), action=ArraySpec(name=ACTION, **bounds))
+        return LerobotLeader(LeaderConfig(type="hex_dummy_leader", features={"*": FeatureConfig("rad", -4, 4)}), spec)
+
+
+def leader(arm: SimulatedArm, clock: Callable[[], float] = time.monotonic) -> LerobotLeader:
+    return LerobotLeader(LeaderConfig(type="so101_leader", settings=arm.settings), follower(arm).spec, clock)
+
+
+def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: SimulatedArm) -> None:
+    now_s = [100.0]
+    device = leader(arm, lambda: now_s[0])
+    device.connect()
+    try:
+        assert not device.read().engaged
+        arm.poke("shoulder_pan", PRESENT, 2248 % 256, 2248 // 256)
+        arm.registers("shoulder_pan")  # by now it is there
+        reading = device.read()
+        assert reading.engaged and reading.target is not None
+        assert reading.target[0] == pytest.approx(200 / 4095 * 2 * math.pi, abs=1e-3)
+        assert arm.registers("shoulder_pan")[TORQUE] == 0, "a hand can move it"
+        now_s[0] += 3.0
+        assert not device.read().engaged, "a hand that does nothing is off"
+    finally:
+        device.close()
+
+
+def test_a_leader_that_does_not_fit_its_robot_is_refused() -> None:
+    with pytest.raises(SpecError, match="does not give"):
+        LerobotLeader(
+            LeaderConfig(type="hex_dummy_leader", features={"*": FeatureConfig("rad", -4, 4)}), LerobotRobot(DUMMY).spec
+        )
 
 
 def test_positions_are_in_radians_and_go_where_they_are_told(arm: SimulatedArm) -> None:
