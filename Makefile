@@ -20,7 +20,7 @@ INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-tunnel fuzz test-lerobot lint format types bench bench-weights wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-weights wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ chaos-tunnel: $(INSTALLED_DEV)  ## the tunnel behind a network that does its wor
 
 fuzz: $(INSTALLED_DEV)  ## every parser against atheris, FUZZ_S=600 seconds each
 	$(BIN)/python tests/fuzz/fuzz_all.py $(FUZZ_S) $(ARGS)
+
+chaos-store: $(INSTALLED_DEV)  ## kill, fill up, damage and cut off an experience store, by the ten thousand (ARGS=--quick)
+	cd tests/store && PYTHONPATH=$(CURDIR) $(abspath $(BIN))/python -W ignore chaos.py $(ARGS)
 
 test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## with LeRobot itself: data sets both ways; its robots, by our driver, in its environment
 	$(BIN)/pytest -m lerobot tests/interchange $(ARGS)

@@ -1,5 +1,4 @@
-"""Kills a store's writer again and again while a reader follows: ``python kill_loop.py FOLDER KILLS SEED``,
-or with ``--write`` after it is itself such a writer, until somebody kills it.
+"""Kills a store's writer again and again while a reader follows: ``python kill_loop.py FOLDER KILLS SEED``.
 
 Not a test by itself; `test_kills.py` runs it in a process of its own, which may fork. Each writer stores chunks, says
 which are acknowledged through a pipe, and is killed at a random moment. The next one sends again what was not
@@ -115,6 +114,4 @@ def main(path: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[4:] == ["--write"]:
-        write(Path(sys.argv[1]), 0, random.Random(0), os.open(os.devnull, os.O_WRONLY))
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,52 @@
+"""A part of ``make chaos-store``: accidents of every kind lose nothing acknowledged, and damage is always noticed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+
+import pytest
+from chaos import (
+    Row,
+    bit_flips,
+    errors_at_operations,
+    exchanged_files,
+    kills_at_operations,
+    sound_store,
+    truncations,
+    zeroed_pages,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def harmless(row: Row, at_least: int) -> bool:
+    assert not row.failures, row
+    return row.cases >= at_least
+
+
+def test_changed_bytes_are_noticed_and_cost_one_chunk_at_most() -> None:
+    content = sound_store()
+    assert all(harmless(row, 80) for row in bit_flips(content, 100))
+    assert harmless(zeroed_pages(content), 40)
+
+
+def test_cut_and_exchanged_files_are_noticed_and_the_rest_is_kept() -> None:
+    content = sound_store()
+    assert harmless(truncations(content, 29), 50)
+    assert harmless(exchanged_files(content, sound_store()), 17)
+
+
+def test_writers_killed_twice_lose_nothing() -> None:
+    assert harmless(kills_at_operations(7), 50)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
+def test_operations_that_fail_lose_nothing(code: int) -> None:
+    assert harmless(errors_at_operations(code, 11), 30)
