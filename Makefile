@@ -18,9 +18,11 @@ endif
 INSTALLED_RUN := .venv/.installed-run
 INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
+INSTALLED_BENCH := .venv-bench/.installed
+STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-weights wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-store bench-weights wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +72,9 @@ bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, J
 bench-weights: $(INSTALLED_DEV)  ## weight pushes alone (ARGS=--small: without the policy of 450M parameters)
 	$(BIN)/python -m benchmarks.weights $(ARGS)
 
+bench-store: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## the experience store and the replay buffer beside their bounds and peers
+	@for bench in $(STORE_BENCHES); do $(BIN)/python -m benchmarks.$$bench $(ARGS) || exit 1; done
+
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py
 
@@ -86,6 +91,10 @@ $(INSTALLED_RUN): $(PINS)
 $(INSTALLED_LEROBOT): .ci/set-up .ci/lerobot-overrides
 	@.ci/set-up --lerobot
 	@touch $@
+
+# Without the peers the benchmarks run all the same, and say which are missing.
+$(INSTALLED_BENCH): .ci/set-up
+	@.ci/set-up --bench && touch $@ || echo "bench-store: the peers cannot be installed here; going on without them"
 
 $(INSTALLED_DEV): $(PINS)
 	@.ci/set-up $(RUN_EXTRAS),dev

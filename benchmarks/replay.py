@@ -1,8 +1,6 @@
-"""The replay buffer against its bounds: hot and cold sampling, priorities, sampling while robots write, and what
-happens as the store outgrows the cache.
+"""The replay buffer against its bounds and peers: hot and cold sampling, priorities, sampling while robots write.
 
-    python -m benchmarks.replay                 # all; the curve goes to docs/images/replay.png
-    python -m benchmarks.replay --steps 100000  # a smaller store for the curve
+``python -m benchmarks.replay``. What happens as the store outgrows the cache is `benchmarks.million`'s.
 """
 
 from __future__ import annotations
@@ -10,28 +8,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import gc
 import itertools
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
 
-from benchmarks.harness import OUT, Row, compare, report
+from benchmarks import peers
+from benchmarks.harness import OUT, Row, against, compare, report
 from benchmarks.store import chunk, pictures
 from user_sys.codec import Array
 from user_sys.episode import IMAGES, Chunk, frame_columns
 from user_sys.replay.batch import TransitionBatch
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.cache import SLOT_BYTES
 from user_sys.replay.choosers import Chooser, Uniform
 from user_sys.replay.features import Features
 from user_sys.replay.prioritized import Prioritized
@@ -45,10 +43,10 @@ ROWS = 8_000  # 400 MB of frames a camera: far beyond any processor's cache
 CHUNK_STEPS, EPISODE_STEPS = 20, 100
 RUN_S = 0.5
 BOUND_THREADS = 16  # of the random read that cold raw sampling is compared with
-SMALL = 32  # side of the frames of the long curve
-RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 FILL_DEADLINE_S = 900.0
 DONTNEED = 4  # of madvise
+TORCHRL, REVERB = "TorchRL's memmap storage", "Reverb"
+PEER_TARGETS = {TORCHRL: 3.5, REVERB: 2.0}
 
 
 def per_second(step: Callable[[], object], count: int, run_s: float = RUN_S) -> float:
@@ -90,20 +88,11 @@ def write_jpeg(path: Path, cameras: int, jpegs: list[bytes], rows: int) -> None:
             writer.append(chunk(episode, EPISODE_STEPS, cameras, jpegs, state=FLOATS // 2).encode())
 
 
-def write_raw(path: Path, rows: int, side: int = SIDE, chunk_steps: int = CHUNK_STEPS) -> Iterator[float]:
-    """Yields the rows a second of each twentieth of the work, which is one group commit."""
-    episodes = rows // EPISODE_STEPS
+def write_raw(path: Path, rows: int) -> None:
     with StoreWriter.open(path) as writer:
-        start, since = time.perf_counter(), 0
-        for episode in range(episodes):
-            for first in range(0, EPISODE_STEPS, chunk_steps):
-                last = first + chunk_steps == EPISODE_STEPS
-                writer.append(raw_chunk(episode, first, chunk_steps, side, FLOATS // 2, last).encode())
-            since += EPISODE_STEPS
-            if (episode + 1) * 20 // episodes > episode * 20 // episodes:
-                writer.sync()
-                yield since / (time.perf_counter() - start)
-                start, since = time.perf_counter(), 0
+        for episode, first in itertools.product(range(rows // EPISODE_STEPS), range(0, EPISODE_STEPS, CHUNK_STEPS)):
+            last = first + CHUNK_STEPS == EPISODE_STEPS
+            writer.append(raw_chunk(episode, first, CHUNK_STEPS, SIDE, FLOATS // 2, last).encode())
 
 
 @contextlib.contextmanager
@@ -153,46 +142,67 @@ class Take:
         np.take(self._floats, picks, axis=0, out=self._out[1], mode="clip")
 
 
-def hot(folder: Path, jpegs: list[bytes]) -> list[Row]:
-    rows = []
-    for cameras in (1, 2):
-        path, wanted = folder / f"hot-{cameras}", features(cameras)
-        write_jpeg(path, cameras, jpegs, ROWS)
-        with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
-            uniform, prioritized, bound = sampler(replay), sampler(replay, Prioritized()), Take(cameras)
-            batch, other = uniform.empty_batch(), prioritized.empty_batch()
-            what = f"{2 * cameras} images a transition ({cameras} now, {cameras} next)"
+def hot(folder: Path, jpegs: list[bytes], cameras: int, buffers: Mapping[str, Callable[[], float] | str]) -> list[Row]:
+    path, wanted = folder / f"hot-{cameras}", features(cameras)
+    write_jpeg(path, cameras, jpegs, ROWS)
+    with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
+        uniform, prioritized, bound = sampler(replay), sampler(replay, Prioritized()), Take(cameras)
+        batch, other = uniform.empty_batch(), prioritized.empty_batch()
+        what = f"{2 * cameras} images a transition ({cameras} now, {cameras} next)"
 
-            def plain(uniform: Sampler[TransitionBatch] = uniform, batch: TransitionBatch = batch) -> float:
-                return per_second(lambda: uniform.sample(batch), BATCH)
+        def plain() -> float:
+            return per_second(lambda: uniform.sample(batch), BATCH)
 
-            def learning(own: Sampler[TransitionBatch] = prioritized, batch: TransitionBatch = other) -> None:
-                own.feedback(own.sample(batch), batch.reward + 1)
+        def learning() -> None:
+            prioritized.feedback(prioritized.sample(other), other.reward + 1)
 
-            rows.append(
-                compare(
-                    f"hot sampling, {what}",
-                    plain,
-                    lambda bound=bound: per_second(bound, BATCH),
-                    pairs=11,
-                    goal=1,
-                    unit="transitions/s",
-                    target=0.9,
-                )
-            )
-            rows.append(
-                compare(
-                    f"prioritized, TD errors fed back, against uniform, {what}",
-                    lambda learning=learning: per_second(learning, BATCH),
-                    plain,
-                    goal=1,
-                    unit="transitions/s",
-                    target=0.8,
-                )
-            )
-            if replay.report().cold:
-                raise AssertionError(f"hot sampling read cold: {replay.report()}")
-    return rows
+        row = compare(
+            f"hot sampling, {what}",
+            plain,
+            lambda: per_second(bound, BATCH),
+            pairs=11,
+            goal=1,
+            unit="transitions/s",
+            target=0.9,
+            peers=buffers,
+        )
+        fed = compare(
+            f"prioritized, TD errors fed back, against uniform, {what}",
+            lambda: per_second(learning, BATCH),
+            plain,
+            goal=1,
+            unit="transitions/s",
+            target=0.8,
+        )
+        if replay.report().cold:
+            raise AssertionError(f"hot sampling read cold: {replay.report()}")
+    named = [against(row, name, target) for name, target in PEER_TARGETS.items() if name in buffers]
+    return [row, *named, fed]
+
+
+def hot_beside_peers(folder: Path, jpegs: list[bytes]) -> list[Row]:
+    """Peers hold fewer rows, as much as they need to be far beyond a processor's cache; LeRobot's are float32."""
+    with contextlib.ExitStack() as stack:
+        started = {
+            TORCHRL: peers.start("torchrl_memmap", ROWS // 2, 1, folder),
+            REVERB: peers.start("reverb_table", ROWS // 2, 1),
+            "LeRobot's ReplayBuffer": peers.start("lerobot_buffer", ROWS // 2, 1),
+        }
+        buffers = {
+            name: peer if isinstance(peer, str) else stack.enter_context(peer).round for name, peer in started.items()
+        }
+        return hot(folder, jpegs, 1, buffers)
+
+
+def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
+    """What a batch costs beside its frames."""
+    path, wanted = folder / "states", features(0)
+    write_jpeg(path, 0, jpegs, ROWS)
+    with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
+        drawing = sampler(replay)
+        batch = drawing.empty_batch()
+        rate = statistics.median(per_second(lambda: drawing.sample(batch), 1) for _ in range(7))
+    return Row(1, f"a batch of {BATCH} transitions of states alone", "us", 1e6 / rate, None, None)
 
 
 def while_writing(folder: Path, jpegs: list[bytes]) -> Row:
@@ -289,8 +299,7 @@ class RandomRead:
 def cold_raw(folder: Path) -> Row:
     """Both start from an empty page cache each time; the store's records were verified in full once before."""
     path, wanted = folder / "cold-raw", features(1)
-    for _ in write_raw(path, ROWS):
-        pass
+    write_raw(path, ROWS)
     reading = RandomRead(max(path.rglob("*.seg"), key=lambda file: file.stat().st_size), 2 * BATCH)
     with replaying(path, wanted, CACHE_OF_VECTORS) as replay:
         drawing, drop = sampler(replay), ColdDisk(path)
@@ -347,74 +356,8 @@ def cold_jpeg(folder: Path, jpegs: list[bytes]) -> Row:
         )
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is its own (mapped files left out)."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]  # Linux has it
-
-
-def curve(folder: Path, steps: int) -> list[Row]:
-    """Throughput against the share of the store that the cache holds, for `steps` transitions with small images."""
-    path, wanted = folder / "curve", features(1, SMALL)
-    rates = list(write_raw(path, steps, SMALL))
-    flat = rates[-1] / rates[0]
-    what = f"{steps:,} transitions with images"
-    rows = [Row(1, f"appending {what}: last part against first", "rows/s", rates[-1], rates[0], flat, 0.8, flat >= 0.8)]
-    start = time.perf_counter()
-    with StoreReader.open(path) as reader:
-        reader.refresh()
-    opening = time.perf_counter() - start
-    rows.append(Row(4, f"opening {what}", "s", opening, 1.0, 1.0 / opening, 1.0, opening < 1.0))
-    row_bytes = SMALL * SMALL * 3 + SLOT_BYTES
-    points = [point(path, wanted, steps, row_bytes, ratio) for ratio in RATIOS]
-    for ratio, rate, memory, budget in points:
-        held = f"{ratio:.0%} of {steps:,} in the cache"
-        rows.append(Row(1, f"sampling with {held}", "transitions/s", rate, None, None))
-        share, within = budget / memory, memory <= 1.1 * budget
-        rows.append(Row(1, f"memory with {held}", "MB", memory / 1e6, budget / 1e6, share, 1 / 1.1, within))
-    plot([(ratio, rate) for ratio, rate, *_ in points], steps)
-    return rows
-
-
-def point(path: Path, wanted: Features, steps: int, row_bytes: int, ratio: float) -> tuple[float, float, int, int]:
-    """Ratio, transitions a second, memory taken and budget of one cache size."""
-    # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
-    budget = int(ratio * steps * 1.01 * row_bytes / 0.75)
-    gc.collect()  # the buffer of the point before
-    before = resident_bytes()
-    with replaying(path, wanted, budget) as replay:
-        drawing = sampler(replay)
-        batch = drawing.empty_batch()
-        for _ in range(20):
-            drawing.sample(batch)
-        rate = per_second(lambda: drawing.sample(batch), BATCH, 5.0)
-        tables = (replay.timeline.index.steps, replay.timeline.index.chunks)
-        index = sum(getattr(table, name).base.nbytes for table in tables for name in table.DTYPES)
-        memory = resident_bytes() - before - index
-    return ratio, rate, memory, budget
-
-
-def plot(points: list[tuple[float, float]], steps: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.plot([100 * ratio for ratio, _ in points], [rate / 1e3 for _, rate in points], marker="o")
-    axes.set_xlabel("share of the store that fits in the cache, %")
-    axes.set_ylabel("thousand transitions a second")
-    axes.set_title(f"{steps:,} transitions, raw {SMALL}x{SMALL} frames, uniform batches of {BATCH}")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    target = Path(__file__).parent.parent / "docs" / "images" / "replay.png"
-    figure.savefig(target, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1_000_000, help="transitions of the long curve; 0 leaves it out")
     parser.add_argument("--commit", type=Path, help=argparse.SUPPRESS)  # the process that writes
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -424,9 +367,8 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUT) as name:
         folder = Path(name)
-        rows = [*hot(folder, jpegs), while_writing(folder, jpegs), cold_raw(folder), cold_jpeg(folder, jpegs)]
-        if options.steps:
-            rows += curve(folder, options.steps)
+        rows = [*hot_beside_peers(folder, jpegs), *hot(folder, jpegs, 2, {}), states_alone(folder, jpegs)]
+        rows += [while_writing(folder, jpegs), cold_raw(folder), cold_jpeg(folder, jpegs)]
     report("replay", rows)
 
 

@@ -1,22 +1,27 @@
-"""The experience store against its bounds: durable ingest. ``python -m benchmarks.store``"""
+"""The experience store against its bounds and peers: durable ingest. ``python -m benchmarks.store``
+
+What an opened store of a million steps costs is `benchmarks.million`'s.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import sqlite3
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
 
-from benchmarks.harness import OUT, Row, compare, report
+from benchmarks import peers
+from benchmarks.harness import OUT, Row, against, compare, report
 from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns
-from user_sys.store.log import LogReader, LogWriter, segment_numbers
 from user_sys.store.store import StoreWriter
 
 SIDE = 128
@@ -70,106 +75,131 @@ class Disk:
     """Ways to make the same packets durable, each in files of its own below `folder`."""
 
     def __init__(self, folder: Path, packets: list[bytes]) -> None:
-        self.packets, self._folder, self._next = packets, folder, 0
+        self.packets, self.folder, self._next = packets, folder, 0
 
     def fresh(self) -> Path:
         self._next += 1
-        return self._folder / str(self._next)
+        return self.folder / str(self._next)
+
+    def groups(self, size: int) -> Iterator[list[bytes]]:
+        return (self.packets[at : at + size] for at in range(0, len(self.packets), size))
 
     def ours(self, group: int) -> Iterator[float]:
         """Seconds from the first append of each group to its acknowledgement."""
         with StoreWriter.open(self.fresh()) as writer:
-            for at in range(0, len(self.packets), group):
+            for packets in self.groups(group):
                 start = time.perf_counter()
-                for packet in self.packets[at : at + group]:
+                for packet in packets:
                     writer.append(packet)
                 writer.sync()
                 yield time.perf_counter() - start
 
-    def log(self, group: int) -> Iterator[float]:
-        """As `ours`, without the store's check that each packet is a valid chunk."""
-        with LogWriter.open(self.fresh()) as writer:
-            for at in range(0, len(self.packets), group):
+    def raw(self, group: int) -> Iterator[float]:
+        with appended(self.fresh()) as fd:
+            for packets in self.groups(group):
                 start = time.perf_counter()
-                for packet in self.packets[at : at + group]:
-                    writer.append(1, packet)
-                writer.sync()
+                for packet in packets:
+                    os.write(fd, packet)
+                os.fdatasync(fd)
                 yield time.perf_counter() - start
 
-    def raw(self, group: int) -> Iterator[float]:
-        fd = os.open(self.fresh(), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for at in range(0, len(self.packets), group):
-            start = time.perf_counter()
-            for packet in self.packets[at : at + group]:
-                os.write(fd, packet)
-            os.fdatasync(fd)
-            yield time.perf_counter() - start
-        os.close(fd)
+    def ours_overlapped(self, group: int) -> float:
+        """Seconds for all, the next group appended while the disk syncs this one, as the gateway commits."""
+        with StoreWriter.open(self.fresh()) as writer:
 
-    def sqlite(self, group: int) -> Iterator[float]:
+            def append(packets: list[bytes]) -> Callable[[], None]:
+                for packet in packets:
+                    writer.append(packet)
+                return functools.partial(writer.sync, writer.flush())
+
+            return overlapped(append, self.groups(group))
+
+    def raw_overlapped(self, group: int) -> float:
+        with appended(self.fresh()) as fd:
+
+            def append(packets: list[bytes]) -> Callable[[], None]:
+                for packet in packets:
+                    os.write(fd, packet)
+                return functools.partial(os.fdatasync, fd)
+
+            return overlapped(append, self.groups(group))
+
+    def sqlite(self, journal: str, group: int) -> Iterator[float]:
         with contextlib.closing(sqlite3.connect(self.fresh(), isolation_level=None)) as connection:
-            connection.execute("pragma journal_mode=wal")
+            connection.execute(f"pragma journal_mode={journal}")
             connection.execute("pragma synchronous=full")
             connection.execute("create table chunks (id integer primary key, packet blob)")
-            for at in range(0, len(self.packets), group):
+            for packets in self.groups(group):
                 start = time.perf_counter()
                 connection.execute("begin")
-                connection.executemany(
-                    "insert into chunks (packet) values (?)", [(p,) for p in self.packets[at : at + group]]
-                )
+                connection.executemany("insert into chunks (packet) values (?)", [(packet,) for packet in packets])
                 connection.execute("commit")
                 yield time.perf_counter() - start
 
-    def rate(self, times: Iterator[float]) -> float:
-        return sum(map(len, self.packets)) / 1e6 / sum(times)
+    def rate(self, seconds: float) -> float:
+        """MB/s."""
+        return sum(map(len, self.packets)) / 1e6 / seconds
 
 
-def ingest(disk: Disk, group: int, what: str) -> Row:
-    how = "each acknowledged" if group == 1 else f"{group} a commit"
-    return compare(
-        f"durable ingest, {what}, {how}",
-        lambda: disk.rate(disk.ours(group)),
-        lambda: disk.rate(disk.raw(group)),
-        pairs=11,
-        goal=3,
-        unit="MB/s",
-        target=0.9,
-        peers={
-            "SQLite FULL": lambda: disk.rate(disk.sqlite(group)),
-        },
-    )
+@contextlib.contextmanager
+def appended(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
-def log_alone(disk: Disk, group: int, what: str) -> Row:
-    how = "each acknowledged" if group == 1 else f"{group} a commit"
-    return compare(
-        f"durable appends to the log alone, {what}, {how}",
-        lambda: disk.rate(disk.log(group)),
-        lambda: disk.rate(disk.raw(group)),
-        pairs=21,
-        goal=3,
-        unit="MB/s",
-        target=0.9,
-    )
-
-
-def opening(folder: Path) -> Row:
-    """A log of sealed segments, opened with all its records known; the files are in the page cache."""
-    records = 300_000
-    with LogWriter.open(folder, segment_bytes=1 << 20) as writer:
-        for number in range(records):
-            writer.append(1, number.to_bytes(8, "little") * 64)
-
-    def once() -> float:
-        start = time.perf_counter()
-        with LogReader.open(folder) as reader:
-            assert sum(len(batch.records) for batch in reader.refresh()) == records
+def overlapped(append: Callable[[list[bytes]], Callable[[], None]], groups: Iterator[list[bytes]]) -> float:
+    """Seconds for all groups, one sync at a time under way beside the appending."""
+    with ThreadPoolExecutor(1) as pool:
+        start, syncing = time.perf_counter(), None
+        for packets in groups:
+            sync = append(packets)
+            if syncing is not None:
+                syncing.result()
+            syncing = pool.submit(sync)
+        if syncing is not None:
+            syncing.result()
         return time.perf_counter() - start
 
-    segments = len(segment_numbers(folder))
-    seconds = statistics.median(once() for _ in range(7))
-    name = f"opening a log of {records:,} records in {segments} segments, footers alone"
-    return Row(goal=4, name=name, unit="s", ours=seconds, bound=None, ratio=None, met=seconds < 1.0)
+
+ROLLBACK, WAL = "SQLite FULL, its rollback journal", "SQLite FULL, WAL"
+
+
+def ingest(disk: Disk, group: int, what: str) -> list[Row]:
+    """The row, and one for each way in which SQLite can be meant."""
+    size = len(disk.packets[0])
+    with contextlib.ExitStack() as stack:
+        lmdb = peers.start("lmdb_writes", disk.folder, size, len(disk.packets), group)
+        how = "each acknowledged" if group == 1 else f"{group} a commit, one after the other"
+        row = compare(
+            f"durable ingest, {what}, {how}",
+            lambda: disk.rate(sum(disk.ours(group))),
+            lambda: disk.rate(sum(disk.raw(group))),
+            pairs=11,
+            goal=3,
+            unit="MB/s",
+            target=0.9,
+            peers={
+                ROLLBACK: lambda: disk.rate(sum(disk.sqlite("delete", group))),
+                WAL: lambda: disk.rate(sum(disk.sqlite("wal", group))),
+                "LMDB": lmdb if isinstance(lmdb, str) else stack.enter_context(lmdb).round,
+            },
+        )
+    return [row, against(row, ROLLBACK, 3.0), against(row, WAL, 3.0)]
+
+
+def group_commit(disk: Disk, what: str) -> Row:
+    return compare(
+        f"group commit, {what}, {GROUP} a commit, the next appended meanwhile",
+        lambda: disk.rate(disk.ours_overlapped(GROUP)),
+        lambda: disk.rate(disk.raw_overlapped(GROUP)),
+        pairs=15,
+        goal=3,
+        unit="MB/s",
+        target=0.9,
+    )
 
 
 def tail(disk: Disk, what: str) -> Row:
@@ -195,9 +225,8 @@ def main() -> None:
             room = Path(folder) / name
             room.mkdir()
             disk = Disk(room, packets)
-            rows += [ingest(disk, 1, what), ingest(disk, GROUP, what), tail(disk, what)]
-            rows += [log_alone(disk, 1, what), log_alone(disk, GROUP, what)]
-        rows.append(opening(Path(folder) / "opening"))
+            rows += [*ingest(disk, 1, what), *ingest(disk, GROUP, what), group_commit(disk, what), tail(disk, what)]
+            shutil.rmtree(room)
     report("store", rows)
 
 

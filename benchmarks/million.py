@@ -1,0 +1,254 @@
+"""A store of a million transitions with small images: appends, opening, checkpoints, throughput against cache ratio.
+
+python -m benchmarks.million                 # the curve goes to docs/images/replay.png
+python -m benchmarks.million --steps 100000  # a smaller store, whose curve is drawn beside the JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.harness import OUT, Row, report
+from benchmarks.replay import BATCH, CHUNK_STEPS, EPISODE_STEPS, FLOATS, features, per_second, replaying, sampler
+from benchmarks.store import chunk
+from user_sys.episode import IMAGES, Chunk, frame_columns
+from user_sys.replay.cache import SLOT_BYTES
+from user_sys.replay.features import Features
+from user_sys.replay.prioritized import Prioritized
+from user_sys.store.store import StoreReader, StoreWriter
+
+MILLION = 1_000_000
+SIDE = 32  # of the frames
+RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+POINT_S = 5.0
+CHECKPOINTS = 40
+HOLD_MS = 10.0
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "replay.png"
+
+
+class Cost(NamedTuple):
+    """Of one episode: seconds until it was durable, and of the processor's time."""
+
+    wall: float
+    cpu: float
+
+
+def episodes() -> Iterator[list[bytes]]:
+    """Without end: the chunks of one episode after the other. Their frames are drawn from a few, all unlike."""
+    rng = np.random.default_rng(0)
+    parts = [_part(first, rng) for first in range(0, EPISODE_STEPS, CHUNK_STEPS)]
+    number = 0
+    while True:
+        yield [_named(part, f"ep-{number}").encode() for part in parts]
+        number += 1
+
+
+def _part(first: int, rng: np.random.Generator) -> Chunk:
+    plain = chunk(0, CHUNK_STEPS, 0, [], index=first // CHUNK_STEPS, state=FLOATS // 2)
+    frames = rng.integers(0, 255, (CHUNK_STEPS, SIDE, SIDE, 3), np.uint8)
+    last = first + CHUNK_STEPS == EPISODE_STEPS
+    end = msgspec.structs.replace(plain.header.end, steps=EPISODE_STEPS) if last and plain.header.end else None
+    header = msgspec.structs.replace(plain.header, first_step=first, end=end)
+    final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
+    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames))}, final)
+
+
+def _named(part: Chunk, episode: str) -> Chunk:
+    return Chunk(msgspec.structs.replace(part.header, episode=episode), part.columns, part.final)
+
+
+def write(path: Path, count: int) -> list[Cost]:
+    """What each of `count` episodes cost, each of them acknowledged."""
+    costs, source = [], episodes()
+    with StoreWriter.open(path) as writer:
+        for _ in range(count):
+            packets = next(source)
+            start, cpu = time.perf_counter(), time.thread_time()
+            for packet in packets:
+                writer.append(packet)
+            writer.sync()
+            costs.append(Cost(time.perf_counter() - start, time.thread_time() - cpu))
+    return costs
+
+
+def appends(costs: list[Cost]) -> list[Row]:
+    """The episodes after the tenth against the last ones, a twentieth of all on either side."""
+    some = len(costs) // 20
+    early, late = costs[10 : 10 + some], costs[-some:]
+    rows = []
+    for what, pick in (("durable", lambda cost: cost.wall), ("processor's time", lambda cost: cost.cpu)):
+        first, last = (1e3 * statistics.median(map(pick, part)) for part in (early, late))
+        name = f"adding an episode, {what}: the last of {len(costs):,} against those after the tenth"
+        rows.append(Row(4, name, "ms", last, first, first / last, 0.8, first / last >= 0.8))
+    return rows
+
+
+def opening(path: Path, what: str) -> list[Row]:
+    """The files are in the page cache, and then not."""
+
+    def reader() -> None:
+        with StoreReader.open(path) as opened:
+            opened.refresh()
+
+    def writer() -> None:
+        StoreWriter.open(path).close()
+
+    rows = []
+    for who, action in (("a reader, index and all", reader), ("a writer", writer)):
+        for cold in (False, True):
+            seconds = statistics.median(_timed(action, path, cold) for _ in range(5))
+            name = f"opening {what}: {who}{', nothing in the page cache' if cold else ''}"
+            rows.append(Row(4, name, "s", seconds, 1.0, 1.0 / seconds, 1.0, seconds < 1.0))
+    return rows
+
+
+def _timed(action: Callable[[], None], path: Path, cold: bool) -> float:
+    if cold:
+        for file in path.iterdir():
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def checkpoints(path: Path, folder: Path, wanted: Features, cache_bytes: int, what: str) -> list[Row]:
+    """How long taking a prioritized sampler's state keeps its thread from sampling, and another from inserting."""
+    longest: list[float] = []
+    checking, stop = threading.Event(), threading.Event()
+
+    def insert() -> None:
+        with StoreWriter.open(folder / "beside") as writer:
+            for packets in episodes():
+                start, inside = time.perf_counter(), checking.is_set()
+                for packet in packets:
+                    writer.append(packet)
+                if inside and checking.is_set():
+                    longest.append(time.perf_counter() - start)
+                writer.sync()
+                if stop.is_set():
+                    return
+
+    with replaying(path, wanted, cache_bytes) as replay:
+        drawing = sampler(replay, Prioritized())
+        batch = drawing.empty_batch()
+        inserting = threading.Thread(target=insert)
+        held = []
+        inserting.start()
+        for _ in range(CHECKPOINTS):
+            drawing.feedback(drawing.sample(batch), batch.reward + 1)
+            start = time.perf_counter()
+            drawing.state_dict()
+            held.append(time.perf_counter() - start)
+        checking.set()
+        until = time.perf_counter() + 1.0
+        while time.perf_counter() < until:
+            drawing.state_dict()
+        checking.clear()
+        stop.set()
+        inserting.join()
+    return [
+        _hold(f"sampling is held by a checkpoint, {what}: the longest of {len(held)}", max(held)),
+        _hold(f"inserting an episode beside checkpoints without pause, {what}: the longest", max(longest)),
+    ]
+
+
+def _hold(name: str, seconds: float) -> Row:
+    return Row(4, name, "ms", 1e3 * seconds, HOLD_MS, HOLD_MS / (1e3 * seconds), 1.0, 1e3 * seconds <= HOLD_MS)
+
+
+class Point(NamedTuple):
+    """One cache size: the share of the store that it holds, transitions a second, and what memory it took and may."""
+
+    ratio: float
+    rate: float
+    memory: int
+    budget: int
+
+
+def point(path: Path, wanted: Features, steps: int, ratio: float) -> Point:
+    # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
+    budget = int(ratio * steps * 1.01 * (SIDE * SIDE * 3 + SLOT_BYTES) / 0.75)
+    gc.collect()  # the buffer of the point before
+    before = resident_bytes()
+    with replaying(path, wanted, budget) as replay:
+        drawing = sampler(replay)
+        batch = drawing.empty_batch()
+        for _ in range(4 * (steps // CHUNK_STEPS) // BATCH):  # nearly every chunk was verified in full once, then
+            drawing.sample(batch)
+        rate = per_second(lambda: drawing.sample(batch), BATCH, POINT_S)
+        return Point(ratio, rate, resident_bytes() - before - stated_bytes(replay.timeline.observations, steps), budget)
+
+
+def stated_bytes(observations: int, steps: int) -> int:
+    """What stands beside the cache by docs/replay.md: the index, places and checksums of frames, a filter's rows."""
+    return 31 * steps + 75 * (steps // CHUNK_STEPS) + 16 * observations + 4 * steps
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is its own (mapped files left out)."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None  # Linux has it
+    return int(found[1]) * 1024
+
+
+def curve(points: list[Point], steps: int) -> list[Row]:
+    rows = []
+    for ratio, rate, memory, budget in points:
+        held = f"{ratio:.0%} of {steps:,} in the cache"
+        rows.append(Row(1, f"sampling with {held}", "transitions/s", rate, None, None))
+        share, within = budget / memory, memory <= 1.1 * budget
+        rows.append(Row(1, f"memory with {held}", "MB", memory / 1e6, budget / 1e6, share, 1 / 1.1, within))
+    return rows
+
+
+def plot(points: list[Point], steps: int, target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot([100 * point.ratio for point in points], [point.rate / 1e3 for point in points], marker="o")
+    axes.set_xlabel("share of the store that fits in the cache, %")
+    axes.set_ylabel("thousand transitions a second")
+    axes.set_title(f"{steps:,} transitions, raw {SIDE}x{SIDE} frames, uniform batches of {BATCH}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=MILLION, help="transitions")
+    steps = parser.parse_args().steps
+    wanted, what = features(1, SIDE), f"{steps:,} transitions"
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT) as name:
+        folder = Path(name)
+        path = folder / "store"
+        rows = [*appends(write(path, steps // EPISODE_STEPS)), *opening(path, what)]
+        rows += checkpoints(path, folder, wanted, steps * 256, what)
+        points = [point(path, wanted, steps, ratio) for ratio in RATIOS]
+        rows += curve(points, steps)
+    plot(points, steps, PLOT if steps >= MILLION else OUT / "replay.png")
+    report("million", rows)
+
+
+if __name__ == "__main__":
+    main()
