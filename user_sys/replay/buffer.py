@@ -12,7 +12,7 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.replay.cache import HotCache
-from user_sys.replay.cold import ColdReader
+from user_sys.replay.cold import ColdReader, Missing
 from user_sys.replay.features import Features
 from user_sys.replay.filler import Filler
 from user_sys.replay.shapes import Fetch
@@ -131,26 +131,25 @@ class ReplayBuffer:
 
         Returns the places of each fetch that could not be read: damaged, dropped, or without the features wanted.
         """
-        return [self._fetch(fetch) for fetch in fetches]
-
-    def _fetch(self, fetch: Fetch) -> Array:
-        bad = np.empty(0, np.int64)
-        frames = {name: out for name, out in fetch.out.items() if name in self.features.cameras}
-        vectors = {name: out for name, out in fetch.out.items() if name not in frames}
-        missed = np.zeros(len(fetch.numbers), bool)
-        for cache, out, read in (
-            (self._vectors, vectors, self._cold.vectors),
-            (self._frames, frames, self._cold.frames),
-        ):
-            if cache is not None and out:
-                miss = cache.copy(fetch.numbers, out)
-                if miss.any():
-                    bad = np.union1d(bad, read(fetch.numbers, np.flatnonzero(miss), out))
-                    missed |= miss
-        with self._counting:
-            self._fetched += len(missed)
-            self._missed += int(np.count_nonzero(missed))
+        vectors, frames = [], []
+        for fetch in fetches:
+            pictures = {name: out for name, out in fetch.out.items() if name in self.features.cameras}
+            others = {name: out for name, out in fetch.out.items() if name not in pictures}
+            vectors.append(_copy(self._vectors, fetch.numbers, others))
+            frames.append(_copy(self._frames, fetch.numbers, pictures))
+        self._count(fetches, vectors, frames)
+        bad = [self._cold.vectors(each) if len(each.places) else each.places for each in vectors]
+        if any(len(each.places) for each in frames):
+            bad = [np.union1d(*both) for both in zip(bad, self._cold.frames(frames), strict=True)]
         return bad
+
+    def _count(self, fetches: Sequence[Fetch], *missing: Sequence[Missing]) -> None:
+        cold = 0
+        if any(len(each.places) for part in missing for each in part):
+            cold = sum(len(np.union1d(*(each.places for each in both))) for both in zip(*missing, strict=True))
+        with self._counting:
+            self._fetched += sum(len(fetch.numbers) for fetch in fetches)
+            self._missed += cold
 
     def report(self) -> CacheReport:
         """How the cache did so far."""
@@ -166,3 +165,9 @@ class ReplayBuffer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _copy(cache: HotCache | None, numbers: Array, out: dict[str, Array]) -> Missing:
+    """Copies what `cache` holds of the observations `numbers`; returns the others."""
+    places = np.flatnonzero(cache.copy(numbers, out)) if cache is not None and out else np.empty(0, np.int64)
+    return Missing(numbers[places], places, out)

@@ -7,11 +7,12 @@ then is where each frame lies and its CRC32C (16 bytes for each observation and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from crc32c import crc32c
@@ -28,12 +29,20 @@ UNREAD, READ, BAD = 0, 1, 2  # what is known of a chunk
 ADMITTED = (
     8  # one frame in so many that were read cold comes into the cache: copying each would cost as much as it gains
 )
-ANNOUNCED_BYTES = 16 << 10
+MAX_RUN = 256  # frames of one read
 UNUSABLE = (StoreError, WireError)
 
 _logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Missing(NamedTuple):
+    """Observations of one fetch that the cache does not hold, int64 (n,) each, to be read into ``out[...][places]``."""
+
+    numbers: Array
+    places: Array
+    out: dict[str, Array]
 
 
 class ColdReader:
@@ -93,7 +102,7 @@ class ColdReader:
         with self._frames.filling(numbers, fresh=fresh, only_empty=not fresh) as claim:
             for name, table in self._frames.tables.items():
                 shown = self._shown[name][numbers[claim.taken]]
-                if self._read_frames(name, shown, claim.slots, table):
+                if self._read_frames(name, shown, [table[slot] for slot in claim.slots.tolist()]):
                     raise StoreCorrupt(f"a frame of {name} in chunk {chunk} does not decode")
         return len(claim.slots)
 
@@ -136,12 +145,10 @@ class ColdReader:
 
     # Single rows
 
-    def vectors(self, numbers: Array, places: Array, out: dict[str, Array]) -> Array:
-        """Reads vectors of the observations ``numbers[places]`` into the same places of `out`.
-
-        Returns the places that could not be read.
-        """
-        chunk, step = self._timeline.locate(numbers[places])
+    def vectors(self, missing: Missing) -> Array:
+        """Reads vectors of observations; returns the places that could not be read."""
+        numbers, places, out = missing
+        chunk, step = self._timeline.locate(numbers)
         groups = _groups(chunk)
 
         def read(group: Array) -> bool:
@@ -172,27 +179,34 @@ class ColdReader:
             raise error
         return rows
 
-    def frames(self, numbers: Array, places: Array, out: dict[str, Array]) -> Array:
-        """As `vectors`, for the frames of cameras."""
-        chunk = self._timeline.locate(numbers[places]).chunk
+    def frames(self, missing: Sequence[Missing]) -> list[Array]:
+        """Reads frames of all cameras, of several fetches at once: those that lie side by side are one read.
+
+        Returns for each fetch the places that could not be read.
+        """
+        numbers = np.concatenate([each.numbers for each in missing])
+        chunk = self._timeline.locate(numbers).chunk
         self._each(self._try_learn, [int(c) for c in np.unique(chunk[self._known[chunk] == UNREAD])])
-        lost = self._known[chunk] != READ
-        bad, places = [places[lost]], places[~lost]
-        for name, target in out.items():
-            shown = self._shown[name][numbers[places]]
+        bad = self._known[chunk] != READ
+        for name, table in self._shown.items():
+            sound = np.flatnonzero(~bad)
+            shown = table[numbers[sound]]
+            outs = [each.out[name][place] for each in missing for place in each.places.tolist()]
             order = np.lexsort((shown["start"], shown["chunk"]))
-            slices = [part for part in np.array_split(order, self._threads) if len(part)]
+            parts = [part for part in np.array_split(order, self._threads) if len(part)]
 
             def read(
-                part: Array, name: str = name, shown: Array = shown, places: Array = places, target: Array = target
+                part: Array, name: str = name, shown: Array = shown, sound: Array = sound, outs: list[Array] = outs
             ) -> list[int]:
-                return self._read_frames(name, shown[part], places[part], target)
+                failed = self._read_frames(name, shown[part], [outs[at] for at in sound[part].tolist()])
+                return sound[part[failed]].tolist()  # type: ignore[no-any-return]
 
-            failed = np.array(sum(self._each(read, slices), []), np.int64)
-            bad.append(failed)
-            places = np.setdiff1d(places, failed, assume_unique=True) if len(failed) else places
-        self._admit(numbers, places, out)
-        return np.concatenate(bad)
+            bad[sum(self._each(read, parts), [])] = True
+        found = []
+        for each, lost in zip(missing, np.split(bad, np.cumsum([len(each.places) for each in missing])), strict=False):
+            self._admit(each.numbers[~lost], each.places[~lost], each.out)
+            found.append(each.places[lost])
+        return found
 
     def _try_learn(self, chunk: int) -> None:
         try:
@@ -200,52 +214,46 @@ class ColdReader:
         except UNUSABLE:
             _logger.debug("replay.unusable chunk %d, counted", chunk)
 
-    def _read_frames(self, camera: str, frames: Array, places: Array, out: Array) -> list[int]:
-        """Reads `frames`, `FRAME` (n,), into ``out[places]``; returns the places whose frame could not be read."""
-        import simplejpeg  # here, because a learner of states alone needs no codec
-
-        failed, shape = [], out.shape[1:]
-        packet, packet_of = memoryview(b""), -1
-        self._announce(frames)
-        for (chunk, start, size, crc), place in zip(frames.tolist(), places.tolist(), strict=True):
-            try:
-                if chunk != packet_of:  # the frame after this one is mostly asked for too
-                    packet, packet_of = self._reader.view(chunk), chunk
-                frame = packet[start : start + abs(size)]
-                if not size or crc32c(frame) != crc:
-                    raise StoreCorrupt("the frame is absent or no longer what was stored")
-                if size < 0:
-                    out[place] = np.frombuffer(frame, np.uint8).reshape(shape)
-                else:
-                    simplejpeg.decode_jpeg(frame, buffer=out[place])
-            except (*UNUSABLE, ValueError) as error:
-                self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
-                failed.append(place)
+    def _read_frames(self, camera: str, frames: Array, outs: Sequence[Array]) -> list[int]:
+        """Reads each of `frames`, `FRAME` (n,), into its array of `outs`; returns which of them could not be read."""
+        failed: list[int] = []
+        for run in _runs(frames):
+            failed += [run.start + at for at in self._read_run(camera, frames[run].tolist(), outs[run])]
         return failed
 
-    def _announce(self, frames: Array) -> None:
-        """Has the disk start on all of the greater frames at once; a smaller one comes with its first page."""
-        frames = frames[np.abs(frames["bytes"]) > ANNOUNCED_BYTES]
-        if not len(frames):
-            return
-        ends = frames["start"].astype(np.int64) + np.abs(frames["bytes"])
-        joined = (frames["chunk"][1:] == frames["chunk"][:-1]) & (frames["start"][1:] <= ends[:-1])
-        first = np.flatnonzero(np.r_[True, ~joined])
-        last = np.r_[first[1:], len(frames)] - 1
-        spans = zip(frames["chunk"][first].tolist(), frames["start"][first].tolist(), ends[last].tolist(), strict=True)
-        for chunk, start, stop in spans:
+    def _read_run(self, camera: str, frames: list[tuple[int, int, int, int]], outs: Sequence[Array]) -> list[int]:
+        """As `_read_frames`, for frames that lie side by side. What could not be read holds anything."""
+        import simplejpeg  # here, because a learner of states alone needs no codec
+
+        chunk, start = frames[0][:2]
+        found = [
+            out.data.cast("B") if size < 0 else memoryview(bytearray(size))
+            for (_, _, size, _), out in zip(frames, outs, strict=True)
+        ]
+        failed = []
+        try:
+            self._reader.read_into(chunk, start, found)
+        except StoreError as error:
+            self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
+            return list(range(len(frames)))
+        for at, (_, start, size, crc) in enumerate(frames):
             try:
-                self._reader.will_need(chunk, start, stop)
-            except StoreError:
-                return  # reading says which, and counts it
+                if not size or crc32c(found[at]) != crc:
+                    raise StoreCorrupt("the frame is absent or no longer what was stored")
+                if size > 0:
+                    simplejpeg.decode_jpeg(found[at], buffer=outs[at])
+            except (StoreCorrupt, ValueError) as error:
+                self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
+                failed.append(at)
+        return failed
 
     def _admit(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
         """Puts some of the frames just read into the cache."""
         self._turn = (self._turn + 1) % ADMITTED
-        places = places[self._turn :: ADMITTED]
-        if self._frames is None or not len(places) or out.keys() != self._frames.tables.keys():
+        numbers, places = numbers[self._turn :: ADMITTED], places[self._turn :: ADMITTED]
+        if self._frames is None or not len(places):
             return
-        with self._frames.filling(numbers[places], fresh=False) as claim:
+        with self._frames.filling(numbers, fresh=False) as claim:
             for name, table in self._frames.tables.items():
                 for slot, place in zip(claim.slots.tolist(), places[claim.taken].tolist(), strict=True):
                     table[slot] = out[name][place]
@@ -268,6 +276,16 @@ def _groups(keys: Array) -> list[Array]:
     """The places of equal `keys`, one array for each key."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+
+
+def _runs(frames: Array) -> list[slice]:
+    """The stretches of `frames`, `FRAME` (n,), that follow one another in one record without a gap."""
+    stops = frames["start"].astype(np.int64) + np.abs(frames["bytes"])
+    joined = (frames["chunk"][1:] == frames["chunk"][:-1]) & (frames["start"][1:] == stops[:-1])
+    joined &= (frames["bytes"][1:] != 0) & (frames["bytes"][:-1] != 0)
+    joined[MAX_RUN - 1 :: MAX_RUN] = False
+    bounds = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(frames)]
+    return [slice(first, stop) for first, stop in itertools.pairwise(bounds) if stop > first]
 
 
 def _checksum(rows: dict[str, Array]) -> int:

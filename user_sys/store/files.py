@@ -17,7 +17,7 @@ from pathlib import Path
 
 Buffer = bytes | memoryview
 
-MAX_BUFFERS_PER_WRITE = 1024  # IOV_MAX
+MAX_BUFFERS = 1024  # IOV_MAX
 WRITE_BYTES = 256 << 10
 
 # A write that fails with one of these took nothing that a later attempt could not take.
@@ -44,6 +44,13 @@ class Files:
     def pread(self, fd: int, count: int, offset: int) -> bytes:
         """At most `count` bytes; fewer at the file's end only."""
         return os.pread(fd, count, offset)
+
+    def pread_into(self, fd: int, out: Sequence[memoryview], offset: int) -> int:
+        """Fills one after the other, and returns how many bytes that was; fewer than they have at the file's end only.
+
+        There are at most `MAX_BUFFERS` of them.
+        """
+        return os.preadv(fd, out, offset)
 
     def map(self, fd: int, length: int) -> memoryview:
         """The file's first `length` bytes, read-only; valid for as long as it is referenced, also after `unlink`."""
@@ -118,7 +125,7 @@ def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
     """The head of `queue`, as much as one write should take."""
     buffers: list[Buffer] = []
     size = 0
-    for buffer in itertools.islice(queue, MAX_BUFFERS_PER_WRITE):
+    for buffer in itertools.islice(queue, MAX_BUFFERS):
         buffers.append(buffer)
         size += len(buffer)
         if size >= WRITE_BYTES:

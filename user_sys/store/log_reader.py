@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from user_sys.store.frame import (
 from user_sys.store.manifest import Manifest
 from user_sys.store.segments import SUFFIX, SegmentName, choose, list_segments, read_header
 
-MAX_MAPPED_SEGMENTS = 64  # each mapping holds a file descriptor
+MAX_OPEN_SEGMENTS = 64  # each holds two file descriptors, one of them for its mapping
 ATTEMPTS = 8  # the writer may replace or delete files between a look at the folder and a look into them
 
 _NONE: Column = np.empty(0, np.int64)
@@ -87,10 +87,18 @@ class _Place:
         return None if moved is None else moved.offset
 
 
+class _Opened:
+    """A segment's file: its bytes as a mapping, and a descriptor that is closed with the last reference to this."""
+
+    def __init__(self, files: Files, fd: int, view: memoryview) -> None:
+        self.fd, self.view = fd, view
+        weakref.finalize(self, files.close, fd)
+
+
 class LogReader:
     """Reads a log by mmap and follows it while another process writes. Obtain it with `open`.
 
-    `read` and `read_range` may be called by any number of threads, `refresh` by one at a time.
+    `read`, `read_range` and `read_into` may be called by any number of threads, `refresh` by one at a time.
 
     Attributes:
         damaged: what `refresh` found so far that is not what was written, and is not quarantined. A record that is
@@ -107,7 +115,7 @@ class LogReader:
         self._sequence = 0
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}
-        self._maps: OrderedDict[SegmentName, memoryview] = OrderedDict()
+        self._opened: OrderedDict[SegmentName, _Opened] = OrderedDict()
 
     def quarantined(self, segment: int) -> list[range]:
         """The byte ranges of a segment's file that a repair has set aside."""
@@ -370,45 +378,55 @@ class LogReader:
             raise StoreError(f"bytes {start} to {stop} of a record of {ref.length}")
         return self._locate(ref, self._bytes)[start:stop]
 
-    def will_need(self, ref: RecordRef, start: int, stop: int) -> None:
-        """Has the system read bytes `start` to `stop` of the payload soon; returns at once. Raises as `read_range`."""
-        self._locate(ref, partial(self._advise, start=start, stop=stop))
+    def read_into(self, ref: RecordRef, start: int, out: Sequence[memoryview]) -> None:
+        """Fills the buffers, at most `MAX_BUFFERS`, one after the other with the payload's bytes from `start` on.
+
+        As `read_range`, but by one read of the file: the disk is asked for all of it at once, and no page faults.
+
+        Raises:
+            StoreError: as `read_range`.
+        """
+        size = sum(map(len, out))
+        if not 0 <= start <= start + size <= ref.length:
+            raise StoreError(f"bytes {start} to {start + size} of a record of {ref.length}")
+        self._locate(ref, partial(self._fill, start=start, size=size, out=out))
 
     def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Found]) -> Found:
         """What `take` makes of a record and the offset at which it is now."""
-        why = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is gone"
-        error: StoreError = StoreGone(why)
+        error: StoreError | None = None
         for look in (self._places.get, self._relocate):
             place = look(ref.segment)
             offset = place.offset(ref) if place is not None else None
+            error = None
             if place is None or offset is None:
-                error = StoreGone(why)
                 continue
             try:
                 return take(place.name, ref, offset)
             except FileNotFoundError:
-                error = StoreGone(why)
+                continue
             except StoreCorrupt as damaged:
                 error = damaged
             except OSError as failed:
                 raise StoreError(f"cannot read segment {ref.segment} of {self._path}: {failed.strerror}") from failed
-        raise error
+        gone = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is gone"
+        raise error or StoreGone(gone)
 
     def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
         """A record's payload; not even its header is looked at, which may lie on a page that nobody needs."""
         start = offset + RECORD_HEADER_BYTES
-        return self._view(name, start + ref.length)[start : start + ref.length]
+        return self._open(name, start + ref.length).view[start : start + ref.length]
 
-    def _advise(self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, stop: int) -> None:
-        mapped = self._view(name, offset + RECORD_HEADER_BYTES + ref.length).obj
-        first = (offset + RECORD_HEADER_BYTES + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if isinstance(mapped, mmap.mmap):
-            mapped.madvise(mmap.MADV_WILLNEED, first, offset + RECORD_HEADER_BYTES + stop - first)
+    def _fill(
+        self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, size: int, out: Sequence[memoryview]
+    ) -> None:
+        at = offset + RECORD_HEADER_BYTES + start
+        if self._files.pread_into(self._open(name, at + size).fd, out, at) < size:
+            raise StoreCorrupt(f"{self._path / str(name)} ends within record {ref.sequence}")
 
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
         """A record's payload, unverified, the CRC that its header gives, and the file's name."""
         start = offset + RECORD_HEADER_BYTES
-        view = self._view(name, start + ref.length)
+        view = self._open(name, start + ref.length).view
         found = decode_record_header(view[offset:start], name.number, name.generation, offset)
         if found is None or found[0].length != ref.length or found[0].sequence != ref.sequence:
             raise StoreCorrupt(f"{self._path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
@@ -437,26 +455,27 @@ class LogReader:
         finally:
             self._files.close(fd)
 
-    def _view(self, name: SegmentName, end: int) -> memoryview:
-        """The file's bytes, at least up to `end`."""
+    def _open(self, name: SegmentName, end: int) -> _Opened:
+        """The segment's file, of which at least the bytes up to `end` are mapped."""
         with self._lock:
-            view = self._maps.get(name)
-            if view is None or len(view) < end:
-                view = self._maps[name] = self._map(name, end)
-            self._maps.move_to_end(name)
-            if len(self._maps) > MAX_MAPPED_SEGMENTS:
-                self._maps.popitem(last=False)  # unmapped once the last view of it is gone
-            return view
+            opened = self._opened.get(name)
+            if opened is None or len(opened.view) < end:
+                opened = self._opened[name] = self._map(name, end)
+            self._opened.move_to_end(name)
+            if len(self._opened) > MAX_OPEN_SEGMENTS:
+                self._opened.popitem(last=False)  # unmapped once the last view of it is gone
+            return opened
 
-    def _map(self, name: SegmentName, end: int) -> memoryview:
+    def _map(self, name: SegmentName, end: int) -> _Opened:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
             size = self._files.size(fd)
             if size < end:
                 raise StoreCorrupt(f"{self._path / str(name)} ends at {size}; a record should reach to {end}")
-            return self._files.map(fd, size)
-        finally:
+            return _Opened(self._files, fd, self._files.map(fd, size))
+        except BaseException:
             self._files.close(fd)
+            raise
 
     # The end
 
@@ -471,7 +490,7 @@ class LogReader:
             self._close(known)
             known.scan = None
         with self._lock:
-            self._maps.clear()
+            self._opened.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -224,14 +224,13 @@ class StoreReader:
         ref = self.index.record(chunk)
         return open_chunk(self._log.read(ref) if verified else self._log.read_range(ref, 0, ref.length))
 
-    def view(self, chunk: int) -> memoryview:
-        """A chunk's packet, not verified; any thread may call it. Raises StoreError: the record is gone."""
-        ref = self.index.record(chunk)
-        return self._log.read_range(ref, 0, ref.length)
+    def read_into(self, chunk: int, start: int, out: Sequence[memoryview]) -> None:
+        """Fills buffers with a chunk's packet from byte `start` on, not verified; blocks for the disk. Any thread may.
 
-    def will_need(self, chunk: int, start: int, stop: int) -> None:
-        """Has the system read bytes of a chunk's packet from the disk, without waiting for it. As `view` else."""
-        self._log.will_need(self.index.record(chunk), start, stop)
+        Raises:
+            StoreError: the record is gone, or not that long.
+        """
+        self._log.read_into(self.index.record(chunk), start, out)
 
     def episodes(self) -> list[EpisodeSummary]:
         """Every episode found so far, in the order of their first chunks."""
