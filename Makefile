@@ -88,7 +88,7 @@ $(INSTALLED_RUN): $(PINS)
 	@.ci/set-up $(RUN_EXTRAS)
 	@touch $@
 
-$(INSTALLED_LEROBOT): .ci/set-up .ci/lerobot-overrides
+$(INSTALLED_LEROBOT): pyproject.toml .ci/set-up .ci/lerobot-overrides
 	@.ci/set-up --lerobot
 	@touch $@
 

@@ -1,0 +1,87 @@
+"""An SO-101 in a driver process: what its servos do when nobody speaks, and when the process is no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lerobot_kit import SimulatedArm, simulated_arm
+
+from user_sys.compose import RobotConfig
+from user_sys.config import save
+from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_process import ROBOT_LOST
+
+pytestmark = pytest.mark.lerobot
+TORQUE, GOAL = 40, 42  # registers
+START_S = 60.0
+# LeRobot imports torchvision, which on some machines needs help first (see `let_torchvision_in`)
+RUN = """
+import sys
+from lerobot_kit import let_torchvision_in
+from user_sys.edge.driver_process import main
+let_torchvision_in()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Iterator[SimulatedArm]:
+    with simulated_arm(tmp_path) as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def running(arm: SimulatedArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path))
+    options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0}
+    save(RobotConfig(name="arm-0", driver="lerobot", task="free", options=options), tmp_path / "robot.yaml")
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path / "robot.yaml"), str(tmp_path / "state")],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def far_away(session: RemoteDriver) -> None:
+    session.attach(START_S)
+    session.reset(0)
+    session.real_time = True
+    for _ in range(5):
+        tick = session.command(np.array([1.5, 0, 0, 0, 0, 50], np.float32))
+        assert tick.applied is not None
+
+
+def test_a_killed_driver_leaves_the_arm_where_it_is_under_torque(
+    arm: SimulatedArm, running: subprocess.Popen[bytes]
+) -> None:
+    with RemoteDriver("arm-0", token=1) as session:
+        far_away(session)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    pose = arm.word("shoulder_pan", GOAL)
+    assert 2048 < pose < 2048 + 0.9 / 6.28 * 4096, "the safety kernel let it go no faster"
+    assert arm.registers("shoulder_pan")[TORQUE] == 1
+
+
+def test_a_silent_session_makes_the_arm_hold_and_an_unplugged_arm_ends_the_process(
+    arm: SimulatedArm, running: subprocess.Popen[bytes]
+) -> None:
+    with RemoteDriver("arm-0", token=1) as session:
+        far_away(session)
+        held, deadline = -1, time.monotonic() + 10
+        while held != (held := arm.word("shoulder_pan", GOAL)) and time.monotonic() < deadline:
+            time.sleep(0.3)  # three control periods: nobody commands, so nothing may change
+        assert held < 2048 + 1.4 / 6.28 * 4096
+        arm.unplug()
+        assert running.wait(10) == ROBOT_LOST
