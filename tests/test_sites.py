@@ -120,7 +120,9 @@ LEFT_FOR_GOOD = NodeStatus(state=NodeState.STOPPED, last_exit=0)
 
 
 def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
-    return SessionReport(pid=7, link=link, reason=reason, doing=doing, waiting_chunks=0, waiting_bytes=0)
+    return SessionReport(
+        pid=7, link=link, reason=reason, doing=doing, waiting_chunks=0, waiting_bytes=0, dropped_episodes=0
+    )
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,10 @@ class WatchRequest(Message, frozen=True, kw_only=True, tag="watch"):
 
 
 class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
-    """A robot's state, published a few times a second and at each change of authority."""
+    """A robot's state, published a few times a second and at each change of authority.
+
+    `dropped_episodes`: given up by its outbox for want of room, since the outbox was made.
+    """
 
     robot: str
     authority: str
@@ -151,6 +154,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     outbox_chunks: int
     control_hz: float
     safety_interventions: int
+    dropped_episodes: int = 0
     note: str = ""
 
 

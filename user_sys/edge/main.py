@@ -27,6 +27,7 @@ from hal.resource import local_node
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
 from user_sys.config import load
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
+from user_sys.edge.dropped import WhenFull
 from user_sys.edge.outbox import MAX_BYTES, Outbox
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
@@ -49,7 +50,9 @@ class EdgeConfig:
     Attributes:
         demonstrations: shown by the scripted expert, once, before the robot is first driven by a policy.
         policy: the same as in the run's configuration; weights of another one are refused.
-        outbox_max_bytes: of each robot; recording pauses, visibly, when it is full.
+        outbox_max_bytes: of each robot.
+        outbox_when_full: ``pause`` stops recording, visibly, until the gateway takes some; ``drop_oldest_autonomous``
+            gives up whole episodes, oldest first, in which nobody took part, and says how many.
     """
 
     robots: tuple[RobotConfig, ...] = ()
@@ -59,6 +62,7 @@ class EdgeConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
     outbox_max_bytes: int = MAX_BYTES
+    outbox_when_full: WhenFull = "pause"
 
     def __post_init__(self) -> None:
         require_unique_names(self.robots)
@@ -113,6 +117,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         seed=config.seed,
         real_time=robot.real_time,
         outbox_max_bytes=config.outbox_max_bytes,
+        outbox_when_full=config.outbox_when_full,
         recorder=config.recorder,
         policy=config.policy,
         weights=config.weights,

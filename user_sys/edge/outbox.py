@@ -5,7 +5,10 @@ them) has returned, and then survives ``kill -9`` and a power cut until it is ac
 chunks are acknowledged survives ``kill -9``; after a power cut it may be an older one, and what lies between is sent
 again, which the gateway recognises. Segments are deleted once all that they hold is acknowledged.
 
-When the outbox is full nothing is dropped: `append` raises, and the session pauses recording where people see it.
+When the outbox is full, `append` raises and the session pauses recording where people see it. Where it was opened with
+``drop_oldest_autonomous`` it first gives up the oldest episodes in which nobody took part and of which nothing was
+sent, whole ones only, and says so. A note of their sequence numbers is durable before the log gives their space back,
+so a kill leaves either all of an episode to be sent or none.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from crc32c import crc32c
 
 from hal.durable import replace_durably
 from user_sys.codec import decode_packet
+from user_sys.edge.dropped import WhenFull, mark, oldest_autonomous, read_dropped, write_dropped
 from user_sys.episode import ChunkHeader
-from user_sys.errors import StoreCorrupt, StoreFull, WireError
-from user_sys.store.log import LogReader, LogWriter, RecordRef, segment_numbers, segment_path
+from user_sys.errors import StoreCorrupt, StoreError, StoreFull, WireError
+from user_sys.store.files import NO_SPACE, REAL, Files
+from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.manifest import Entry
+from user_sys.store.segments import choose, list_segments
 from user_sys.tunnel.uplink import PendingChunk
 
 logger = logging.getLogger(__name__)
@@ -37,6 +44,8 @@ CHUNK = 1
 MAX_BYTES = 4 << 30
 MAX_SEGMENT_BYTES = 16 << 20
 SEGMENTS_PER_OUTBOX = 8
+SMALL = 16  # a rewritten segment this many times smaller than a full one is joined to the next one to be rewritten
+JOINTS = 1000
 STREAM_BYTES = 16
 _STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
 _POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
@@ -52,33 +61,42 @@ class Outbox:
     Attributes:
         stream: names this outbox for good: sequence numbers never start anew within a stream.
         damaged: chunks that could not be read back; they are reported and skipped, their neighbours are sent.
+        dropped: what was given up for want of room since the outbox was made.
     """
 
-    def __init__(self, path: Path, writer: LogWriter, reader: LogReader, max_bytes: int) -> None:
+    def __init__(
+        self, path: Path, writer: LogWriter, reader: LogReader, max_bytes: int, when_full: WhenFull, files: Files
+    ) -> None:
         self.path, self.max_bytes, self.damaged = path, max_bytes, 0
+        self._when_full, self._files = when_full, files
         self.stream = _read_or_make_stream(path / "stream")
         self._writer, self._reader = writer, reader
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
         self._position = os.open(path / "acknowledged", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._acknowledged = _read_position(self._position)
-        self._refs = [ref for ref in reader.records() if ref.sequence > self._acknowledged]
+        self.dropped = read_dropped(files, path / "dropped")
+        gone, there = self.dropped.sequences(), reader.records()
+        self._refs = [ref for ref in there if ref.sequence > self._acknowledged and ref.sequence not in gone]
+        self._unreclaimed = {ref.sequence: ref.segment for ref in there if ref.sequence in gone}
+        self._offered = -1
         self._unsynced: list[RecordRef] = []
         self._last_unsynced: bytes | None = None
-        self._sealed_bytes = {number: segment_path(path, number).stat().st_size for number in segment_numbers(path)}
+        self._sizes = self._measure()
         self._appended: Callable[[], None] | None = None
 
     @classmethod
-    def open(cls, path: Path, *, max_bytes: int = MAX_BYTES) -> Self:
+    def open(
+        cls, path: Path, *, max_bytes: int = MAX_BYTES, when_full: WhenFull = "pause", files: Files = REAL
+    ) -> Self:
         """Opens or creates the outbox at `path` and finds what a predecessor, killed or not, left to be sent.
 
         Raises:
             StoreLocked: another session of this robot has it.
             StoreFull, StoreVersion, StoreError: as `LogWriter.open`.
         """
-        segment_bytes = max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
-        writer = LogWriter.open(path, segment_bytes=segment_bytes, background=False)
+        writer = LogWriter.open(path, segment_bytes=_segment_bytes(max_bytes), background=False, files=files)
         try:
-            return cls(path, writer, LogReader.open(path), max_bytes)
+            return cls(path, writer, LogReader.open(path, files=files), max_bytes, when_full, files)
         except BaseException:
             writer.close()
             raise
@@ -96,14 +114,14 @@ class Outbox:
         Raises:
             OutboxFull: no room; the chunk was not recorded. It may be appended again.
             StoreError: the disk failed.
+            WireError: it is no chunk.
         """
         with self._write_lock:
-            if (
-                packet != self._last_unsynced
-            ):  # else a sync had failed for want of space, and this is the second attempt
-                self._make_room(len(packet))
+            if packet != self._last_unsynced:  # else a sync had found no space, and this is the second attempt
+                marks = mark(packet)
                 try:
-                    self._unsynced.append(self._writer.append(CHUNK, packet))
+                    self._make_room(len(packet), marks)
+                    self._unsynced.append(self._writer.append(CHUNK, packet, schema=marks))
                 except StoreFull as error:
                     raise OutboxFull(str(error)) from error
                 self._last_unsynced = packet
@@ -121,30 +139,119 @@ class Outbox:
                 raise OutboxFull(str(error)) from error
             with self._lock:
                 self._refs += self._unsynced
+                rotated = not self._sizes.keys() >= {ref.segment for ref in self._unsynced}
                 for ref in self._unsynced:
-                    self._sealed_bytes[ref.segment] = ref.offset + ref.length
+                    self._sizes[ref.segment] = ref.offset + ref.length
             self._unsynced, self._last_unsynced = [], None
+            if rotated:
+                self._refresh_sizes()
         appended = self._appended
         if appended is not None:
             appended()
 
-    def _make_room(self, size: int) -> None:
-        """Deletes what is acknowledged; raises OutboxFull if `size` bytes more would still be too many."""
-        with self._lock:
-            keep_from = self._refs[0].segment if self._refs else max(self._sealed_bytes)
-            if self._unsynced:
-                keep_from = min(keep_from, self._unsynced[0].segment)
-            doomed = [number for number in self._sealed_bytes if number < keep_from]
-        if doomed:
-            self._writer.drop_before(keep_from)
-            for number in doomed:
-                del self._sealed_bytes[number]
-        used = sum(self._sealed_bytes.values())
-        if used + size > self.max_bytes:
+    def _make_room(self, size: int, marks: int) -> None:
+        """Deletes what is acknowledged, drops what may go; raises OutboxFull if there is still no room for `size`."""
+        self._delete_acknowledged()
+        if self._excess(size) > 0 and self._when_full == "drop_oldest_autonomous":
+            self._reclaim()  # what an earlier attempt has dropped and could not give back
+            if (excess := self._excess(size)) > 0:
+                self._drop(excess + _segment_bytes(self.max_bytes), marks)
+        if self._excess(size) > 0:
             raise OutboxFull(
-                f"{self.path} holds {len(self)} unsent chunks ({used >> 20} MiB of {self.max_bytes >> 20}): "
+                f"{self.path} holds {len(self)} unsent chunks ({self.used_bytes >> 20} MiB of {self.max_bytes >> 20}): "
                 "recording pauses until the gateway takes some"
             )
+
+    def _excess(self, size: int) -> int:
+        return self.used_bytes + size - self.max_bytes
+
+    def _delete_acknowledged(self) -> None:
+        with self._lock:
+            keep_from = self._refs[0].segment if self._refs else max(self._sizes)
+            if self._unsynced:
+                keep_from = min(keep_from, self._unsynced[0].segment)
+            oldest = min(self._sizes)
+            second = min((number for number in self._sizes if number > oldest), default=oldest)
+        if second <= keep_from and second > oldest:
+            self._writer.drop_before(keep_from)
+            self._refresh_sizes()
+
+    def _drop(self, need_bytes: int, marks: int) -> None:
+        """Gives up the oldest episodes that may go, `need_bytes` of them at least; durable and counted on return.
+
+        Segments are rewritten for it, so it frees one at a time rather than one chunk.
+        """
+        with self._lock:
+            recording = [marks, *(ref.schema for ref in self._unsynced)]
+            doomed = oldest_autonomous(self._refs, self._offered, recording, need_bytes)
+            gone = {ref.sequence for ref in doomed}
+            self._refs = [ref for ref in self._refs if ref.sequence not in gone]
+        if not doomed:
+            return
+        dropped = self.dropped.and_also(doomed, self._unreclaimed.keys())
+        try:
+            write_dropped(self._files, self.path / "dropped", dropped)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise StoreError(f"{self.path}: cannot note what is dropped: {error.strerror}") from error
+            with self._lock:
+                self._refs = sorted([*self._refs, *doomed], key=lambda ref: ref.sequence)
+            raise OutboxFull(f"{self.path}: {error.strerror}; nothing was dropped, recording pauses") from error
+        count = dropped.episodes - self.dropped.episodes
+        self.dropped = dropped
+        self._unreclaimed |= {ref.sequence: ref.segment for ref in doomed}
+        logger.warning(
+            "outbox.dropped episodes=%d chunks=%d bytes=%d path=%s: it is full, and these were the oldest autonomous",
+            count,
+            len(doomed),
+            sum(ref.length for ref in doomed),
+            self.path,
+        )
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Gives back the space of dropped chunks. Raises StoreFull where a segment cannot be rewritten for want of it.
+
+        A segment with a damaged chunk stays as it is.
+        """
+        if not self._unreclaimed:
+            return
+        touched = set(self._unreclaimed.values())
+        if not any(max(touched) < entry.name.stop for entry in self._writer.sealed()):
+            self._writer.rotate()
+        before: Entry | None = None
+        for entry in self._writer.sealed():
+            numbers = range(entry.number, entry.name.stop)
+            if not touched.isdisjoint(numbers):
+                entry = self._rewrite(entry, before)
+                self._unreclaimed = {s: n for s, n in self._unreclaimed.items() if n not in numbers}
+            before = entry
+        self._refresh_sizes()
+
+    def _rewrite(self, entry: Entry, before: Entry | None) -> Entry:
+        """Writes a segment anew without what nobody needs, joined to a small one before it, so that few files stay."""
+        numbers = [entry.number]
+        small = _segment_bytes(self.max_bytes) // SMALL
+        if before and before.name.stop == entry.number and before.size_bytes < small and before.generation < JOINTS:
+            numbers = [before.number, entry.number]
+        try:
+            return self._writer.rewrite(numbers, self._is_needed)
+        except StoreCorrupt as error:
+            logger.error("outbox.damaged path=%s: what was dropped beside it takes its room on: %s", self.path, error)
+            return entry
+
+    def _is_needed(self, ref: RecordRef) -> bool:
+        return ref.sequence > self._acknowledged and ref.sequence not in self._unreclaimed
+
+    def _refresh_sizes(self) -> None:
+        sizes = self._measure()
+        with self._lock:
+            self._sizes = sizes
+
+    def _measure(self) -> dict[int, int]:
+        """The bytes of each segment's file."""
+        names = choose(list_segments(self.path, self._files))[0]
+        return {name.number: (self.path / str(name)).stat().st_size for name in names}
 
     # The tunnel's thread
 
@@ -156,7 +263,18 @@ class Outbox:
     def used_bytes(self) -> int:
         """Bytes on disk."""
         with self._lock:
-            return sum(self._sealed_bytes.values())
+            return sum(self._sizes.values())
+
+    def scalars(self) -> dict[str, float]:
+        """How much waits and what was dropped, for metrics. Any thread may ask."""
+        dropped = self.dropped
+        return {
+            "outbox_chunks": float(len(self)),
+            "outbox_bytes": float(self.used_bytes),
+            "outbox_dropped_episodes": float(dropped.episodes),
+            "outbox_dropped_chunks": float(dropped.chunks),
+            "outbox_dropped_bytes": float(dropped.size_bytes),
+        }
 
     def pending(self, after_sequence: int = -1) -> Iterator[PendingChunk]:
         """Durable chunks with a greater sequence that are not acknowledged, in order."""
@@ -169,7 +287,10 @@ class Outbox:
     def _next(self, after_sequence: int) -> RecordRef | None:
         with self._lock:
             at = bisect.bisect_right(self._refs, after_sequence, key=lambda ref: ref.sequence)
-            return self._refs[at] if at < len(self._refs) else None
+            if at == len(self._refs):
+                return None
+            self._offered = max(self._offered, self._refs[at].sequence)
+            return self._refs[at]
 
     def _read(self, ref: RecordRef) -> PendingChunk | None:
         try:
@@ -221,6 +342,10 @@ class Outbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _segment_bytes(max_bytes: int) -> int:
+    return max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
 
 
 def _read_position(descriptor: int) -> int:

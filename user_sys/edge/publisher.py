@@ -68,7 +68,8 @@ class StatusPublisher:
             self.publish(real_time=decision is None or decision.phase is not Phase.POLICY)
         if now >= self._next_link:
             self._next_link = now + LINK_PERIOD_S
-            self._client.send(MetricsReport(node=self._robot, count=self._step, scalars=self._client.scalars()))
+            scalars = self._client.scalars() | self._outbox.scalars()
+            self._client.send(MetricsReport(node=self._robot, count=self._step, scalars=scalars))
         if tick.frames and now < self._watched_until:
             self._show(tick, now)
 
@@ -88,6 +89,7 @@ class StatusPublisher:
                 outbox_chunks=len(self._outbox),
                 control_hz=round(self._rate(), 1),
                 safety_interventions=self._interventions,
+                dropped_episodes=self._outbox.dropped.episodes,
                 note=self._note(),
             )
         )

@@ -23,9 +23,10 @@ from user_sys.config import load
 from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.dropped import WhenFull
 from user_sys.edge.lease_keeper import LeaseKeeper
 from user_sys.edge.loop import EpisodeSummary, run_episode
-from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.edge.outbox import MAX_BYTES, Outbox, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
@@ -72,6 +73,7 @@ class SessionConfig:
         state: folder of the outbox.
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: obey the clock also while the policy drives.
+        outbox_when_full: pause recording, or give up the oldest episodes in which nobody took part.
     """
 
     robot: str = "panda-0"
@@ -81,7 +83,8 @@ class SessionConfig:
     state: Path = Path("edge")
     seed: int = 0
     real_time: bool = False
-    outbox_max_bytes: int = 4 << 30
+    outbox_max_bytes: int = MAX_BYTES
+    outbox_when_full: WhenFull = "pause"
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
@@ -127,9 +130,10 @@ class Session:
         )
         self._recorder = Recorder(spec, config.robot, task.name, task.sentence, self._keep, config.recorder)
         self._publisher = StatusPublisher(
-            config.robot, client, outbox, self._authority, lambda: self._recorder.episode, lambda: self._note
+            config.robot, client, outbox, self._authority, lambda: self._recorder.episode, self._said
         )
         self._note = ""
+        self._dropped_before = outbox.dropped.episodes
 
     def run(self, lease: LeaseKeeper) -> None:
         """Episode after episode until the run is stopped.
@@ -214,6 +218,11 @@ class Session:
             return
         self._outbox.append(packet)
 
+    def _said(self) -> str:
+        if self._note or not (dropped := self._outbox.dropped.episodes - self._dropped_before):
+            return self._note
+        return f"the outbox was full: the {dropped} oldest autonomous episodes of this session's time were dropped"
+
     # The inbox thread: orders, leases
 
     def _listen(self, lease: LeaseKeeper) -> None:
@@ -273,7 +282,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: SessionConfig) -> None:
-    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox_max_bytes)
+    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox_max_bytes, when_full=config.outbox_when_full)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     with RemoteDriver(config.robot) as driver:
         driver.describe(DRIVER_DEADLINE_S)

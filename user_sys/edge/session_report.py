@@ -35,6 +35,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     doing: Doing
     waiting_chunks: int
     waiting_bytes: int
+    dropped_episodes: int
 
 
 class SessionReporter:
@@ -71,6 +72,7 @@ class SessionReporter:
             doing=self.doing,
             waiting_chunks=waiting,
             waiting_bytes=self._outbox.used_bytes if waiting else 0,
+            dropped_episodes=self._outbox.dropped.episodes,
         )
         fresh = self._path.with_suffix(".fresh")
         fresh.write_bytes(msgspec.json.encode(report))

@@ -84,7 +84,7 @@ class RobotWatch:
         self._driver, self._session = supervisors
         self._told = Condition("", "")
         self._since_s = self._remind_at_s = 0.0
-        self._waiting = (0, 0)
+        self._waiting = (0, 0, 0)
         self._pid: int | None = None
 
     @property
@@ -135,14 +135,15 @@ class RobotWatch:
         self._pid = pid or self._pid
         report = read_report(self.robot, self._pid)
         if report is not None:
-            self._waiting = (report.waiting_chunks, report.waiting_bytes)
+            self._waiting = (report.waiting_chunks, report.waiting_bytes, report.dropped_episodes)
         return report if pid is not None else None
 
     def _kept(self) -> str:
-        chunks, size = self._waiting
+        chunks, size, dropped = self._waiting
+        lost = f"; {dropped:,} autonomous episodes were dropped, as it was full" if dropped else ""
         if not chunks:
-            return "its outbox is empty"
-        return f"{chunks:,} {'chunk waits' if chunks == 1 else 'chunks wait'} in its outbox ({size / 1e6:.1f} MB)"
+            return f"its outbox is empty{lost}"
+        return f"{chunks:,} {'chunk waits' if chunks == 1 else 'chunks wait'} in its outbox ({size / 1e6:.1f} MB){lost}"
 
     def _tell(self, text: str) -> None:
         self._say(f"{self.robot}: {text}")

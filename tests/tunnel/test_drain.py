@@ -1,0 +1,68 @@
+"""What a robot recorded through a long time without a link is delivered, in order and once, in bounded memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tunnel_kit import CONFIG, Site, prepare, stored, until
+
+from user_sys.edge.outbox import Outbox
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.gateway.service import Gateway
+
+RATE_HZ, CHUNK_STEPS, EPISODE_CHUNKS = 10, 10, 6  # of a robot without cameras
+GROWTH_MB = 128
+
+
+def recorded(number: int) -> bytes:
+    """The chunk of one second; each minute is an episode."""
+    minute, index = divmod(number, EPISODE_CHUNKS)
+    last = index == EPISODE_CHUNKS - 1
+    header = ChunkHeader(episode=f"minute-{minute:05d}", index=index, first_step=index * CHUNK_STEPS,
+                         steps=CHUNK_STEPS, robot="panda-0", embodiment="fake", task="lift", sentence="",
+                         source=Source.ONLINE, seed=0, started_unix_ns=number * 10**9,
+                         end=EpisodeEnd(steps=EPISODE_CHUNKS * CHUNK_STEPS, success=None) if last else None)  # fmt: skip
+    columns = {
+        "observation.state": np.full((CHUNK_STEPS, 20), number, np.float32),
+        "phase": np.zeros(CHUNK_STEPS, np.uint8),
+        "reward": np.zeros(CHUNK_STEPS, np.float32),
+    }
+    return Chunk(header, columns, {}).encode()
+
+
+def own_memory_mb() -> float:
+    """What this process has in memory beside files: the gateway is in it, and what the log maps is not counted."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+@pytest.mark.parametrize(
+    "seconds", [600, 3600, pytest.param(86400, marks=pytest.mark.slow)], ids=["ten minutes", "an hour", "a day"]
+)
+def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_path: Path, seconds: int) -> None:
+    chunks = seconds * RATE_HZ // CHUNK_STEPS
+    prepare(tmp_path)
+    with Outbox.open(tmp_path / "outbox") as outbox:
+        for number in range(chunks):
+            outbox.append(recorded(number), sync=number % 512 == 511)
+        outbox.sync()
+        assert len(outbox) == chunks
+        before_mb, peak_mb = own_memory_mb(), 0.0
+        with Gateway(tmp_path, CONFIG) as gateway:
+            site = Site(tmp_path, gateway.address, gateway)
+            site.client("panda-0", outbox)
+
+            def delivered() -> bool:
+                nonlocal peak_mb
+                peak_mb = max(peak_mb, own_memory_mb())
+                return len(outbox) == 0
+
+            until(delivered, "the outbox is empty", 30 + seconds / 400)
+            site.clients[0].close()
+    assert peak_mb - before_mb < GROWTH_MB
+    wanted = [(f"minute-{number // EPISODE_CHUNKS:05d}", number % EPISODE_CHUNKS) for number in range(chunks)]
+    assert stored(tmp_path) == wanted
