@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tunnel_kit import CONFIG, Site, prepare, stored, until
+from tunnel_kit import prepare, serving, stored, until
 
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
-from user_sys.gateway.service import Gateway
 
 RATE_HZ, CHUNK_STEPS, EPISODE_CHUNKS = 10, 10, 6  # of a robot without cameras
 GROWTH_MB = 128
@@ -52,8 +51,7 @@ def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_pat
         outbox.sync()
         assert len(outbox) == chunks
         before_mb, peak_mb = own_memory_mb(), 0.0
-        with Gateway(tmp_path, CONFIG) as gateway:
-            site = Site(tmp_path, gateway.address, gateway)
+        with serving(tmp_path) as site:
             site.client("panda-0", outbox)
 
             def delivered() -> bool:
