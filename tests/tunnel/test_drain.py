@@ -20,10 +20,20 @@ def recorded(number: int) -> bytes:
     """The chunk of one second; each minute is an episode."""
     minute, index = divmod(number, EPISODE_CHUNKS)
     last = index == EPISODE_CHUNKS - 1
-    header = ChunkHeader(episode=f"minute-{minute:05d}", index=index, first_step=index * CHUNK_STEPS,
-                         steps=CHUNK_STEPS, robot="panda-0", embodiment="fake", task="lift", sentence="",
-                         source=Source.ONLINE, seed=0, started_unix_ns=number * 10**9,
-                         end=EpisodeEnd(steps=EPISODE_CHUNKS * CHUNK_STEPS, success=None) if last else None)  # fmt: skip
+    header = ChunkHeader(
+        episode=f"minute-{minute:05d}",
+        index=index,
+        first_step=index * CHUNK_STEPS,
+        steps=CHUNK_STEPS,
+        robot="panda-0",
+        embodiment="fake",
+        task="lift",
+        sentence="",
+        source=Source.ONLINE,
+        seed=0,
+        started_unix_ns=number * 10**9,
+        end=EpisodeEnd(steps=EPISODE_CHUNKS * CHUNK_STEPS, success=None) if last else None,
+    )
     columns = {
         "observation.state": np.full((CHUNK_STEPS, 20), number, np.float32),
         "phase": np.zeros(CHUNK_STEPS, np.uint8),
