@@ -166,7 +166,7 @@ class TestTaskBalanced:
     def test_the_share_follows_recent_losses_within_its_bounds(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
-            chooser = TaskBalanced(kappa=1.0, window=64)
+            chooser = TaskBalanced(alpha=1.0, window=1)
             drawing = sampler(replay, chooser, 400)
             for online, expected in ((1.0, 1 / (1 + np.exp(-0.5))), (9.0, 0.8), (-9.0, 0.2)):
                 batch = drawing.sample()
@@ -177,7 +177,7 @@ class TestTaskBalanced:
             assert counts[1] in (40, 41) and counts[0] + counts[1] == 200
             saved = drawing.state_dict()
         with store.replay() as again:
-            rebuilt = TaskBalanced(kappa=1.0, window=64)
+            rebuilt = TaskBalanced(alpha=1.0, window=1)
             sampler(again, rebuilt, 400).load_state_dict(saved)
             assert rebuilt.online_share("lift") == pytest.approx(0.2)
             with pytest.raises(WireError, match="another window"):

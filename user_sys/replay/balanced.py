@@ -2,10 +2,11 @@
 Models", 2026 (arXiv 2601.03044): tasks are drawn from evenly, and within a task the share of online experience follows
 the recent losses on either side,
 
-    w_on = exp(kappa l_on) / (exp(kappa l_on) + exp(l_off)),     kept within [low, high]
+    w_on = exp(alpha l_on) / (exp(alpha l_on) + exp(l_off)),     kept within [0.2, 0.8]
 
-where l_on and l_off are means over the last `window` losses of the task's online and offline samples, and kappa >= 1
-favours the online side. A side that has not been heard of yet counts as equal to the other.
+where l_on and l_off are means over the last 200 learner steps of the losses of the task's online and offline samples,
+and alpha > 1 favours the online side. Ours: the value of alpha, and that a side which has not been heard of yet counts
+as equal to the other.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ class _Task:
     def __len__(self) -> int:
         return sum(map(len, self.sides))
 
-    def hear(self, side: int, losses: Array) -> None:
-        window = self.losses.shape[1]
-        losses = losses[-window:]
-        self.losses[side, (self.heard[side] + np.arange(len(losses))) % window] = losses
-        self.heard[side] += len(losses)
+    def hear(self, side: int, loss: float) -> None:
+        self.losses[side, self.heard[side] % self.losses.shape[1]] = loss
+        self.heard[side] += 1
 
     def mean(self, side: int) -> float | None:
         count = min(int(self.heard[side]), self.losses.shape[1])
@@ -61,16 +60,16 @@ class TaskBalanced(Chooser):
         self,
         where: Where = Where(),  # noqa: B008  # frozen
         *,
-        kappa: float = 1.5,
+        alpha: float = 1.5,
         bounds: tuple[float, float] = (0.2, 0.8),
-        window: int = 256,
+        window: int = 200,
     ) -> None:
         """`where` says nothing of tasks and sources. Raises ConfigError: it does, or the bounds are none."""
         if where.tasks is not None or where.sources is not None:
             raise ConfigError("a task-balanced sampler finds tasks and sources by itself; leave them out of its filter")
-        if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or window < 1 or kappa <= 0:
-            raise ConfigError(f"bounds {bounds}, window {window} and kappa {kappa}: the bounds must lie within 0 to 1")
-        self._where, self._kappa, self._bounds, self._window = where, kappa, bounds, window
+        if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or window < 1 or alpha <= 0:
+            raise ConfigError(f"bounds {bounds}, window {window} and alpha {alpha}: the bounds must lie within 0 to 1")
+        self._where, self._alpha, self._bounds, self._window = where, alpha, bounds, window
         self._tasks: list[_Task] = []
 
     def __len__(self) -> int:
@@ -106,7 +105,7 @@ class TaskBalanced(Chooser):
         online, offline = (offline if online is None else online), (online if offline is None else offline)
         if online is None or offline is None:
             return min(max(0.5, self._bounds[0]), self._bounds[1])
-        exponent = min(max(offline - self._kappa * online, -700.0), 700.0)
+        exponent = min(max(offline - self._alpha * online, -700.0), 700.0)
         return min(max(1.0 / (1.0 + math.exp(exponent)), self._bounds[0]), self._bounds[1])
 
     def choose(self, n: int, rng: np.random.Generator) -> Choice:
@@ -129,11 +128,12 @@ class TaskBalanced(Chooser):
         return plain_choice(rows)._replace(groups=np.array([group], np.int32))
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
-        """See `Chooser.feedback`: losses; those that are not finite are left out."""
+        """See `Chooser.feedback`: the losses of one learner step; those that are not finite are left out."""
         losses = np.asarray(losses, np.float64)
         for group in np.unique(groups).tolist():
             mine = losses[(groups == group) & np.isfinite(losses)]
-            self._tasks[group // 2].hear(group % 2, mine)
+            if len(mine):
+                self._tasks[group // 2].hear(group % 2, float(mine.mean()))
 
     def state_dict(self, timeline: Timeline) -> State:
         """See `Chooser.state_dict`."""
