@@ -16,12 +16,13 @@ WayName = Literal["up", "down"]
 class LinkBreak:
     """The end of one connection once exactly `at_byte` bytes have passed in direction `way`.
 
-    ``reset`` breaks it for both ends; ``silence`` leaves it open, and nothing passes any more in either direction.
+    ``reset`` breaks it for both ends; ``silence`` leaves it open, and nothing passes any more in either direction;
+    ``mute`` goes on taking what comes in direction `way`, delivers none of it, and lets the other direction pass.
     """
 
     at_byte: int
     way: WayName = "up"
-    how: Literal["reset", "silence"] = "reset"
+    how: Literal["reset", "silence", "mute"] = "reset"
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class Pipe:
         self._due_s = 0.0
 
     def meet_break(self) -> None:
-        """Raises `Broken` when as many bytes have passed as may."""
-        if self._broken is not None and self._left_bytes == 0:
+        """Raises `Broken` when as many bytes have passed as may, unless the connection only falls mute."""
+        if self._broken is not None and self._left_bytes == 0 and self._broken.how != "mute":
             raise Broken(self._broken)
 
     async def read(self) -> None:

@@ -13,8 +13,8 @@ import msgspec
 from hal.spec import RobotSpec
 from user_sys.weights.records import ParcelInfo, Signed
 
-PROTOCOL_VERSION = 2
-OLDEST_PROTOCOL = 2  # the oldest version that this release still speaks
+PROTOCOL_VERSION = 3
+OLDEST_PROTOCOL = 3  # the oldest version that this release still speaks
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -60,7 +60,10 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """Sent by the client; the gateway echoes it with its own clock, from which offset and round trip are estimated."""
+    """Sent by the client on each channel, and answered on each when it came on control, with the gateway's clock.
+
+    Control's give the clock's offset and the round trip; the others' only show that something still comes.
+    """
 
     t_client_ns: int
     t_gateway_unix_ns: int = 0
@@ -288,8 +291,10 @@ ControlMessage = (
     Hello | Welcome | Refusal | Heartbeat | Grant | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease
     | OperatorCommand | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
 )  # fmt: skip
-ExperienceMessage = Hello | Welcome | Refusal | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
+ExperienceMessage = (
+    Hello | Welcome | Refusal | Heartbeat | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
+)  # fmt: skip
 WeightsMessage = (
-    Hello | Welcome | Refusal | Grant | WeightsReceived | WeightsApplied | WeightsAsk | WeightsOffer | WeightsRequest
-    | WeightsGrains | WeightsGone | WeightsProgress
+    Hello | Welcome | Refusal | Heartbeat | Grant | WeightsReceived | WeightsApplied | WeightsAsk | WeightsOffer
+    | WeightsRequest | WeightsGrains | WeightsGone | WeightsProgress
 )  # fmt: skip

@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tunnel_kit import QUICK, Site, chunk, hello, prepare, serving, stored, until
+from tunnel_kit import CONFIG, QUICK, Site, chunk, hello, prepare, serving, stored, until
 
 from sim.link import Link
 from sim.link_config import LinkBreak, LinkConfig
 from user_sys.edge.outbox import Outbox
+from user_sys.gateway import GatewayConfig
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair
 from user_sys.tunnel.states import TunnelState
 
-HASTY = replace(QUICK, dead_after_s=0.4, handshake_s=0.4, backoff_max_s=0.03)
+HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=0.4, backoff_max_s=0.03)
+ALERT = replace(CONFIG, tunnel=replace(QUICK, stuck_after_s=0.6))
+NEVER = LinkBreak(1 << 40)
 HANDSHAKE_BYTES = 1100  # what a connection sends until its session is open, rounded up
-SILENT_BYTES = 250  # of the greeting and the CURVE handshake in either direction; it is over later
+FIRST_BEATS_BYTES = 2000  # by then every connection of an idle session has gone on from its handshake to beats
+MID_FRAME_BYTES = 100_000  # of the chunks, while the other connections carry beats
 DRAIN_S = 30.0
 MAX_GROWTH_MB = 50
 Way = Literal["up", "down"]
@@ -55,11 +59,25 @@ class Rehearsal:
         assert sorted(counts) == [("episode-0", index) for index in range(self.recorded)], "none lost"
         assert set(counts.values()) <= {1}, "none twice"
 
+    def survive(self, *breaks: LinkBreak, chunks: int = 3) -> None:
+        """A new session meets `breaks`, notices, and another goes on where it stood."""
+        self.robot.wait_open(20)
+        before = self.robot.counters["lost"]
+        self.link.arm(*breaks)
+        self.link.reset()
+        self.record(chunks, floats=500)
+        until(lambda: self.robot.counters["lost"] >= before + 2, "the reset and the silence are noticed")
+        self.deliver()
+
 
 @contextmanager
-def rehearsal(run: Path, config: LinkConfig | None = None) -> Iterator[Rehearsal]:
+def rehearsal(run: Path, config: LinkConfig | None = None, gateway: GatewayConfig = CONFIG) -> Iterator[Rehearsal]:
     prepare(run)
-    with serving(run) as site, Link(site.address.endpoint, config) as link, Outbox.open(run / "outbox") as outbox:
+    with (
+        serving(run, gateway) as site,
+        Link(site.address.endpoint, config) as link,
+        Outbox.open(run / "outbox") as outbox,
+    ):
         keys = load_keypair(run / "keys" / "panda-0.key")
         public = site.address.public_key
         with TunnelClient(link.endpoint, keys, public, hello("panda-0"), outbox=outbox, limits=HASTY) as robot:
@@ -81,7 +99,7 @@ def test_a_connection_cut_at_some_bytes_of_its_handshake_and_of_a_frame(tmp_path
     with rehearsal(tmp_path) as there:
         cut_at_each(there, way, "reset", range(0, HANDSHAKE_BYTES, 97), floats=20)
         cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES, 6000, 997), floats=300)
-        cut_at_each(there, way, "silence", range(3, SILENT_BYTES, 171), floats=20)
+        cut_at_each(there, way, "silence", range(3, HANDSHAKE_BYTES, 531), floats=20)
 
 
 @pytest.mark.slow
@@ -89,7 +107,40 @@ def test_a_connection_cut_at_some_bytes_of_its_handshake_and_of_a_frame(tmp_path
 def test_a_connection_cut_at_every_byte_of_its_handshake_and_of_a_frame(tmp_path: Path, way: Way) -> None:
     with rehearsal(tmp_path) as there:
         cut_at_each(there, way, "reset", range(HANDSHAKE_BYTES + 1500), floats=20)
-        cut_at_each(there, way, "silence", range(SILENT_BYTES), floats=20)
+        cut_at_each(there, way, "silence", range(0, HANDSHAKE_BYTES + 1500, 7), floats=20)
+
+
+def fall_silent(run: Path, way: Way, how: Literal["silence", "mute"], bytes_: range) -> None:
+    """One connection after another, while the others live on and the link acknowledges all that is sent."""
+    with rehearsal(run, gateway=ALERT) as there:
+        for at_byte in bytes_:
+            for which in range(3):
+                there.survive(*[NEVER] * which, LinkBreak(at_byte, way, how))
+        there.require_all_once()
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("how", ["silence", "mute"])
+def test_a_connection_that_falls_silent_among_living_ones_is_noticed(
+    tmp_path: Path, way: Way, how: Literal["silence", "mute"]
+) -> None:
+    fall_silent(tmp_path, way, how, range(FIRST_BEATS_BYTES, FIRST_BEATS_BYTES + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("how", ["silence", "mute"])
+def test_a_connection_may_fall_silent_in_any_phase(tmp_path: Path, way: Way, how: Literal["silence", "mute"]) -> None:
+    fall_silent(tmp_path, way, how, range(0, FIRST_BEATS_BYTES + 500, 113))
+
+
+@pytest.mark.parametrize("how", ["silence", "mute"])
+def test_chunks_that_vanish_in_mid_frame_while_control_lives_are_sent_again(
+    tmp_path: Path, how: Literal["silence", "mute"]
+) -> None:
+    with rehearsal(tmp_path, gateway=ALERT) as there:
+        there.survive(*[LinkBreak(MID_FRAME_BYTES, "up", how)] * 3, chunks=30)
+        there.require_all_once()
 
 
 @pytest.mark.parametrize("way", ["up", "down", "both"])

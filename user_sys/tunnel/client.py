@@ -391,7 +391,7 @@ class TunnelClient:
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= next_heartbeat_s:
-                control.send(Envelope(Heartbeat(t_client_ns=time.monotonic_ns())))
+                link.beat(Heartbeat(t_client_ns=time.monotonic_ns()))
                 next_heartbeat_s = now + self._limits.heartbeat_s
             read_control = not self._reader.present
             if read_control:
@@ -433,7 +433,8 @@ class TunnelClient:
             case Refusal() as refusal:
                 raise Refused(f"{self.endpoint} refused us: {refusal.reason}")
             case Heartbeat() as echo:
-                self._clock.add(echo, time.monotonic_ns())
+                if line.channel is Channel.CONTROL:
+                    self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as answer if self._uplink is not None:
                 self._uplink.settle(answer)
                 self._tell_drained()

@@ -8,21 +8,16 @@ are not counted: they lie in a folder of this user.
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
-import struct
 import time
 
 import zmq
 
+from user_sys.tunnel.tcp_state import GONE, duplicate, tcp_state
+
 CHECK_S = 0.02
 """Between checks: an attacker on this very machine sends 20 MB meanwhile."""
 SLACK_BYTES = 1 << 20  # encryption adds 33 bytes to a frame; what the kernel holds counts too
-_TCP_INFO_BYTES = 136
-_BYTES_RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info, linux/tcp.h, since Linux 4.1
-_BYTES_RECEIVED_AT = 128
-_GONE = (errno.EBADF, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.ENOTCONN, errno.EINVAL)
 
 
 class FloodGuard:
@@ -64,18 +59,16 @@ class FloodGuard:
         return broken
 
     def _exceeds(self, descriptor: int) -> bool:
-        try:  # a duplicate, because libzmq may close its own at any moment
-            connection = socket.socket(fileno=os.dup(descriptor))
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
+        connection = duplicate(descriptor)
+        if connection is None:
             del self._handed_on[descriptor]
             return False
         with connection:
-            received = _received_bytes(connection)
-            if received is None:
+            state = tcp_state(connection)
+            if state is None:
                 del self._handed_on[descriptor]
                 return False
+            received = state.received_bytes
             if descriptor in self._heard:
                 self._handed_on[descriptor] = received
                 self._known.add(descriptor)
@@ -90,16 +83,5 @@ def _break(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in GONE:
             raise
-
-
-def _received_bytes(connection: socket.socket) -> int | None:
-    """What the kernel has received for a TCP connection; None for anything else."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except OSError as error:
-        if error.errno in _GONE:
-            return None
-        raise
-    return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0]) if len(info) == _TCP_INFO_BYTES else None

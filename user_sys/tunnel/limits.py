@@ -33,7 +33,8 @@ class TunnelLimits:
         pipe_messages: libzmq's high-water mark of each connection and direction.
         heartbeat_s: the client's heartbeat interval.
         dead_after_s: silence on the control channel that ends a session.
-        stuck_after_s: bytes that a bulk connection's other end does not acknowledge for so long end the session.
+        stuck_after_s: a bulk connection on which nothing has come for so long, or whose other end has not acknowledged
+            bytes for so long, ends the session.
         handshake_s: from the first byte to the end of the CURVE handshake, and from Hello to Welcome.
         backoff_min_s, backoff_max_s: the pause before a new connection is drawn between zero and a bound that starts
             with the first and doubles up to the second.

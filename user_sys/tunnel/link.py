@@ -11,12 +11,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from user_sys.errors import LinkDown, Refused
-from user_sys.messages import Grant
+from user_sys.messages import Grant, Heartbeat
 from user_sys.tunnel.credit import Window
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.sockets import Socket, Wakeup, configure, readable, receive_frames, send_frames
+from user_sys.tunnel.tcp_state import silence_s
 from user_sys.tunnel.wire import (
     FREE,
     Channel,
@@ -72,6 +73,7 @@ class Line:
         self._limits = limits
         self._lock = threading.Lock()
         self._closed = False
+        self._descriptor = -1  # of the connection itself, known with its first message
         self.fd = int(socket.getsockopt(zmq.FD))
 
     def send(self, envelope: Envelope) -> bool:
@@ -111,6 +113,8 @@ class Line:
             frames = None if self._closed else receive_frames(self.socket)
         if frames is None:
             return None
+        if self._descriptor < 0:
+            self._descriptor = int(frames[0].get(zmq.SRCFD))
         parts: list[Payload] = [frame.buffer for frame in frames]
         envelope = decode(self.channel, parts, self._limits)
         size, gauges = size_of(parts), self.outlet.gauges
@@ -126,6 +130,11 @@ class Line:
     def release(self, charge: int) -> bool:
         """A message was taken in. Returns whether a grant is due, which goes with the next flush."""
         return charge > 0 and self.window.release(1, charge)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came on the connection, whole messages or not."""
+        return silence_s(self._descriptor)
 
     @property
     def pending(self) -> bool:
@@ -163,6 +172,7 @@ class Link:
         self.lines: dict[Channel, Line] = {}
         self._monitors: list[Socket] = []
         self._wakeup = wakeup
+        self._stuck_after_s = limits.stuck_after_s
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._reads_control = True
@@ -211,6 +221,19 @@ class Link:
     def flush(self) -> bool:
         """Sends what is queued on each channel, control first; True when libzmq can take no more."""
         return any([line.flush() for line in self.lines.values()])
+
+    def beat(self, beat: Heartbeat) -> None:
+        """Shows the gateway that each connection carries what we send.
+
+        Raises:
+            LinkDown: nothing has come on one of those for bulk for `stuck_after_s`; the client judges control.
+        """
+        for channel, line in self.lines.items():
+            line.send(Envelope(beat))  # a full pipe is a beat of its own
+            if channel is not Channel.CONTROL and (silent_s := line.silent_s) > self._stuck_after_s:
+                raise LinkDown(
+                    f"{self.endpoint}: the {channel.name.lower()} connection was silent for {silent_s:.1f} s"
+                )
 
     def _raise_end(self, monitor: Socket) -> None:
         event = recv_monitor_message(monitor)

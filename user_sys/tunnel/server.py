@@ -274,13 +274,12 @@ class TunnelServer:
         ring_changed = self._keyring.refresh()
         for name in self._keyring.unreadable if ring_changed else ():
             logger.warning("tunnel.unreadable_key file=%s/%s", self._keyring.folder, name)
-        now = time.monotonic()
         for session in list(self._sessions.values()):
             entry = self._keyring.find(session.peer.public_key)
             if entry is None or not entry.may_be(session.peer.name, session.peer.role):
                 self._refuse(session, "this key was revoked")
-            elif now - session.heard_s > self._limits.dead_after_s:
-                self._end(session, f"silent for {now - session.heard_s:.1f} s")
+            elif silence := session.fallen_silent(self._limits):
+                self._end(session, silence)
 
     # Receiving
 
@@ -368,7 +367,11 @@ class TunnelServer:
     def _take_signal(self, session: Session, channel: Channel, envelope: Envelope) -> None:
         match envelope.message:
             case Heartbeat() as beat:
+                if channel is not Channel.CONTROL:
+                    return
                 session.heartbeat(beat, self._unix_ns())
+                for greeted in session.greeted:
+                    self._mark(session, greeted)
             case Grant() as grant:
                 session.grant(channel, grant)
             case message:
@@ -394,6 +397,8 @@ class TunnelServer:
             peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via)
             session = self._begin(peer, hello.stream)
         session.greeted.add(channel)
+        if channel is not Channel.CONTROL:
+            session.descriptors[channel] = int(frame.get(zmq.SRCFD))
         memory = session.memory
         known = channel is Channel.EXPERIENCE and memory.stream == hello.stream
         welcome = Welcome(

@@ -15,6 +15,7 @@ from user_sys.tunnel.keys import Role
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.states import SESSION, SessionState, StateMachine
+from user_sys.tunnel.tcp_state import silence_s
 from user_sys.tunnel.wire import AnyMessage, Channel, Envelope, Payload, encode
 
 SendTo = Callable[[list[Payload]], bool]
@@ -72,23 +73,39 @@ class Session:
         for channel, bounds in channel_limits(limits).items():
             self.outlets[channel] = Outlet(bounds, gauges[channel])
             self.windows[channel] = Window(bounds)
-        self._echo: Heartbeat | None = None
+        self.descriptors: dict[Channel, int] = {}  # libzmq's connections for bulk
+        self._echo: dict[Channel, Heartbeat] = {}
 
     @property
     def is_open(self) -> bool:
         return self.machine.state is SessionState.OPEN
 
     def heartbeat(self, beat: Heartbeat, unix_ns: int) -> None:
-        """The peer lives; the echo goes with the next flush."""
+        """The peer lives; the echo goes with the next flush of each channel.
+
+        On all of them, whichever ways its own beats are held up: only silence of a connection itself ends the session.
+        """
         self.heard_s = time.monotonic()
-        self._echo = Heartbeat(t_client_ns=beat.t_client_ns, t_gateway_unix_ns=unix_ns)
+        echo = Heartbeat(t_client_ns=beat.t_client_ns, t_gateway_unix_ns=unix_ns)
+        self._echo = dict.fromkeys(self.greeted, echo)
+
+    def fallen_silent(self, limits: TunnelLimits) -> str:
+        """Which connection has brought nothing for too long, in words; empty while all are alive."""
+        silent_s = time.monotonic() - self.heard_s
+        if silent_s > limits.dead_after_s:
+            return f"silent for {silent_s:.1f} s"
+        for channel, descriptor in self.descriptors.items():
+            if (silent_s := silence_s(descriptor)) > limits.stuck_after_s:
+                return f"its {channel.name.lower()} connection was silent for {silent_s:.1f} s"
+        return ""
 
     def flush(self, channel: Channel, send: SendTo) -> bool:
         """Sends an echo, a grant, and what is queued on a channel; True when libzmq can take no more."""
         if channel not in self.greeted:
             return False
-        if channel is Channel.CONTROL and self._echo is not None and send(encode(Envelope(self._echo))):
-            self._echo = None
+        echo = self._echo.get(channel)
+        if echo is not None and send(encode(Envelope(echo))):
+            del self._echo[channel]
         window = self.windows[channel]
         grant = window.due()
         if grant is not None and send(encode(Envelope(grant))):
