@@ -13,6 +13,7 @@ from tunnel_kit import QUICK, Recorder, chunk, hello, prepare, until
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import LinkDown, Refused, RunError, TunnelError
 from user_sys.messages import (
+    PROTOCOL_VERSION,
     Heartbeat,
     LeaseRequest,
     MetricsReport,
@@ -125,7 +126,7 @@ def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: Bench) -> 
 
 
 def test_another_protocol_version_is_refused_and_both_are_named(bench: Bench) -> None:
-    with pytest.raises(Refused, match=r"version 2, this peer 99"):
+    with pytest.raises(Refused, match=rf"version {PROTOCOL_VERSION}, this peer 99"):
         bench.dial("panda-0", protocol=99).wait_open(10)
 
 
