@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from disk_model import ROOT, Choice, CrashState, Dead, Disk, State
 from store_kit import chunk
 
@@ -21,6 +22,7 @@ from user_sys.store.block import CHUNK, summarise_records
 from user_sys.store.damage import QUARANTINE, quarantine, verify
 from user_sys.store.files import Files
 from user_sys.store.frame import Damage
+from user_sys.store.index import Index
 from user_sys.store.known import KnownChunks
 from user_sys.store.labels import DeleteLabel, Label, SuccessLabel
 from user_sys.store.log import LogReader, LogWriter
@@ -61,7 +63,7 @@ class Said(msgspec.Struct, frozen=True):
 
 def packet(episode: str, index: int) -> bytes:
     """The chunk that is stored under this name; of a size that depends on it."""
-    return chunk(episode, index, steps=2 + (len(episode) + index) % 3, end=index == 2, width=40 + 30 * index).encode()
+    return chunk(episode, index, steps=4 if index < 2 else 3, end=index == 2, width=40 + 30 * index).encode()
 
 
 @dataclass
@@ -339,7 +341,17 @@ def check_content(disk: Disk, said: Said, torn: bool) -> None:
         require(not lost, f"acknowledged and lost: {sorted(lost)}")
         for label in said.labels:
             require(label in reader.index.labels(label.episode), f"acknowledged and lost: {label}")
+        check_drawable(reader.index)
         check_damage(reader.damaged, torn)
+
+
+def check_drawable(index: Index) -> None:
+    """No step that can be sampled is followed by another episode's, or by one that is not the next."""
+    rows = np.flatnonzero(index.steps.alive)
+    after = index.successor(rows)
+    rows, after = rows[after >= 0], after[after >= 0]
+    follows = (index.episode_of(rows) == index.episode_of(after)) & (index.step_of(rows) + 1 == index.step_of(after))
+    require(bool(follows.all()), "a torn episode can be sampled")
 
 
 def check_damage(damaged: list[Damage], torn: bool) -> None:
