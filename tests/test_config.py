@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from draccus import ChoiceRegistry
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from user_sys.config import as_dict, load, save
@@ -141,6 +141,8 @@ def test_saved_configuration_loads_equal(path: Path) -> None:
     assert as_dict(config)["learner"]["codec"] == "bf16"
 
 
+@settings(deadline=None)
+@example(rate=1.0, name="\x85", layers=[], limit=None, label="")
 @given(
     rate=st.floats(allow_nan=False, allow_infinity=True),
     name=st.text(st.characters(blacklist_categories=["Cs"]), max_size=20),

@@ -61,7 +61,8 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str = "options"
 
 def save(config: object, path: Path) -> None:
     """Writes every value of `config` (a dataclass) as YAML, atomically; `load` of the file gives an equal config."""
-    text = yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
+    # Other than ASCII is escaped: YAML takes some of it, such as U+0085, for the end of a line.
+    text = yaml.safe_dump(as_dict(config), sort_keys=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
