@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,11 +110,29 @@ def test_a_curve_stays_small_in_order_and_within_its_values(values: list[float])
     assert view.x[-1] >= len(values) - 1 - len(values) / 8  # it reaches to now
 
 
+def jpeg(shade: int) -> bytes:
+    return bytes(simplejpeg.encode_jpeg(np.full((8, 8, 3), 16 * shade, np.uint8)))
+
+
+def claiming(height: int, width: int) -> bytes:
+    """A sound JPEG file of a few bytes whose header claims another size."""
+    file = bytearray(jpeg(1))
+    struct.pack_into(">HH", file, file.index(b"\xff\xc0") + 5, height, width)
+    return bytes(file)
+
+
+@pytest.mark.parametrize("picture", [b"", b"no picture", claiming(65_000, 65_000)], ids=["nothing", "noise", "bomb"])
+def test_browsers_get_no_picture_that_would_burst_them(hub: ConsoleHub, picture: bytes) -> None:
+    with pytest.raises(WireError, match="frame"):
+        hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), picture)
+    assert hub.picture("panda-0", "front") is None
+
+
 def test_a_picture_replaces_the_former_one(hub: ConsoleHub) -> None:
     for step in range(3):
-        hub.feed_picture(Preview(robot="panda-0", camera="front", step=step), b"jpeg%d" % step)
+        hub.feed_picture(Preview(robot="panda-0", camera="front", step=step), jpeg(step))
     picture = hub.picture("panda-0", "front")
-    assert picture is not None and (picture.step, picture.serial, picture.jpeg) == (2, 3, b"jpeg2")
+    assert picture is not None and (picture.step, picture.serial, picture.jpeg) == (2, 3, jpeg(2))
     assert hub.picture("panda-0", "rear") is None and hub.picture("nobody", "front") is None
     assert hub.view().robots[0].cameras == ("front",)
 
@@ -121,7 +142,7 @@ def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
         hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
     with pytest.raises(WireError, match="cameras"):
         for i in range(MAX_CAMERAS + 1):
-            hub.feed_picture(Preview(robot="panda-0", camera=str(i), step=0), b"")
+            hub.feed_picture(Preview(robot="panda-0", camera=str(i), step=0), jpeg(i))
     with pytest.raises(WireError, match="robot too many"):
         for i in range(MAX_ROBOTS + 1):
             hub.feed(status(f"r-{i}"))
@@ -164,7 +185,7 @@ def test_listeners_hear_everything_until_they_end_it(hub: ConsoleHub) -> None:
     heard: list[Any] = []
     end = hub.listen(heard.append)
     hub.feed(status())
-    hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), b"j")
+    hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), jpeg(0))
     end()
     hub.feed(status())
     assert len(heard) == 2

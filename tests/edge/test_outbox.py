@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.edge.outbox import ChunkTooLarge, Outbox, OutboxFull
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
 from user_sys.errors import StoreLocked
+from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 
 def packet(index: int, size_kb: int = 1) -> bytes:
@@ -143,3 +144,11 @@ def test_any_history_leaves_exactly_what_is_recorded_and_not_acknowledged(operat
                 outbox.acknowledge(acknowledged)
             assert indexes(outbox) == list(range(acknowledged + 1, durable))
         outbox.close()
+
+
+def test_a_chunk_that_could_never_be_sent_is_refused_and_holds_nothing_up(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path) as outbox:
+        with pytest.raises(ChunkTooLarge, match="smaller pictures"):
+            outbox.append(packet(0, size_kb=(MAX_CHUNK_BYTES >> 10) + 1))
+        outbox.append(packet(1))
+        assert indexes(outbox) == [1]

@@ -16,6 +16,7 @@ from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.pilots import rule_verdict
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig, Verdict
 from user_sys.episode import APPLIED, IMAGES, Chunk, EpisodeEnd, Phase, Source, decode_chunk
+from user_sys.errors import ConfigError
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.choosers import Uniform
 from user_sys.replay.features import Features
@@ -162,3 +163,21 @@ def test_the_learner_can_draw_every_step_whose_outcome_is_known(
         replay.listen(chooser.update)
         replay.refresh()
         assert len(chooser) == transitions
+
+
+def test_chunks_are_closed_before_they_grow_too_large_and_no_step_is_lost() -> None:
+    stage = Stage(RecorderConfig(raw_cameras=("front",), chunk_bytes=10_000))
+    ticks = stage.act(10, last=CUT)  # a picture of 3,072 bytes with every other step
+    headers = [chunk.header for chunk in stage.chunks]
+    assert len(headers) > 1 and max(map(len, stage.packets)) < 12_000
+    assert [h.first_step for h in headers] == [sum(h.steps for h in headers[:n]) for n in range(len(headers))]
+    assert sum(h.steps for h in headers) == 10 and headers[-1].end is not None
+    pictures = np.concatenate([chunk.columns[f"{IMAGES}front"] for chunk in stage.chunks])
+    np.testing.assert_array_equal(pictures, [t.frames["front"] for t in ticks[:-1] if "front" in t.frames])
+
+
+def test_raw_pictures_that_no_message_could_hold_are_refused_before_anything_is_recorded() -> None:
+    robot = FakeRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=1500))
+    record = RecorderConfig(raw_cameras=("front", "wrist"))
+    with pytest.raises(ConfigError, match=r"front, wrist .*raw_cameras"):
+        Recorder(robot.spec, "fake-0", "reach", "move to the goal", print, record)

@@ -10,7 +10,7 @@ from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import Refused, RunError, StoreFull, StoreLocked
+from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
 from user_sys.gateway.service import is_loopback, read_address
@@ -31,6 +31,7 @@ from user_sys.messages import (
     WeightsApplied,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
 
 
 def next_of(client: TunnelClient, kind: type, within_s: float = 10.0) -> object:
@@ -64,6 +65,22 @@ def test_chunks_become_durable_once_and_leave_the_outbox(run: Path) -> None:
         until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["duplicates"] == 10, "counted")  # type: ignore[attr-defined]
         site.clients[0].close()
     assert stored(run) == [("episode-0", index) for index in range(40)]
+
+
+def test_the_largest_chunk_that_an_outbox_takes_arrives(run: Path) -> None:
+    largest = chunk(0, floats=(MAX_CHUNK_BYTES - 2048) // 40)
+    assert MAX_CHUNK_BYTES - 2048 < len(largest) <= MAX_CHUNK_BYTES
+    with serving(run) as site, Outbox.open(run / "outbox") as outbox:
+        outbox.append(largest)
+        outbox.append(chunk(1))
+        assert site.client("panda-0", outbox).drain(20) == 0
+        site.clients[0].close()
+    assert stored(run) == [("episode-0", 0), ("episode-0", 1)]
+
+
+def test_a_gateway_that_would_not_take_every_chunk_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_message_bytes"):
+        TunnelLimits(max_message_bytes=MAX_CHUNK_BYTES)
 
 
 def test_a_chunk_that_can_never_be_stored_is_set_aside_and_the_next_are_taken(run: Path) -> None:

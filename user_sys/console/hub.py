@@ -17,6 +17,7 @@ from hal.spec import RobotSpec
 from user_sys.console.curves import Curve, CurveView, Window
 from user_sys.episode import Source
 from user_sys.errors import AuthorityError, WireError
+from user_sys.jpeg import jpeg_size
 from user_sys.messages import (
     EpisodeReport,
     MetricsReport,
@@ -152,10 +153,12 @@ class ConsoleHub:
         """Takes in a camera's frame in the place of its former one.
 
         Raises:
-            WireError: the frame is too large, or one camera too many; nothing was kept.
+            WireError: the frame is too large, claims to be, or is no JPEG file, or one camera too many; nothing was
+                kept: what browsers are shown they also unpack.
         """
         if len(jpeg) > MAX_JPEG_BYTES:
             raise WireError(f"a picture of {len(jpeg)} bytes; at most {MAX_JPEG_BYTES} are shown")
+        jpeg_size(jpeg)
         with self._lock:
             pictures = self._robot(preview.robot).pictures
             if preview.camera not in pictures and len(pictures) >= MAX_CAMERAS:

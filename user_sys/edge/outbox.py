@@ -36,6 +36,7 @@ from user_sys.store.files import NO_SPACE, REAL, Files
 from user_sys.store.log import LogReader, LogWriter, RecordRef
 from user_sys.store.manifest import Entry
 from user_sys.store.segments import choose, list_segments
+from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 from user_sys.tunnel.uplink import PendingChunk
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ JOINTS = 1000
 STREAM_BYTES = 16
 _STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
 _POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
+
+
+class ChunkTooLarge(StoreError):
+    """No gateway would take the chunk; trying again cannot help."""
 
 
 class OutboxFull(StoreFull):
@@ -112,10 +117,15 @@ class Outbox:
         """Records an encoded chunk and returns its sequence number. Durable on return, or after `sync`.
 
         Raises:
+            ChunkTooLarge: it could never be delivered; it was not recorded.
             OutboxFull: no room; the chunk was not recorded. It may be appended again.
             StoreError: the disk failed.
             WireError: it is no chunk.
         """
+        if len(packet) > MAX_CHUNK_BYTES:
+            raise ChunkTooLarge(
+                f"a chunk of {len(packet)} bytes; the limit is {MAX_CHUNK_BYTES}: record fewer or smaller pictures"
+            )
         with self._write_lock:
             if packet != self._last_unsynced:  # else a sync had found no space, and this is the second attempt
                 marks = mark(packet)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,8 +24,12 @@ from user_sys.episode import (
     frame_columns,
     new_episode_id,
 )
+from user_sys.errors import ConfigError
+from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 JPEG_QUALITY = 90
+OTHER_COLUMNS_BYTES = 1 << 20  # of one step, set apart for all that is no raw picture
+Picture: TypeAlias = bytes | Array | None  # a JPEG file, a raw picture, or None: the one before still stands
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,13 @@ class RecorderConfig:
 
     Attributes:
         chunk_steps: bounds what a crash of the edge can take: the steps since the last chunk.
+        chunk_bytes: a chunk is closed before its columns take more, unless one step alone does.
         cameras: whether pictures are recorded.
         raw_cameras: names of those whose pictures are kept as they are; the others' become JPEG files.
     """
 
     chunk_steps: int = 10
+    chunk_bytes: int = 4 << 20
     cameras: bool = True
     raw_cameras: tuple[str, ...] = ()
 
@@ -90,12 +98,14 @@ class Recorder:
         sink: Callable[[bytes], object],
         config: RecorderConfig = RecorderConfig(),
     ) -> None:
+        """Raises ConfigError: the raw pictures of one step would not fit into a chunk that can be sent."""
+        _require_raw_fits(spec, config)
         self._spec, self._robot, self._task, self._sentence = spec, robot, task, sentence
         self._sink, self._config = sink, config
         self.episode = ""
         self._columns: dict[str, list[ArrayLike]] = {}
-        self._pictures: dict[str, list[bytes | Array | None]] = {}
-        self._rows = 0
+        self._pictures: dict[str, list[Picture]] = {}
+        self._rows = self._bytes = 0
 
     def begin(self, source: Source, seed: int) -> str:
         """Opens an episode and returns its identifier. What was left of one that never ended is cut off."""
@@ -124,24 +134,32 @@ class Recorder:
             "t_inference_ns": np.int64(decision.t_inference_ns),
             "t_command_ns": np.int64(after.t_command_ns),
         }
-        for name, value in row.items():
-            self._columns.setdefault(name, []).append(value)
-        self._record_frames(before.frames)
-        self._rows += 1
+        self._append(row, self._pictures_of(before.frames))
         if verdict.over:
             end = EpisodeEnd(steps=self._first_step + self._rows, success=verdict.success, reward_source=verdict.source)
             self._flush(end, after.observation)
         elif self._rows == self._config.chunk_steps:
             self._flush(None, {})
 
-    def _record_frames(self, frames: Mapping[str, Array]) -> None:
-        if not self._config.cameras:
-            return
-        for camera in self._spec.cameras:
-            picture: bytes | Array | None = None
-            if (frame := frames.get(camera.name)) is not None:
-                picture = frame.copy() if camera.name in self._config.raw_cameras else encode_jpeg(frame)
-            self._pictures.setdefault(camera.name, []).append(picture)
+    def _append(self, row: Mapping[str, ArrayLike], pictures: Mapping[str, Picture]) -> None:
+        """Adds a step, to a new chunk where this one has no room for it."""
+        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, pictures.values()))
+        if self._rows and self._bytes + size > self._config.chunk_bytes:
+            self._flush(None, {})
+        for name, value in row.items():
+            self._columns.setdefault(name, []).append(value)
+        for camera, picture in pictures.items():
+            self._pictures.setdefault(camera, []).append(picture)
+        self._rows += 1
+        self._bytes += size
+
+    def _pictures_of(self, frames: Mapping[str, Array]) -> dict[str, Picture]:
+        pictures: dict[str, Picture] = {}
+        for camera in self._spec.cameras if self._config.cameras else ():
+            frame = frames.get(camera.name)
+            raw = camera.name in self._config.raw_cameras
+            pictures[camera.name] = None if frame is None else frame.copy() if raw else encode_jpeg(frame)
+        return pictures
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
         header = ChunkHeader(
@@ -168,7 +186,20 @@ class Recorder:
         self._clear()
 
     def _clear(self) -> None:
-        self._columns, self._pictures, self._rows = {}, {}, 0
+        self._columns, self._pictures, self._rows, self._bytes = {}, {}, 0, 0
+
+
+def _size_bytes(picture: Picture) -> int:
+    return 0 if picture is None else len(picture) if isinstance(picture, bytes) else picture.nbytes
+
+
+def _require_raw_fits(spec: RobotSpec, config: RecorderConfig) -> None:
+    raw = {camera.name: math.prod(camera.shape) for camera in spec.cameras if camera.name in config.raw_cameras}
+    if config.cameras and sum(raw.values()) > MAX_CHUNK_BYTES - OTHER_COLUMNS_BYTES:
+        raise ConfigError(
+            f"raw pictures of {', '.join(raw)} take {sum(raw.values())} bytes a step; a chunk may have "
+            f"{MAX_CHUNK_BYTES}: take some out of recorder.raw_cameras"
+        )
 
 
 def encode_jpeg(image: Array) -> bytes:

@@ -8,7 +8,8 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.episode import LENGTH, Chunk
-from user_sys.errors import DataSetError
+from user_sys.errors import DataSetError, WireError
+from user_sys.jpeg import jpeg_size, require_size
 
 Frame = bytes | Array  # a JPEG file, or uint8 (h, w, 3) RGB
 JPEG_QUALITY = 95
@@ -25,24 +26,26 @@ def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
 
 
 def frame_size(frame: Frame) -> tuple[int, int]:
-    """Height and width in pixels, without decoding the picture. Raises DataSetError where a JPEG file is damaged."""
-    import simplejpeg
+    """Height and width in pixels, without decoding the picture.
 
+    Raises:
+        DataSetError: a JPEG file is damaged, or claims more than `user_sys.jpeg.MAX_PIXELS`.
+    """
     if not isinstance(frame, bytes):
         return frame.shape[0], frame.shape[1]
     try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(frame)
-    except ValueError as error:
-        raise DataSetError(f"a frame is no JPEG file: {error}") from None
-    return height, width
+        return jpeg_size(frame)
+    except WireError as error:
+        raise DataSetError(str(error)) from None
 
 
 def decode(frame: Frame) -> Array:
-    """uint8 (h, w, 3), RGB. Raises DataSetError where a JPEG file is damaged."""
+    """uint8 (h, w, 3), RGB. Raises as `frame_size`, before memory is taken for the picture."""
     import simplejpeg
 
     if not isinstance(frame, bytes):
         return frame
+    frame_size(frame)
     try:
         picture: Array = simplejpeg.decode_jpeg(frame, colorspace="RGB")
     except ValueError as error:
@@ -70,16 +73,17 @@ def decode_file(content: bytes) -> Frame:
     """The frame in a picture file: a colour JPEG stays as it is, anything else becomes uint8 (h, w, 3).
 
     Raises:
-        DataSetError: no picture that Pillow knows.
+        DataSetError: no picture that Pillow knows, or one of more than `user_sys.jpeg.MAX_PIXELS`.
     """
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as picture:
+        with Image.open(io.BytesIO(content)) as picture:  # reads the header alone
+            require_size(picture.height, picture.width)
             if picture.format == "JPEG" and picture.mode == "RGB":
                 return content
             return np.asarray(picture.convert("RGB"))
-    except OSError as error:
+    except (OSError, WireError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataSetError(f"a frame is no picture: {error}") from None
 
 

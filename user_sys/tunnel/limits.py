@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from user_sys.errors import ConfigError
+
+MAX_CHUNK_BYTES = 12 << 20
+"""No encoded chunk is larger, and each gateway takes one of this size: otherwise it would be sent for ever."""
+RESERVE_BYTES = 64 << 10  # of a message beside its payload's own bytes: encryption
+
 
 @dataclass(frozen=True)
 class ChannelLimits:
@@ -28,7 +34,8 @@ class TunnelLimits:
 
     Attributes:
         max_message_bytes: the largest frame, and the most that a peer may send of a message before it is complete; one
-            that sends more is disconnected. It bounds what a peer can make this end hold.
+            that sends more is disconnected. It bounds what a peer can make this end hold. ConfigError where a chunk of
+            `MAX_CHUNK_BYTES` would not fit.
         max_record_bytes: the largest message frame, without its payload.
         pipe_messages: libzmq's high-water mark of each connection and direction.
         heartbeat_s: the client's heartbeat interval.
@@ -52,3 +59,8 @@ class TunnelLimits:
     handshake_s: float = 5.0
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        least = MAX_CHUNK_BYTES + RESERVE_BYTES
+        if self.max_message_bytes < least:
+            raise ConfigError(f"max_message_bytes is {self.max_message_bytes}; chunks need {least} at least")

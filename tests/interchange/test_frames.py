@@ -1,0 +1,57 @@
+"""Pictures in chunks and data sets may lie about their size: nothing is allocated for what they claim."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+from interchange_kit import picture
+from PIL import Image
+
+from user_sys.errors import DataSetError
+from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frame_size
+
+CLAIMED = struct.pack(">HH", 65_000, 65_000)
+
+
+def jpeg_bomb() -> bytes:
+    file = bytearray(encode_jpeg(picture("front", 0)))
+    at = file.index(b"\xff\xc0") + 5
+    file[at : at + 4] = CLAIMED
+    return bytes(file)
+
+
+def png_bomb(side: int) -> bytes:
+    """All of one colour: a few kilobytes, as honest as any."""
+    target = io.BytesIO()
+    Image.new("1", (side, side)).save(target, "PNG")
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("use", [decode, frame_size, decode_file])
+def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken(
+    use: Callable[[bytes], object],
+) -> None:
+    bomb = jpeg_bomb()
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataSetError, match="frame"):
+            use(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20, "codecs that are imported, and no picture"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("side", [6_000, 10_000, 20_000])
+def test_a_picture_file_of_too_many_pixels_is_refused(side: int) -> None:
+    with pytest.raises(DataSetError, match="frame is no picture"):
+        decode_file(png_bomb(side))
+
+
+def test_honest_pictures_pass() -> None:
+    honest = picture("front", 1)
+    assert frame_size(encode_jpeg(honest)) == decode(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
+    assert (decode_file(encode_png(honest)) == honest).all()
