@@ -420,7 +420,8 @@ class LogReader:
         self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, size: int, out: Sequence[memoryview]
     ) -> None:
         at = offset + RECORD_HEADER_BYTES + start
-        if self._files.pread_into(self._open(name, at + size).fd, out, at) < size:
+        opened = self._open(name, at + size)  # held until the read is done, or its descriptor might be closed
+        if self._files.pread_into(opened.fd, out, at) < size:
             raise StoreCorrupt(f"{self._path / str(name)} ends within record {ref.sequence}")
 
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
