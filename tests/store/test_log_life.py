@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +173,28 @@ def test_many_threads_read_while_segments_are_rewritten_under_them(tmp_path: Pat
         for thread in threads:
             thread.join(WAIT_S)
         assert not failures and not reader.damaged
+
+
+def test_a_read_goes_on_when_its_segment_is_mapped_anew_meanwhile(tmp_path: Path) -> None:
+    class Interrupted(Files):
+        meanwhile: Callable[[], object]
+
+        def pread_into(self, fd: int, out: Sequence[memoryview], offset: int) -> int:
+            self.meanwhile()
+            return super().pread_into(fd, out, offset)
+
+    files, out = Interrupted(), bytearray(100)
+    with LogWriter.open(tmp_path) as writer, LogReader.open(tmp_path, files=files) as reader:
+        first = writer.append(1, b"a" * 100)
+        writer.sync()
+        assert reader.read(first) == b"a" * 100
+        second = writer.append(1, b"b" * 100)
+        writer.sync()
+        files.meanwhile = lambda: reader.read(second)  # needs more of the file than was mapped
+        reader.read_into(first, 20, [memoryview(out)[:30], memoryview(out)[30:80]])
+        assert out == b"a" * 80 + bytes(20)
+        with pytest.raises(StoreError, match="of a record of 100"):
+            reader.read_into(first, 60, [memoryview(out)])
 
 
 def test_one_thread_appends_while_another_syncs(tmp_path: Path) -> None:
