@@ -15,7 +15,7 @@ import msgspec
 from crc32c import crc32c
 
 from user_sys.episode import Phase, Source, open_chunk
-from user_sys.store.files import Files, write_all
+from user_sys.store.files import Files, replace_durably
 from user_sys.store.log import RecordRef
 
 logger = logging.getLogger(__name__)
@@ -122,12 +122,4 @@ def read_dropped(files: Files, path: Path) -> Dropped:
 def write_dropped(files: Files, path: Path, dropped: Dropped) -> None:
     """Replaces the note; it is durable on return, and after a crash the old one or the new. Raises OSError."""
     body = msgspec.msgpack.encode(dropped)
-    fresh = path.with_suffix(".tmp")  # what a crash leaves of it, the log's writer removes
-    fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        write_all(files, fd, [crc32c(body).to_bytes(_CRC_BYTES, "little"), body], 0)
-        files.fsync(fd)
-    finally:
-        files.close(fd)
-    files.rename(fresh, path)
-    files.sync_folder(path.parent)
+    replace_durably(files, path, crc32c(body).to_bytes(_CRC_BYTES, "little") + body)

@@ -27,12 +27,11 @@ from typing import Self
 
 from crc32c import crc32c
 
-from hal.durable import replace_durably
 from user_sys.codec import decode_packet
 from user_sys.edge.dropped import WhenFull, mark, oldest_autonomous, read_dropped, write_dropped
 from user_sys.episode import ChunkHeader
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, WireError
-from user_sys.store.files import NO_SPACE, REAL, Files
+from user_sys.store.files import NO_SPACE, REAL, Files, replace_durably, write_all
 from user_sys.store.log import LogReader, LogWriter, RecordRef
 from user_sys.store.manifest import Entry
 from user_sys.store.segments import choose, list_segments
@@ -74,11 +73,11 @@ class Outbox:
     ) -> None:
         self.path, self.max_bytes, self.damaged = path, max_bytes, 0
         self._when_full, self._files = when_full, files
-        self.stream = _read_or_make_stream(path / "stream")
+        self.stream = _read_or_make_stream(files, path / "stream")
         self._writer, self._reader = writer, reader
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
-        self._position = os.open(path / "acknowledged", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._acknowledged = _read_position(self._position)
+        self._position = files.open(path / "acknowledged", os.O_RDWR | os.O_CREAT)
+        self._acknowledged = _read_position(files, self._position)
         self.dropped = read_dropped(files, path / "dropped")
         gone, there = self.dropped.sequences(), reader.records()
         self._refs = [ref for ref in there if ref.sequence > self._acknowledged and ref.sequence not in gone]
@@ -320,7 +319,7 @@ class Outbox:
             self._acknowledged = sequence
             del self._refs[: bisect.bisect_right(self._refs, sequence, key=lambda ref: ref.sequence)]
             body = struct.pack("<q", sequence)
-            os.pwrite(self._position, _POSITION.pack(sequence, crc32c(body)), 0)
+            write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
 
     def set_aside(self, sequence: int, reason: str) -> None:
         """Keeps a chunk that the gateway will never take in ``refused/``, where a person finds it."""
@@ -328,7 +327,7 @@ class Outbox:
         if chunk is None or chunk.sequence != sequence:
             return
         kept = self.path / "refused" / f"{sequence:012d}.chunk"
-        replace_durably(kept, bytes(chunk.packet))
+        replace_durably(self._files, kept, bytes(chunk.packet))
         logger.error("outbox.refused sequence=%d episode=%s kept=%s: %s", sequence, chunk.episode, kept, reason)
 
     def listen(self, appended: Callable[[], None] | None) -> None:
@@ -344,7 +343,7 @@ class Outbox:
                 return
             self._writer.close()
             self._reader.close()
-            os.close(self._position)
+            self._files.close(self._position)
             self._position = -1
 
     def __enter__(self) -> Self:
@@ -358,19 +357,23 @@ def _segment_bytes(max_bytes: int) -> int:
     return max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
 
 
-def _read_position(descriptor: int) -> int:
+def _read_position(files: Files, fd: int) -> int:
     """The acknowledged sequence; -1 where none was written whole."""
-    raw = os.pread(descriptor, _POSITION.size, 0)
+    raw = files.pread(fd, _POSITION.size, 0)
     if len(raw) < _POSITION.size:
         return -1
     sequence, checksum = _POSITION.unpack(raw)
     return int(sequence) if crc32c(raw[:8]) == checksum else -1
 
 
-def _read_or_make_stream(path: Path) -> str:
+def _read_or_make_stream(files: Files, path: Path) -> str:
     """The outbox's name; one that is torn or gone is replaced, which only means that chunks may be sent twice."""
-    name = path.read_text("ascii", "replace").strip() if path.exists() else ""
+    fd = files.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        name = files.pread(fd, 2 * STREAM_BYTES + 1, 0).decode("ascii", "replace").strip()
+    finally:
+        files.close(fd)
     if not _STREAM.fullmatch(name):
         name = secrets.token_hex(STREAM_BYTES)
-        replace_durably(path, name.encode() + b"\n")
+        replace_durably(files, path, name.encode() + b"\n")
     return name

@@ -121,6 +121,23 @@ def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> 
     return offset
 
 
+def replace_durably(files: Files, path: Path, content: bytes) -> None:
+    """Puts `content` at `path` in one step: a crash leaves the old bytes or the new. Raises OSError; blocks.
+
+    One thread at a time for each path. Its folder is made where it is missing.
+    """
+    files.make_folder(path.parent)
+    fresh = path.with_suffix(".tmp")  # what a crash leaves of it in a log's folder, its writer removes
+    fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(files, fd, [content], 0)
+        files.fsync(fd)
+    finally:
+        files.close(fd)
+    files.rename(fresh, path)
+    files.sync_folder(path.parent)
+
+
 def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
     """The head of `queue`, as much as one write should take."""
     buffers: list[Buffer] = []

@@ -45,14 +45,20 @@ class StoreWriter:
         self.path, self._log, self._known = path, log, known
 
     @classmethod
-    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, files: Files = REAL) -> Self:
+    def open(
+        cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, background: bool = True, files: Files = REAL
+    ) -> Self:
         """Opens or creates the store at `path`; reads the footers of what is sealed and scans the rest.
+
+        Arguments as `LogWriter.open`'s.
 
         Raises:
             StoreLocked: another process writes it.
             StoreFull, StoreVersion, StoreError: as `LogWriter.open`.
         """
-        log = LogWriter.open(path, segment_bytes=segment_bytes, summarise=summarise_records, files=files)
+        log = LogWriter.open(
+            path, segment_bytes=segment_bytes, summarise=summarise_records, background=background, files=files
+        )
         known = KnownChunks()
         try:
             with LogReader.open(path, files=files) as reader:
