@@ -8,7 +8,7 @@ RUN_EXTRAS := edge,sim,learner,interchange
 DEMO ?= full
 ARGS ?=
 FUZZ_S ?= 600
-CHAOS_TUNNEL := tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile.py
+CHAOS_TUNNEL := tests/tunnel/test_simulation.py tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile.py
 DEMO_CONFIG_full := configs/demo.yaml
 DEMO_CONFIG_smoke := configs/demo-smoke.yaml
 ifeq ($(DEMO_CONFIG_$(DEMO)),)

@@ -118,7 +118,8 @@ class TunnelServer:
         self._sessions: dict[bytes, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._memory: dict[str, Memory] = {}
-        self._waiting: dict[Channel, set[Session]] = {c: set() for c in Channel}  # who has something to be sent
+        # Who has something to be sent, in the order in which it came.
+        self._waiting: dict[Channel, dict[Session, None]] = {channel: {} for channel in Channel}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
@@ -213,7 +214,7 @@ class TunnelServer:
     def _mark(self, session: Session, channel: Channel) -> None:
         with self._lock:
             if self._sessions.get(session.peer.session) is session:
-                self._waiting[channel].add(session)
+                self._waiting[channel][session] = None
         if threading.get_ident() != self._ident:
             self._wakeup.set()
 
@@ -383,6 +384,9 @@ class TunnelServer:
     def _greet(
         self, routing_id: bytes, channel: Channel, session: Session | None, hello: Hello, frame: zmq.Frame
     ) -> None:
+        if session is None and channel is not Channel.CONTROL:
+            self.counters["stray"] += 1  # its session is over; the client gives up waiting and opens another
+            return
         public, address = str(frame.get("User-Id")), str(frame.get("Peer-Address"))
         entry = self._keyring.find(public)
         why = objection(routing_id, channel, session, hello, entry)
@@ -409,21 +413,34 @@ class TunnelServer:
         send_frames(self._router, [routing_id, *encode(Envelope(welcome))])
         self._mark(session, channel)
         if len(session.greeted) == len(Channel) and not session.is_open:
-            session.machine.enter(SessionState.OPEN)
-            logger.info("tunnel.opened peer=%s role=%s address=%s", session.peer.name, session.peer.role, address)
-            self._tell_audit("opened", session.peer, f"through {session.peer.via}" if session.peer.via else "")
-            self._handler.peer_opened(session.peer)
+            self._open(session)
 
     def _begin(self, peer: Peer, stream: str) -> Session:
-        former = self._by_name.get(peer.name)
-        if former is not None:
-            self._refuse(former, f"another session of {peer.name} has taken over")
+        """A session that is not open yet leaves the open one of that name alone.
+
+        Its Hello may have been under way for long, and its client be another session by now, even the open one's.
+        """
+        unfinished = [s for s in self._sessions.values() if s.peer.name == peer.name and not s.is_open]
+        for former in unfinished:
+            self._end(former, "greeted again")
         memory = self._memory.setdefault(peer.name, Memory())
         session = Session(peer, self._limits, memory, self.gauges, stream)
         with self._lock:
             self._sessions[peer.session] = session
-            self._by_name[peer.name] = session
         return session
+
+    def _open(self, session: Session) -> None:
+        """Its client has heard each Welcome but the last: it lives, and takes over from its former session."""
+        peer = session.peer
+        former = self._by_name.get(peer.name)
+        if former is not None:
+            self._refuse(former, f"another session of {peer.name} has taken over")
+        session.machine.enter(SessionState.OPEN)
+        with self._lock:
+            self._by_name[peer.name] = session
+        logger.info("tunnel.opened peer=%s role=%s address=%s", peer.name, peer.role, peer.address)
+        self._tell_audit("opened", peer, f"through {peer.via}" if peer.via else "")
+        self._handler.peer_opened(peer)
 
     def _refuse(self, session: Session, why: str) -> None:
         """Ends a session for good: its client will not come back by itself."""
@@ -435,7 +452,7 @@ class TunnelServer:
         peer, was_open = session.peer, session.is_open
         with self._lock:
             for waiting in self._waiting.values():
-                waiting.discard(session)
+                waiting.pop(session, None)
             self._sessions.pop(peer.session, None)
             if self._by_name.get(peer.name) is session:
                 del self._by_name[peer.name]

@@ -1,0 +1,276 @@
+"""A network between simulated machines, seen through what the tunnel uses of libzmq.
+
+A connection is TCP's: what arrives does so whole and in order, and is the beginning of what was sent. Connections are
+independent of each other. A broken one loses an end of what was under way in each direction; what its client had sent
+may still arrive after the client has opened another. The gateway is not told of a broken connection.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import zmq
+from sim_runtime import Runtime, Task
+
+from user_sys.errors import LinkDown
+from user_sys.tunnel.keys import KeyPair
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.link import Line, Link
+from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.session import channel_limits
+from user_sys.tunnel.wire import SESSION_BYTES, Channel
+
+UP, DOWN = "up", "down"
+
+
+@dataclass(eq=False)
+class Frame:
+    """One part of a message; the router tells whose it is."""
+
+    body: bytes
+    more: bool = False
+    public: str = ""
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self.body)
+
+    @property
+    def bytes(self) -> bytes:
+        return self.body
+
+    def get(self, key: str) -> str:
+        return self.public if key == "User-Id" else f"of {self.public}"
+
+
+@dataclass(eq=False)
+class Pipe:
+    """One direction of a connection: messages and when each arrives."""
+
+    waiting: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
+    last_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Connection:
+    edge: str
+    routing_id: bytes
+    client: Task
+    pipes: dict[str, Pipe] = field(default_factory=lambda: {UP: Pipe(), DOWN: Pipe()})
+    open: bool = True
+
+
+class Network:
+    """Every edge's way to the one gateway.
+
+    Attributes:
+        slow_s: the bound of a message's delay.
+        blocked: (edge, direction) pairs where nothing arrives.
+        most_waiting: the longest that a direction of a connection has been.
+    """
+
+    def __init__(self, runtime: Runtime, limits: TunnelLimits) -> None:
+        self.runtime, self.limits = runtime, limits
+        self.slow_s = 0.02
+        self.blocked: set[tuple[str, str]] = set()
+        self.connections: dict[bytes, Connection] = {}
+        self.gateway: Task | None = None
+        self.most_waiting = 0
+
+    def dial(self, edge: str, routing_id: bytes, client: Task) -> Connection:
+        connection = Connection(edge, routing_id, client, open=self.gateway is not None)
+        if connection.open:
+            self.connections[routing_id] = connection
+        return connection
+
+    def send(self, connection: Connection, direction: str, frames: list[bytes]) -> None:
+        """Raises ZMQError when libzmq could take no more, or knows that the peer is gone."""
+        pipe, runtime = connection.pipes[direction], self.runtime
+        if not connection.open:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        if len(pipe.waiting) >= self.limits.pipe_messages:
+            raise zmq.ZMQError(errno.EAGAIN)
+        pipe.last_s = max(pipe.last_s, runtime.now_s + runtime.rng.random() ** 3 * self.slow_s)
+        pipe.waiting.append((pipe.last_s, frames))
+        self.most_waiting = max(self.most_waiting, len(pipe.waiting))
+        self._announce(connection, direction)
+
+    def _announce(self, connection: Connection, direction: str) -> None:
+        task = self.gateway if direction == UP else connection.client
+        waiting = connection.pipes[direction].waiting
+        if task is not None and waiting and (connection.edge, direction) not in self.blocked:
+            self.runtime.poke(task, max(0.0, waiting[0][0] - self.runtime.now_s))
+
+    def arrived(self, connection: Connection, direction: str) -> bool:
+        waiting = connection.pipes[direction].waiting
+        here = bool(waiting) and waiting[0][0] <= self.runtime.now_s
+        return here and (connection.edge, direction) not in self.blocked
+
+    def take(self, connection: Connection, direction: str) -> list[bytes]:
+        frames = connection.pipes[direction].waiting.popleft()[1]
+        self._announce(connection, direction)
+        return frames
+
+    def break_connection(self, connection: Connection) -> None:
+        """A reset, or its client has closed it."""
+        if not connection.open:
+            return
+        connection.open = False
+        waiting = connection.pipes[UP].waiting
+        for _ in range(self.runtime.rng.randint(0, len(waiting))):
+            waiting.pop()
+        connection.pipes[DOWN].waiting.clear()
+        self.runtime.poke(connection.client)
+
+    def forget(self) -> None:
+        """The gateway's end is gone, with all that was under way."""
+        self.gateway = None
+        for connection in self.connections.values():
+            connection.open = False
+            self.runtime.poke(connection.client)
+        self.connections.clear()
+
+    def heal(self) -> None:
+        self.blocked.clear()
+        for connection in self.connections.values():
+            for direction in (UP, DOWN):
+                self._announce(connection, direction)
+
+    def sweep(self) -> None:
+        """Forgets broken connections of which all has arrived."""
+        self.connections = {key: c for key, c in self.connections.items() if c.open or c.pipes[UP].waiting}
+
+
+class _Socket:
+    """What both ends use of a libzmq socket."""
+
+    def __init__(self) -> None:
+        self._out: list[bytes] = []
+        self._in: deque[Frame] = deque()
+
+    def send(self, frame: bytes | memoryview, flags: int, copy: bool) -> None:
+        self._out.append(bytes(frame))
+        if flags & zmq.SNDMORE:
+            return
+        frames, self._out = self._out, []
+        self._send(frames)
+
+    def recv(self, flags: int, copy: bool) -> Frame:
+        if not self._in:
+            frames, public = self._receive()
+            self._in.extend(Frame(body, at < len(frames) - 1, public) for at, body in enumerate(frames))
+        return self._in.popleft()
+
+    def getsockopt(self, option: int) -> int:
+        return zmq.POLLIN if option == zmq.EVENTS and self._readable() else 0
+
+    def _send(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _receive(self) -> tuple[list[bytes], str]:
+        raise NotImplementedError
+
+    def _readable(self) -> bool:
+        raise NotImplementedError
+
+
+class Dealer(_Socket):
+    def __init__(self, network: Network, connection: Connection) -> None:
+        super().__init__()
+        self._network, self.connection = network, connection
+
+    def _send(self, frames: list[bytes]) -> None:
+        self._network.send(self.connection, UP, frames)
+
+    def _receive(self) -> tuple[list[bytes], str]:
+        return self._network.take(self.connection, DOWN), ""
+
+    def _readable(self) -> bool:
+        return self._network.arrived(self.connection, DOWN)
+
+    def disable_monitor(self) -> None:
+        return
+
+    def close(self, linger_ms: int) -> None:
+        self._network.break_connection(self.connection)
+
+
+class Router(_Socket):
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self._network = network
+
+    def _send(self, frames: list[bytes]) -> None:
+        connection = self._network.connections.get(frames[0])
+        if connection is None:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        self._network.send(connection, DOWN, frames[1:])
+
+    def _ready(self) -> list[Connection]:
+        return [c for c in self._network.connections.values() if self._network.arrived(c, UP)]
+
+    def _receive(self) -> tuple[list[bytes], str]:
+        connection = self._network.runtime.rng.choice(self._ready())
+        return [connection.routing_id, *self._network.take(connection, UP)], connection.edge
+
+    def _readable(self) -> bool:
+        return bool(self._ready())
+
+
+class SimLink(Link):
+    """A link whose connections are simulated; its lines are the real ones."""
+
+    network: Network  # of the simulation that runs
+
+    def __init__(
+        self,
+        contexts: object,
+        endpoint: str,
+        keys: KeyPair,
+        server_key: str,
+        limits: TunnelLimits,
+        outlets: Mapping[Channel, Outlet],
+        wakeup: object,
+    ) -> None:
+        self.endpoint, self.lines = endpoint, {}
+        runtime = self.network.runtime
+        assert runtime.running is not None
+        session = runtime.rng.randbytes(SESSION_BYTES)
+        self._connections: list[Connection] = []
+        for channel, window in channel_limits(limits).items():
+            connection = self.network.dial(keys.public, channel.value + session, runtime.running)
+            self._connections.append(connection)
+            socket = Dealer(self.network, connection)
+            self.lines[channel] = Line(socket, outlets[channel], window, limits, channel)  # type: ignore[arg-type]
+
+    def wait(self, timeout_s: float, read_control: bool = True) -> None:
+        self.network.runtime.pause(0.0 if any(line.pending for line in self.lines.values()) else max(0.0, timeout_s))
+        if not all(connection.open for connection in self._connections):
+            raise LinkDown(f"{self.endpoint}: the connection ended")
+
+    def close(self, farewell_ms: int = 0) -> None:
+        for line in self.lines.values():
+            line.close(farewell_ms)
+
+
+class SimWakeup:
+    """Wakes the process that made it."""
+
+    def __init__(self) -> None:
+        self._process = SimLink.network.runtime.current
+
+    def set(self) -> None:
+        if self._process is not None and self._process.alive:
+            self._process.poke()
+
+    def clear(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def fileno(self) -> int:
+        return -1

@@ -1,0 +1,509 @@
+"""Edges, a gateway with its store, and a learner, on machines that are killed, lose power, sleep and are cut off.
+
+Real: `Outbox`, `TunnelClient` with all that its thread does, `TunnelServer`'s protocol, `Committer`, `StoreWriter`, the
+log below both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads and
+clocks (`sim_runtime`), the server's poll loop, the recorder, and of the gateway what is not about chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+from sim_network import DOWN, UP, Network, Router, SimLink, SimWakeup
+from sim_runtime import Process, Runtime
+
+from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.episode import Chunk, decode_chunk
+from user_sys.errors import StoreError
+from user_sys.gateway import commit
+from user_sys.gateway.config import GatewayConfig
+from user_sys.messages import PROTOCOL_VERSION, ChunkAck, ChunkOffer, ChunkRefusal, Hello
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK, StoreReader, StoreWriter
+from user_sys.tunnel import client, gatekeeper, outlet, reader, server, session, uplink
+from user_sys.tunnel.backoff import Backoff
+from user_sys.tunnel.keys import AllowedKey, KeyPair
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.tunnel.server import Peer
+from user_sys.tunnel.wire import AnyMessage, Payload
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from disk_model import ROOT, Choice, Disk, Event, State  # noqa: E402  (the store's tests have the model)
+from store_kit import chunk  # noqa: E402
+
+logger = logging.getLogger("simulation")
+
+WINDOW = ChannelLimits(window_messages=5, window_bytes=24 << 10)
+LIMITS = TunnelLimits(experience=WINDOW, pipe_messages=8)
+CONFIG = GatewayConfig(commit_bytes=16 << 10)
+OUTBOX_BYTES = 256 << 10
+STORE_SEGMENT_BYTES = 48 << 10
+CHUNK_BYTES = 8 << 10  # none is larger
+EDGES = ("panda-0", "panda-1", "ur5e-0")
+TROUBLE_S = 10.0
+QUIET_WITHIN_S = 120.0
+LEARNER_SAMPLES = 4
+
+Key = tuple[str, int]
+
+
+class Violation(AssertionError):
+    """A promise that was broken."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def robot_of(episode: str) -> str:
+    return episode.rsplit(".", 1)[0]
+
+
+def chunks_of(episode: str) -> int:
+    """How many chunks an episode has that is not cut off."""
+    return 1 + int(episode.rsplit(".", 1)[1]) * 7 % 4
+
+
+@functools.cache
+def packet(episode: str, index: int) -> bytes:
+    """The chunk of that name; of a size that depends on it."""
+    made = chunk(episode, index, end=index == chunks_of(episode) - 1, width=20 + (len(episode) + 97 * index) % 300)
+    return Chunk(msgspec.structs.replace(made.header, robot=robot_of(episode)), made.columns, made.final).encode()
+
+
+class PlainDisk(Disk):
+    """Does not look for who asked for a sync."""
+
+    def record(self, event: Event) -> None:
+        self.trace.append(event)
+        if len(self.trace) == self.kill_at:
+            self.kill()
+
+
+class Machine:
+    """A disk, and whether its power is on."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.disk = PlainDisk()
+        self.process: Process | None = None
+
+    def start(self) -> None:
+        """Starts the process if it does not run; a start that fails is tried again."""
+        if self.process is not None:
+            return
+        self.process = process = Process(self.world.runtime, self.name)
+        self._epoch = self.disk.epoch
+        try:
+            with self.world.runtime.within(process):
+                self.run(process)
+        except (StoreError, OSError) as error:
+            self.world.tell(f"{self.name} did not start: {error}")
+            require(self.was_killed, f"{self.name} cannot start: {error!r}")
+            self.stop()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether an operation of its disk was the process's last."""
+        return self.disk.epoch != self._epoch
+
+    def run(self, process: Process) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Kills the process; the disk is as the page cache has it."""
+        self.disk.kill()
+        self.disk.kill_at = -1
+        if self.process is not None:
+            process, self.process = self.process, None
+            process.kill()
+
+    def lose_power(self) -> None:
+        rng = self.world.runtime.rng
+        self.stop()
+        state = State(dict(self.disk.start.durable), {}, dict(self.disk.start.names), [])
+        for event in self.disk.trace:
+            state.advance(event)
+        chances = (0.0, 0.5, 1.0)
+        left = state.outcome(Choice(rng.choice(chances), rng.choice(chances), rng, rng.random() < 0.3))
+        self.disk = PlainDisk(left)
+
+
+class Edge(Machine):
+    """Records chunk after chunk; what the outbox said is durable is `promised`."""
+
+    outbox: Outbox
+    client: client.TunnelClient
+
+    def run(self, process: Process) -> None:
+        runtime = self.world.runtime
+        self.outbox = Outbox.open(ROOT, max_bytes=OUTBOX_BYTES, files=self.disk.files())
+        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=self.name)
+        keys = KeyPair(self.name, "secret")
+        self.client = client.TunnelClient("tcp://sim", keys, "gateway", hello, outbox=self.outbox, limits=LIMITS)
+        self.client.start()
+        self._begin_episode()
+        self._unsynced: list[Key] = []
+        process.every("record", functools.partial(self._record, runtime.rng), woken=False)
+
+    def _begin_episode(self) -> None:
+        self._episode, self._index = f"{self.name}.{self.world.next_episode()}", 0
+
+    def _record(self, rng: random.Random) -> float:
+        if not self.world.recording:
+            return math.inf
+        try:
+            self._append(sync=rng.random() < 0.7)
+        except OutboxFull:
+            self.world.tell(f"{self.name} pauses: its outbox is full")
+            return 1.0
+        require(self.outbox.used_bytes <= OUTBOX_BYTES + CHUNK_BYTES, f"the outbox of {self.name} is beyond its bound")
+        if self._index == chunks_of(self._episode):
+            self._begin_episode()
+        return rng.random() * 1.0
+
+    def _append(self, sync: bool) -> None:
+        key = (self._episode, self._index)
+        self.outbox.append(packet(*key), sync=sync)
+        self._unsynced.append(key)
+        self._index += 1
+        if sync:
+            self.world.promised[self.name] += self._unsynced
+            self._unsynced = []
+
+    def finish(self) -> None:
+        """The recorder's last sync."""
+        self.outbox.sync()
+        self.world.promised[self.name] += self._unsynced
+        self._unsynced = []
+
+
+class Ring:
+    """Lets every edge in, by its name for a key."""
+
+    unreadable: tuple[str, ...] = ()
+
+    def find(self, public: str) -> AllowedKey | None:
+        return AllowedKey(public=public, name=public, role="robot") if public in EDGES else None
+
+    def refresh(self) -> bool:
+        return False
+
+
+class Cloud(Machine):
+    """The gateway: the server's protocol, the committer, the store."""
+
+    server: server.TunnelServer
+    committer: commit.Committer
+
+    def run(self, process: Process) -> None:
+        world = self.world
+        self._answered: dict[tuple[bytes, int], bool] = {}
+        self._resumed: dict[bytes, int] = {}
+        files = self.disk.files()
+        writer = StoreWriter.open(ROOT, segment_bytes=STORE_SEGMENT_BYTES, background=False, files=files)
+        self.server = found = server.TunnelServer(
+            "tcp://sim", KeyPair("gateway", "secret"), Ring(), self, LIMITS, unix_ns=world.runtime.time_ns
+        )
+        found._router = Router(world.network)
+        found._floods = SimpleNamespace(heard=lambda frame: None)
+        found._gate = SimpleNamespace(authenticate=lambda: None, watch=lambda: None)
+        found._wakeup = SimWakeup()
+        self.committer = commit.Committer(writer, self._answer, found.release, CONFIG)
+        self.committer.start()
+        self._next_tick_s = 0.0
+        world.network.gateway = process.every("serve", self._serve)
+
+    def stop(self) -> None:
+        self.world.network.forget()
+        super().stop()
+
+    def _serve(self) -> float:
+        """What `TunnelServer._serve` does between two polls."""
+        now_s = self.world.runtime.now_s
+        self.server._receive()
+        retry_s = self.server._flush()
+        if now_s >= self._next_tick_s:
+            self.server._tick()
+            self._next_tick_s = now_s + server.TICK_S
+        self.world.network.sweep()
+        require(self.server.counters["malformed"] == 0, "the gateway found an honest edge malformed")
+        bound = 2 * len(EDGES) * (WINDOW.window_bytes + CHUNK_BYTES)
+        require(self.committer.queued_bytes <= bound, "the committer's queue is beyond its bound")
+        return 0.0 if self.server._router._readable() else retry_s
+
+    # The handler
+
+    def objection(self, hello: Hello) -> str:
+        return ""
+
+    def peer_opened(self, peer: Peer) -> None:
+        self._resumed[peer.session] = self.server._sessions[peer.session].memory.durable
+        self.world.tell(f"gateway opened {peer.name}, which resumes after {self._resumed[peer.session]}")
+
+    def peer_closed(self, peer: Peer, reason: str) -> None:
+        self.world.tell(f"gateway closed {peer.name}: {reason}")
+        self.committer.forget(peer)
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        if isinstance(message, ChunkOffer) and payload is not None:
+            resumed = self._resumed.get(peer.session, -1)
+            require(message.sequence > resumed, f"{peer.name} resent {message.sequence}; {resumed} is durable")
+            self.committer.offer(peer, message, payload)
+
+    def _answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
+        require(isinstance(answer, ChunkAck), f"an honest chunk was refused: {answer}")
+        if any(open_peer.session == peer.session for open_peer in self.server.peers("robot")):
+            self.server.send(peer.name, answer)
+
+
+class Learner:
+    """Follows the store on the cloud's disk through its index, and samples it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._reader: StoreReader | None = None
+        self._disk: Disk | None = None
+        self.process = Process(world.runtime, "learner")
+        self.process.every("learn", self._step)
+
+    def _step(self) -> float:
+        disk = self.world.cloud.disk
+        if self._disk is not disk:  # its machine has started anew
+            self._reader, self._disk = None, disk
+        if self._reader is None:
+            with suppress(StoreError):
+                self._files = disk.files()
+                self._reader = StoreReader.open(ROOT, files=self._files)
+        if self._reader is not None:
+            self._files.epoch = disk.epoch  # it outlives the gateway
+            self._reader.refresh()
+            self.sample(self._reader)
+        return self.world.runtime.rng.random() * 4.0
+
+    def sample(self, store: StoreReader) -> None:
+        """Some episodes, read whole: complete ones have all their steps, others all up to what has come."""
+        rng, episodes = self.world.runtime.rng, store.index.episodes
+        for _ in range(min(LEARNER_SAMPLES, len(episodes.ids.names))):
+            self.check_episode(store, rng.randrange(len(episodes.ids.names)))
+
+    def check_episode(self, store: StoreReader, row: int) -> int:
+        """Walks an episode by the index; returns how many of its chunks are there in order."""
+        index = store.index
+        name, chunks = index.episodes.ids.names[row], index.chunks
+        at = next(iter(np.flatnonzero((chunks.episode[:] == row) & (chunks.index[:] == 0)).tolist()), -1)
+        found = 0
+        while at >= 0:
+            read = store.packed(at)
+            require((read.header.episode, read.header.index) == (name, found), f"{name}: chunk {found} is out of order")
+            require(bytes(read.packet.view) == packet(name, found), f"{name}: chunk {found} is not what was recorded")
+            at, found = int(chunks.next_chunk[at]), found + 1
+        if index.episodes.complete[row]:
+            require(found == chunks_of(name), f"{name} is called complete with {found} of {chunks_of(name)} chunks")
+        return found
+
+
+class World:
+    """One simulation; see `run`."""
+
+    def __init__(self, seed: int, verbose: bool = False) -> None:
+        self.seed, self.verbose = seed, verbose
+        self.runtime = Runtime(random.Random(seed))
+        self.network = SimLink.network = Network(self.runtime, LIMITS)
+        self.promised: dict[str, list[Key]] = defaultdict(list)
+        self.recording = True
+        self.faults: Counter[str] = Counter()
+        self._episodes = 0
+        self.edges = [Edge(self, name) for name in EDGES[: 1 + seed % len(EDGES)]]
+        self.cloud = Cloud(self, "gateway")
+        self.learner = Learner(self)
+
+    def tell(self, what: str) -> None:
+        if self.verbose:
+            print(f"{self.runtime.now_s - 1000:9.4f}  {what}")
+
+    def next_episode(self) -> int:
+        self._episodes += 1
+        return self._episodes
+
+    @property
+    def machines(self) -> list[Machine]:
+        return [*self.edges, self.cloud]
+
+    def run(self) -> None:
+        """Raises Violation."""
+        with self._patches():
+            try:
+                self._live()
+            finally:
+                for machine in self.machines:
+                    machine.stop()
+
+    def _live(self) -> None:
+        self.tell(f"seed {self.seed}: {len(self.edges)} edges")
+        end_s = self.runtime.now_s + TROUBLE_S
+        while self.runtime.now_s < end_s:
+            for machine in self.machines:
+                if self.runtime.rng.random() < 0.7:
+                    machine.start()
+            self._pass(self.runtime.rng.expovariate(1.0))
+            self._trouble()
+        self._come_to_rest()
+        self._check()
+
+    def _pass(self, seconds: float) -> None:
+        """Lets time go by, and buries who was killed by his disk or has failed."""
+        end_s = self.runtime.now_s + seconds
+        while self.runtime.now_s < end_s:
+            self.runtime.run_until(min(end_s, self.runtime.now_s + 0.5))
+            failure = self.cloud.committer.failure if self.cloud.process else None
+            if failure is not None:
+                require(self.cloud.was_killed, f"the committer failed: {failure!r}")
+                self.cloud.stop()
+
+    # Faults
+
+    def _trouble(self) -> None:
+        rng = self.runtime.rng
+        fault = rng.choice(TROUBLES)
+        self.faults[fault.__name__] += 1
+        fault(self, rng.choice(self.edges))
+
+    def _patches(self) -> contextmanager[None]:  # type: ignore[type-arg]
+        rng = self.runtime.rng
+        return self.runtime.patched(
+            {
+                client: {
+                    "Contexts": lambda: SimpleNamespace(close=lambda: None),
+                    "Link": SimLink,
+                    "nearest": lambda endpoint, key: endpoint,
+                    "Backoff": lambda low, high: Backoff(low, high, rng),
+                    "prefer_latency": lambda: None,
+                    "Wakeup": SimWakeup,
+                },
+                reader: {"Wakeup": SimWakeup},
+                **dict.fromkeys((server, session, outlet, uplink, commit, gatekeeper), {}),
+            }
+        )
+
+    # The end
+
+    def _come_to_rest(self) -> None:
+        self.tell("no more faults")
+        self.network.heal()
+        self.network.slow_s = 0.02
+        self.recording = False
+        for machine in self.machines:
+            if machine.process is not None:
+                machine.process.frozen_until_s = 0.0
+            machine.disk.kill_at = -1
+        deadline_s = self.runtime.now_s + QUIET_WITHIN_S
+        for edge in self.edges:
+            edge.start()
+            edge.finish()
+        while any(len(edge.outbox) for edge in self.edges):
+            for machine in self.machines:
+                machine.start()
+            self._pass(1.0)
+            states = {edge.name: (edge.client.state.value, edge.client.reason) for edge in self.edges}
+            left = {edge.name: len(edge.outbox) for edge in self.edges}
+            require(self.runtime.now_s < deadline_s, f"not at rest after {QUIET_WITHIN_S} s: {left} {states}")
+
+    def _check(self) -> None:
+        if self.runtime.rng.random() < 0.5:
+            self.cloud.lose_power()
+        with StoreReader.open(ROOT, files=self.cloud.disk.files()) as store:
+            store.refresh()
+            require(not store.damaged or self.faults["power_cut"] > 0, f"damaged: {store.damaged}")
+            names = store.index.episodes.ids.names
+            whole = {name: self.learner.check_episode(store, row) for row, name in enumerate(names)}
+        for key in (key for keys in self.promised.values() for key in keys):
+            require(key[1] < whole.get(key[0], 0), f"recorded and not in the store: {key}")
+        times = Counter(stored(self.cloud.disk))
+        require(not times or max(times.values()) == 1, f"twice in the store: {times.most_common(1)}")
+
+
+def stored(disk: Disk) -> Iterator[Key]:
+    with LogReader.open(ROOT, files=disk.files()) as log:
+        for ref in log.records():
+            if ref.kind == CHUNK:
+                header = decode_chunk(log.read(ref)).header
+                yield header.episode, header.index
+
+
+# What can go wrong
+
+
+def kill(world: World, edge: Edge) -> None:
+    machine = world.runtime.rng.choice(world.machines)
+    world.tell(f"kill {machine.name}")
+    machine.stop()
+
+
+def power_cut(world: World, edge: Edge) -> None:
+    machine = world.runtime.rng.choice(world.machines)
+    world.tell(f"power cut at {machine.name}")
+    machine.lose_power()
+
+
+def kill_at_the_disk(world: World, edge: Edge) -> None:
+    """The gateway dies in the middle of what it does with its disk."""
+    disk = world.cloud.disk
+    disk.kill_at = len(disk.trace) + world.runtime.rng.randint(1, 8)
+    world.tell("the gateway will be killed by an operation of its disk")
+
+
+def reset(world: World, edge: Edge) -> None:
+    """Some connections of an edge break, perhaps not all three."""
+    for connection in list(world.network.connections.values()):
+        if connection.edge == edge.name and world.runtime.rng.random() < 0.6:
+            world.network.break_connection(connection)
+    world.tell(f"connections of {edge.name} reset")
+
+
+def partition(world: World, edge: Edge) -> None:
+    ways = world.runtime.rng.choice(([UP], [DOWN], [UP, DOWN]))
+    world.network.blocked |= {(edge.name, way) for way in ways}
+    world.tell(f"{edge.name} is cut off: {ways}")
+
+
+def heal(world: World, edge: Edge) -> None:
+    world.network.heal()
+    world.tell("partitions healed")
+
+
+def delay(world: World, edge: Edge) -> None:
+    world.network.slow_s = world.runtime.rng.choice((0.002, 0.05, 0.5, 3.0))
+    world.tell(f"delays up to {world.network.slow_s} s")
+
+
+def sleep(world: World, edge: Edge) -> None:
+    """A laptop, or the gateway's machine, stands still for a while."""
+    machine = world.runtime.rng.choice(world.machines)
+    if machine.process is not None:
+        machine.process.frozen_until_s = world.runtime.now_s + world.runtime.rng.uniform(0.1, 12.0)
+    world.tell(f"{machine.name} sleeps")
+
+
+def clock_jump(world: World, edge: Edge) -> None:
+    world.runtime.wall_s += world.runtime.rng.uniform(-1e5, 1e5)
+    world.tell("clocks jump")
+
+
+TROUBLES: list[Callable[[World, Edge], None]] = [
+    *(kill, kill, power_cut, power_cut, kill_at_the_disk),
+    *(reset, reset, reset, partition, partition, heal, heal, heal, delay, delay, sleep, clock_jump),
+]

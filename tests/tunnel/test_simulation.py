@@ -1,0 +1,67 @@
+"""Edges, gateway, store and learner in one process, seed after seed; and that broken promises are noticed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+from simulate import Tally, simulate_all
+
+from user_sys.store.known import KnownChunks
+from user_sys.store.store import StoreWriter
+from user_sys.tunnel.credit import Window
+from user_sys.tunnel.uplink import ChunkUplink
+
+SEEDS = 500
+MANY_SEEDS = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def hold(tally: Tally) -> None:
+    again = [f"{why}; again: python tests/tunnel/simulate.py --seed {seed} -v" for seed, why in tally.failed]
+    assert not again
+    assert tally.chunks > 20 * tally.seeds
+    assert min(tally.faults.values()) > tally.seeds / 20
+
+
+def test_nothing_is_lost_or_doubled_and_all_comes_to_rest() -> None:
+    hold(simulate_all(range(SEEDS)))
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_doubled_whatever_the_seed() -> None:
+    hold(simulate_all(range(SEEDS, SEEDS + MANY_SEEDS)))
+
+
+def test_a_seed_is_one_run() -> None:
+    first, second = simulate_all([7]), simulate_all([7])
+    assert first == second
+
+
+def rewind_to_the_start(uplink: ChunkUplink) -> None:
+    ChunkUplink.__init__(uplink, uplink.source, uplink._settle)
+
+
+@pytest.mark.parametrize(
+    "of, name, instead, noticed",
+    [
+        (StoreWriter, "sync", lambda writer, ticket=None: None, "not in the store"),
+        (KnownChunks, "has", lambda known, episode, index: False, "twice"),
+        (ChunkUplink, "rewind", lambda uplink, resume_after: rewind_to_the_start(uplink), "resent"),
+        (Window, "release", lambda window, messages, size_bytes: False, "not at rest"),
+    ],
+    ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",
+         "credit never comes back"],
+)  # fmt: skip
+def test_a_broken_promise_is_noticed(of: type, name: str, instead: object, noticed: str) -> None:
+    with mock.patch.object(of, name, instead):
+        tally = simulate_all(range(SEEDS))
+    assert tally.failed and noticed in tally.failed[0][1], tally.failed
