@@ -28,11 +28,12 @@ UP, DOWN = "up", "down"
 
 @dataclass(eq=False)
 class Frame:
-    """One part of a message; the router tells whose it is."""
+    """One part of a message; it tells whose it is, and on what connection it came."""
 
     body: bytes
-    more: bool = False
-    public: str = ""
+    more: bool
+    public: str
+    descriptor: int
 
     @property
     def buffer(self) -> memoryview:
@@ -42,14 +43,16 @@ class Frame:
     def bytes(self) -> bytes:
         return self.body
 
-    def get(self, key: str) -> str:
-        return self.public if key == "User-Id" else f"of {self.public}"
+    def get(self, key: str | int) -> str | int:
+        return self.descriptor if key == zmq.SRCFD else self.public
 
 
 @dataclass(eq=False)
 class Pipe:
-    """One direction of a connection: messages and when each arrives."""
+    """One direction of a connection: messages and when each arrives, and what its receiver's kernel knows of it."""
 
+    descriptor: int
+    heard_s: float
     waiting: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
     last_s: float = 0.0
 
@@ -59,8 +62,9 @@ class Connection:
     edge: str
     routing_id: bytes
     client: Task
-    pipes: dict[str, Pipe] = field(default_factory=lambda: {UP: Pipe(), DOWN: Pipe()})
-    open: bool = True
+    pipes: dict[str, Pipe]
+    open: bool
+    stalled: bool = False
 
 
 class Network:
@@ -69,7 +73,6 @@ class Network:
     Attributes:
         slow_s: the bound of a message's delay.
         blocked: (edge, direction) pairs where nothing arrives.
-        most_waiting: the longest that a direction of a connection has been.
     """
 
     def __init__(self, runtime: Runtime, limits: TunnelLimits) -> None:
@@ -78,10 +81,14 @@ class Network:
         self.blocked: set[tuple[str, str]] = set()
         self.connections: dict[bytes, Connection] = {}
         self.gateway: Task | None = None
-        self.most_waiting = 0
+        self._descriptors = 0
 
     def dial(self, edge: str, routing_id: bytes, client: Task) -> Connection:
-        connection = Connection(edge, routing_id, client, open=self.gateway is not None)
+        pipes = {}
+        for direction in (UP, DOWN):
+            self._descriptors += 1
+            pipes[direction] = Pipe(self._descriptors, self.runtime.now_s)
+        connection = Connection(edge, routing_id, client, pipes, open=self.gateway is not None)
         if connection.open:
             self.connections[routing_id] = connection
         return connection
@@ -95,24 +102,37 @@ class Network:
             raise zmq.ZMQError(errno.EAGAIN)
         pipe.last_s = max(pipe.last_s, runtime.now_s + runtime.rng.random() ** 3 * self.slow_s)
         pipe.waiting.append((pipe.last_s, frames))
-        self.most_waiting = max(self.most_waiting, len(pipe.waiting))
         self._announce(connection, direction)
 
     def _announce(self, connection: Connection, direction: str) -> None:
         task = self.gateway if direction == UP else connection.client
         waiting = connection.pipes[direction].waiting
-        if task is not None and waiting and (connection.edge, direction) not in self.blocked:
+        if task is not None and waiting and not self._is_blocked(connection, direction):
             self.runtime.poke(task, max(0.0, waiting[0][0] - self.runtime.now_s))
 
     def arrived(self, connection: Connection, direction: str) -> bool:
         waiting = connection.pipes[direction].waiting
         here = bool(waiting) and waiting[0][0] <= self.runtime.now_s
-        return here and (connection.edge, direction) not in self.blocked
+        return here and not self._is_blocked(connection, direction)
 
-    def take(self, connection: Connection, direction: str) -> list[bytes]:
-        frames = connection.pipes[direction].waiting.popleft()[1]
+    def _is_blocked(self, connection: Connection, direction: str) -> bool:
+        return connection.stalled or (connection.edge, direction) in self.blocked
+
+    def take(self, connection: Connection, direction: str) -> tuple[list[bytes], int]:
+        """A message that has arrived, and the connection's descriptor."""
+        pipe = connection.pipes[direction]
+        frames = pipe.waiting.popleft()[1]
+        pipe.heard_s = self.runtime.now_s
         self._announce(connection, direction)
-        return frames
+        return frames, pipe.descriptor
+
+    def silence_s(self, descriptor: int) -> float:
+        """As `tcp_state.silence_s`."""
+        for connection in self.connections.values():
+            for direction, pipe in connection.pipes.items():
+                if pipe.descriptor == descriptor and not self.arrived(connection, direction):
+                    return self.runtime.now_s - pipe.heard_s
+        return 0.0
 
     def break_connection(self, connection: Connection) -> None:
         """A reset, or its client has closed it."""
@@ -136,6 +156,7 @@ class Network:
     def heal(self) -> None:
         self.blocked.clear()
         for connection in self.connections.values():
+            connection.stalled = False
             for direction in (UP, DOWN):
                 self._announce(connection, direction)
 
@@ -160,8 +181,8 @@ class _Socket:
 
     def recv(self, flags: int, copy: bool) -> Frame:
         if not self._in:
-            frames, public = self._receive()
-            self._in.extend(Frame(body, at < len(frames) - 1, public) for at, body in enumerate(frames))
+            frames, public, descriptor = self._receive()
+            self._in.extend(Frame(body, at < len(frames) - 1, public, descriptor) for at, body in enumerate(frames))
         return self._in.popleft()
 
     def getsockopt(self, option: int) -> int:
@@ -170,7 +191,7 @@ class _Socket:
     def _send(self, frames: list[bytes]) -> None:
         raise NotImplementedError
 
-    def _receive(self) -> tuple[list[bytes], str]:
+    def _receive(self) -> tuple[list[bytes], str, int]:
         raise NotImplementedError
 
     def _readable(self) -> bool:
@@ -185,8 +206,9 @@ class Dealer(_Socket):
     def _send(self, frames: list[bytes]) -> None:
         self._network.send(self.connection, UP, frames)
 
-    def _receive(self) -> tuple[list[bytes], str]:
-        return self._network.take(self.connection, DOWN), ""
+    def _receive(self) -> tuple[list[bytes], str, int]:
+        frames, descriptor = self._network.take(self.connection, DOWN)
+        return frames, "", descriptor
 
     def _readable(self) -> bool:
         return self._network.arrived(self.connection, DOWN)
@@ -212,9 +234,10 @@ class Router(_Socket):
     def _ready(self) -> list[Connection]:
         return [c for c in self._network.connections.values() if self._network.arrived(c, UP)]
 
-    def _receive(self) -> tuple[list[bytes], str]:
+    def _receive(self) -> tuple[list[bytes], str, int]:
         connection = self._network.runtime.rng.choice(self._ready())
-        return [connection.routing_id, *self._network.take(connection, UP)], connection.edge
+        frames, descriptor = self._network.take(connection, UP)
+        return [connection.routing_id, *frames], connection.edge, descriptor
 
     def _readable(self) -> bool:
         return bool(self._ready())
@@ -236,6 +259,7 @@ class SimLink(Link):
         wakeup: object,
     ) -> None:
         self.endpoint, self.lines = endpoint, {}
+        self._stuck_after_s = limits.stuck_after_s
         runtime = self.network.runtime
         assert runtime.running is not None
         session = runtime.rng.randbytes(SESSION_BYTES)

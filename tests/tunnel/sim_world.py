@@ -31,7 +31,7 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, ChunkAck, ChunkOffer, ChunkRefusal, Hello
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK, StoreReader, StoreWriter
-from user_sys.tunnel import client, gatekeeper, outlet, reader, server, session, uplink
+from user_sys.tunnel import client, gatekeeper, link, outlet, reader, server, session, uplink
 from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.keys import AllowedKey, KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
@@ -395,7 +395,9 @@ class World:
                     "Wakeup": SimWakeup,
                 },
                 reader: {"Wakeup": SimWakeup},
-                **dict.fromkeys((server, session, outlet, uplink, commit, gatekeeper), {}),
+                link: {"silence_s": self.network.silence_s},
+                session: {"silence_s": self.network.silence_s},
+                **dict.fromkeys((server, outlet, uplink, commit, gatekeeper), {}),
             }
         )
 
@@ -480,6 +482,14 @@ def partition(world: World, edge: Edge) -> None:
     world.tell(f"{edge.name} is cut off: {ways}")
 
 
+def stall(world: World, edge: Edge) -> None:
+    """One connection carries nothing more, and does not break."""
+    mine = [connection for connection in world.network.connections.values() if connection.edge == edge.name]
+    if mine:
+        world.runtime.rng.choice(mine).stalled = True
+    world.tell(f"a connection of {edge.name} stalls")
+
+
 def heal(world: World, edge: Edge) -> None:
     world.network.heal()
     world.tell("partitions healed")
@@ -505,5 +515,5 @@ def clock_jump(world: World, edge: Edge) -> None:
 
 TROUBLES: list[Callable[[World, Edge], None]] = [
     *(kill, kill, power_cut, power_cut, kill_at_the_disk),
-    *(reset, reset, reset, partition, partition, heal, heal, heal, delay, delay, sleep, clock_jump),
+    *(reset, reset, reset, partition, partition, stall, heal, heal, heal, delay, delay, sleep, clock_jump),
 ]

@@ -260,7 +260,7 @@ class Outbox:
     def _measure(self) -> dict[int, int]:
         """The bytes of each segment's file."""
         names = choose(list_segments(self.path, self._files))[0]
-        return {name.number: (self.path / str(name)).stat().st_size for name in names}
+        return {name.number: _size(self._files, self.path / str(name)) for name in names}
 
     # The tunnel's thread
 
@@ -355,6 +355,14 @@ class Outbox:
 
 def _segment_bytes(max_bytes: int) -> int:
     return max(1 << 16, min(MAX_SEGMENT_BYTES, max_bytes // SEGMENTS_PER_OUTBOX))
+
+
+def _size(files: Files, path: Path) -> int:
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        return files.size(fd)
+    finally:
+        files.close(fd)
 
 
 def _read_position(files: Files, fd: int) -> int:
