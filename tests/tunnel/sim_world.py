@@ -429,11 +429,11 @@ class World:
             self.cloud.lose_power()
         with StoreReader.open(ROOT, files=self.cloud.disk.files()) as store:
             store.refresh()
-            require(not store.damaged or self.faults["power_cut"] > 0, f"damaged: {store.damaged}")
-            names = store.index.episodes.ids.names
+            names, damaged = store.index.episodes.ids.names, store.damaged
             whole = {name: self.learner.check_episode(store, row) for row, name in enumerate(names)}
         for key in (key for keys in self.promised.values() for key in keys):
             require(key[1] < whole.get(key[0], 0), f"recorded and not in the store: {key}")
+        require(not damaged or self.faults["power_cut"] > 0, f"damaged: {damaged}")
         times = Counter(stored(self.cloud.disk))
         require(not times or max(times.values()) == 1, f"twice in the store: {times.most_common(1)}")
 
