@@ -35,6 +35,9 @@ class RobotConfig:
         task: what it is asked to do.
         real_time: the control period follows the clock. A simulated robot may run as fast as the machine allows
             instead; it follows the clock all the same while a person drives.
+        realtime: with `real_time`, the driver process asks for SCHED_FIFO and locked memory; where that is refused it
+            goes on without, and log and console say so. ``off`` does not ask.
+        cpus: processors that the driver process then keeps to; empty for all.
         frame_stride: without real time, pictures are taken in every so-many-th control period.
         options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
         teleoperators: input devices on the robot's computer, each with its ``kind`` (gamepad, keyboard, spacemouse,
@@ -47,6 +50,8 @@ class RobotConfig:
     driver: str = "sim"
     task: str = "lift"
     real_time: bool = False
+    realtime: Literal["auto", "off"] = "auto"
+    cpus: tuple[int, ...] = ()
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
     teleoperators: tuple[dict[str, Any], ...] = ()

@@ -144,6 +144,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     """A robot's state, published a few times a second and at each change of authority.
 
     `dropped_episodes`: given up by its outbox for want of room, since the outbox was made.
+    `refused_realtime`: what its driver asked the system for and was refused, so that its control rate may waver.
     """
 
     robot: str
@@ -158,6 +159,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     control_hz: float
     safety_interventions: int
     dropped_episodes: int = 0
+    refused_realtime: str = ""
     note: str = ""
 
 

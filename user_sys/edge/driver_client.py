@@ -30,6 +30,7 @@ class RemoteDriver:
 
     Attributes:
         spec, task: known after `describe` or `attach`.
+        refused_realtime: what the driver process asked of the system in vain; empty where it has all that it wants.
         real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
         reduced: a person drives or is near: the safety kernel allows ``limits.reduced_speed`` of each speed only.
     """
@@ -41,6 +42,7 @@ class RemoteDriver:
         self.robot, self.token = robot, token
         self.session = f"pid {os.getpid()}"
         self.real_time = self.reduced = False
+        self.refused_realtime = ""
         self._socket: zmq.Socket[bytes] | None = None
         self._address = endpoint(robot)
         self._life_sign = MachineLock(robot)  # the driver process has it as long as it lives
@@ -73,7 +75,7 @@ class RemoteDriver:
         reply, _ = self._ask(order, deadline_s=deadline_s)
         if reply.spec is None or reply.task is None:
             raise HardwareLost(f"the driver of {self.robot} did not say what it drives")
-        self.spec, self.task = reply.spec, reply.task
+        self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
 
     def reset(self, seed: int) -> Tick:
         return self._tick(*self._ask("reset", seed=seed))

@@ -34,6 +34,7 @@ from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
 from user_sys.edge.driver_wire import Reply, Request, TaskCard, endpoint
+from user_sys.edge.realtime import claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
 
@@ -47,7 +48,11 @@ CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
 
 
 class DriverServer:
-    """Serves one robot on its local socket. `run` blocks; `stop` may be set from any thread or signal."""
+    """Serves one robot on its local socket. `run` blocks; `stop` may be set from any thread or signal.
+
+    Attributes:
+        refused_realtime: what the system refused this process, for those who ask what it drives.
+    """
 
     def __init__(self, driver: Driver, station: Station, fence: Fence, address: str) -> None:
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
@@ -55,6 +60,7 @@ class DriverServer:
         self._next_ns = self._hold_at_ns = time.monotonic_ns()
         self._held = 0
         self._waiting: deque[tuple[bytes, bytes]] = deque()
+        self.refused_realtime = ""
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -136,7 +142,7 @@ class DriverServer:
     def _card(self) -> Reply:
         task = self._station.task
         card = TaskCard(name=task.name, sentence=task.sentence, max_steps=task.max_steps)
-        return Reply(spec=self._driver.spec, task=card)
+        return Reply(spec=self._driver.spec, task=card, refused_realtime=self.refused_realtime)
 
     def _advance(
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
@@ -244,9 +250,20 @@ def _run(config: RobotConfig, state: Path) -> None:
             signal.signal(number, lambda *_: server.stop.set())
         try:
             driver.connect()
+            if config.real_time and config.realtime == "auto":
+                server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
             server.run()
         finally:
             driver.close()
+
+
+def _claim(config: RobotConfig) -> str:
+    refused = claim_realtime(config.cpus)
+    if refused:
+        log.warning("realtime.refused robot=%s: %s; the control rate may waver under load", config.name, refused)
+    else:
+        log.info("realtime.granted robot=%s", config.name)
+    return refused
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     spec: RobotSpec | None = None
     task: TaskCard | None = None
+    refused_realtime: str = ""
     t_capture_ns: int = 0
     t_command_ns: int = 0
     reasons: int = 0

@@ -34,9 +34,10 @@ class StatusPublisher:
         authority: Authority,
         episode: Callable[[], str],
         note: Callable[[], str],
+        refused_realtime: str,
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
-        self._running_episode, self._note = episode, note
+        self._running_episode, self._note, self._refused_realtime = episode, note, refused_realtime
         self._lock = threading.Lock()
         self._watched_until = self._picture_period_s = 0.0
         self._next_picture: dict[str, float] = {}
@@ -90,6 +91,7 @@ class StatusPublisher:
                 control_hz=round(self._rate(), 1),
                 safety_interventions=self._interventions,
                 dropped_episodes=self._outbox.dropped.episodes,
+                refused_realtime=self._refused_realtime,
                 note=self._note(),
             )
         )

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -71,7 +72,8 @@ class RecorderConfig:
     """What is recorded, and in which pieces.
 
     Attributes:
-        chunk_steps: bounds what a crash of the edge can take: the steps since the last chunk.
+        chunk_steps: bounds what a crash of the edge can take: the steps since the last chunk, and the few that wait to
+            be written.
         chunk_bytes: a chunk is closed before its columns take more, unless one step alone does.
         cameras: whether pictures are recorded.
         raw_cameras: names of those whose pictures are kept as they are; the others' become JPEG files.
@@ -97,11 +99,12 @@ class Recorder:
         sentence: str,
         sink: Callable[[bytes], object],
         config: RecorderConfig = RecorderConfig(),
+        writing: Callable[[Callable[[], None]], object] = lambda work: work(),
     ) -> None:
         """Raises ConfigError: the raw pictures of one step would not fit into a chunk that can be sent."""
         _require_raw_fits(spec, config)
         self._spec, self._robot, self._task, self._sentence = spec, robot, task, sentence
-        self._sink, self._config = sink, config
+        self._sink, self._config, self._writing = sink, config, writing
         self.episode = ""
         self._columns: dict[str, list[ArrayLike]] = {}
         self._pictures: dict[str, list[Picture]] = {}
@@ -110,14 +113,23 @@ class Recorder:
     def begin(self, source: Source, seed: int) -> str:
         """Opens an episode and returns its identifier. What was left of one that never ended is cut off."""
         self.episode = new_episode_id(self._robot)
-        self._source, self._seed, self._started_unix_ns = source, seed, time.time_ns()
-        self._unix_offset_ns = self._started_unix_ns - time.monotonic_ns()
-        self._index = self._first_step = 0
-        self._clear()
+        self._writing(partial(self._open, self.episode, source, seed, time.time_ns(), time.monotonic_ns()))
         return self.episode
 
+    def _open(self, episode: str, source: Source, seed: int, unix_ns: int, monotonic_ns: int) -> None:
+        self._episode, self._source, self._seed, self._started_unix_ns = episode, source, seed, unix_ns
+        self._unix_offset_ns = unix_ns - monotonic_ns
+        self._index = self._first_step = 0
+        self._clear()
+
     def record(self, before: Tick, decision: Decision, after: Tick, verdict: Verdict) -> None:
-        """One step: observed `before`, decided, and what came of it. Flushes a chunk that is full or last."""
+        """One step: observed `before`, decided, and what came of it. Flushes a chunk that is full or last.
+
+        Where another thread writes, the arrays are its own from now on.
+        """
+        self._writing(partial(self._take, before, decision, after, verdict))
+
+    def _take(self, before: Tick, decision: Decision, after: Tick, verdict: Verdict) -> None:
         applied = after.applied if after.applied is not None else self._spec.rest_action(before.observation)
         row: dict[str, ArrayLike] = {
             **{name: value for name, value in before.observation.items()},
@@ -163,7 +175,7 @@ class Recorder:
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
         header = ChunkHeader(
-            episode=self.episode,
+            episode=self._episode,
             index=self._index,
             first_step=self._first_step,
             steps=self._rows,

@@ -30,6 +30,7 @@ from user_sys.edge.outbox import MAX_BYTES, Outbox, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
+from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
 from user_sys.episode import Source
 from user_sys.errors import UserSysError
@@ -47,6 +48,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.swap import PolicySwapper
@@ -58,6 +60,7 @@ DRAIN_DEADLINE_S = 20.0
 SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
+SWITCH_S = 0.0005  # how long another thread of this process may keep the control loop from going on
 DRIVER_RETRY_S = 1.0
 
 
@@ -128,9 +131,19 @@ class Session:
             too_old=self._weights.too_old,
             observe=self._governor.observe,
         )
-        self._recorder = Recorder(spec, config.robot, task.name, task.sentence, self._keep, config.recorder)
+        self._scribe = Scribe(blocked=lambda: self._publisher.publish())
+        self._chunks_before = outbox.next_sequence
+        self._recorder = Recorder(
+            spec, config.robot, task.name, task.sentence, self._keep, config.recorder, self._scribe.put
+        )
         self._publisher = StatusPublisher(
-            config.robot, client, outbox, self._authority, lambda: self._recorder.episode, self._said
+            config.robot,
+            client,
+            outbox,
+            self._authority,
+            lambda: self._recorder.episode,
+            self._said,
+            driver.refused_realtime,
         )
         self._note = ""
         self._dropped_before = outbox.dropped.episodes
@@ -146,7 +159,7 @@ class Session:
         inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
         inbox.start()
         try:
-            with self._weights:
+            with self._weights, self._scribe:
                 while not self.leaving.is_set():
                     self._episode()
         finally:
@@ -163,7 +176,7 @@ class Session:
                 self._pilot,
                 self._recorder,
                 source=Source.ONLINE,
-                seed=_start(self._config, self._outbox.next_sequence),
+                seed=_start(self._config, self._chunks_before + self._scribe.accepted),
                 listeners=[self._pace, self._publisher.on_step],
             )
         except LeaseError:
@@ -205,13 +218,15 @@ class Session:
         self._driver.reduced = self._pilot.people_matter
 
     def _keep(self, packet: bytes) -> None:
-        """Makes a chunk durable. With a full outbox the robot holds, visibly, until there is room again."""
+        """Makes a chunk durable, in the scribe's thread.
+
+        With a full outbox it waits for room; once the scribe takes no more the robot holds, which people see.
+        """
         while not self.leaving.is_set():
             try:
                 self._outbox.append(packet)
             except OutboxFull as error:
                 self._note = f"recording paused: {error}"
-                self._publisher.publish()
                 self.leaving.wait(OUTBOX_RETRY_S)
                 continue
             self._note = ""
@@ -300,6 +315,8 @@ def _run(config: SessionConfig) -> None:
                     if driver.token:
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.doing = "driving"
+                        sys.setswitchinterval(SWITCH_S)
+                        prefer_latency()
                         Session(config, client, outbox, driver, leaving).run(lease)
                 finally:
                     reporter.doing = "delivering"

@@ -71,6 +71,7 @@ export class Card {
     set(this.slot("phase"), status.phase);
     set(this.slot("version"), status.policy_version < 0 ? "none" : `v${status.policy_version}`);
     set(this.slot("rate"), `${status.control_hz.toFixed(0)} Hz${status.real_time ? " · real time" : ""}`);
+    this.slot("rate").title = status.refused_realtime;
     const dropped = status.dropped_episodes ? ` · ${status.dropped_episodes} episodes dropped` : "";
     set(this.slot("outbox"), `${status.outbox_chunks}${dropped}`);
     set(this.slot("safety"), status.safety_interventions);

@@ -1,0 +1,172 @@
+"""The control loop under load: a robot at 100 Hz with everything going on at once, against the same robot left alone.
+
+``python -m benchmarks.control [--seconds 20]``: a fake robot in real time behind its real driver process, session,
+tunnel, gateway and store. The load is two cameras recorded and watched, inference, episodes uploaded, and a push of
+weights each second. Times are the driver's own, as recorded: when a command was applied, and when its control period
+was over. What counts is how far the distance of two such times is from the period.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Row, report
+from hal.spec import Array
+from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.edge.stations import module_argv, station_argv
+from user_sys.episode import decode_chunk
+from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun, WatchRequest
+from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
+from user_sys.run_folder import create
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK
+from user_sys.topology import RunConfig
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.signing import new_signer
+
+RATE_HZ = 100.0
+TARGET_MS = 1.0
+PUSH_EVERY_S = 1.0
+SETTLE_S = 3.0  # at the start, while processes still import
+LEAVE_S = 60.0
+NAME = "fake-0"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Errors in milliseconds of the control periods within episodes, and what else happened.
+
+    Attributes:
+        period: of the ends of control periods.
+        command: of the commands' times.
+    """
+
+    period: Array
+    command: Array
+    watchdog_holds: int
+    steps: int
+    versions: int
+
+
+def measure(seconds: float, loaded: bool) -> Measured:
+    """Runs the robot for so long. Raises CalledProcessError when a process of its fails."""
+    options = {"rate_hz": RATE_HZ, "cameras": ["front", "wrist"] if loaded else [], "image_size": 128}
+    robot = RobotConfig(name=NAME, driver="fake", real_time=True, options=options)
+    with tempfile.TemporaryDirectory(prefix="us-") as runs, ExitStack() as stack:
+        config = RunConfig(robots=(robot,), runs=Path(runs))
+        folder, card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
+        prepare(config, folder, card)
+        gateway = module_argv("user_sys.gateway", "--run", folder.path)
+        stack.enter_context(_process(gateway, folder.path / "gateway.log"))
+        (_, driver), (_, session) = station_argv(NAME, folder.edge(NAME))
+        stack.enter_context(_process(driver, folder.path / "driver.log"))
+        acting = stack.enter_context(_process(session, folder.path / "session.log"))
+        clients = [stack.enter_context(_client(name, folder.keys, card.endpoint)) for name in (LEARNER, CONSOLE)]
+        _load(*clients, robot, seconds, loaded)
+        clients[1].send(StopRun(reason="measured"))
+        if acting.wait(LEAVE_S):
+            raise subprocess.CalledProcessError(acting.returncode, session, stderr=(folder.path / "session.log"))
+        return _read(folder.store, (folder.path / "driver.log").read_text())
+
+
+@contextmanager
+def _process(argv: tuple[str, ...], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(LEAVE_S)
+
+
+@contextmanager
+def _client(name: str, keys: Path, endpoint: str) -> Iterator[TunnelClient]:
+    hello = Hello(protocol=PROTOCOL_VERSION, role="learner" if name == LEARNER else "console", name=name)
+    pair, gateway = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{GATEWAY}.pub")
+    with TunnelClient(endpoint, pair, gateway, hello) as client:
+        client.wait_open(LEAVE_S)
+        yield client
+
+
+def _load(learner: TunnelClient, console: TunnelClient, robot: RobotConfig, seconds: float, loaded: bool) -> None:
+    """Pushes weights, each second or once, and watches the pictures or not, until the time is over."""
+    weights = Rlpd(RlpdConfig(), robot_spec(robot), seed=0).policy_weights()
+    end, version = time.monotonic() + seconds + SETTLE_S, 0
+    with Publisher(learner, new_signer(), PublishConfig()) as publisher:
+        while time.monotonic() < end:
+            if loaded or version == 0:
+                version += 1
+                changed = {name: array + np.float32(1e-3) * version for name, array in weights.items()}
+                publisher.publish(changed, version, updates=version)
+            if loaded:
+                console.send(WatchRequest(robot=NAME, rate_hz=10.0, ttl_s=5.0))
+            time.sleep(PUSH_EVERY_S)
+
+
+def _read(store: Path, driver_log: str) -> Measured:
+    """The errors, of all periods that began once the start had settled."""
+    episodes: dict[str, list[tuple[Array, Array, Array]]] = {}
+    with LogReader.open(store) as reader:
+        for ref in reader.records():
+            if ref.kind == CHUNK:
+                chunk = decode_chunk(reader.read(ref))
+                columns = [chunk.columns[name] for name in ("t_capture_ns", "t_command_ns", "policy_version")]
+                episodes.setdefault(chunk.header.episode, []).append(tuple(np.array(each) for each in columns))
+    joined = [[np.concatenate(parts) for parts in zip(*chunks, strict=True)] for chunks in episodes.values()]
+    begin = min(capture[0] for capture, _, _ in joined) + SETTLE_S * 1e9
+    period_ns = 1e9 / RATE_HZ
+    settled = [each for each in joined if each[0][0] >= begin]
+    period, command = (
+        np.concatenate([np.abs(np.diff(each[which]) - period_ns) / 1e6 for each in settled]) for which in (0, 1)
+    )
+    return Measured(
+        period=period,
+        command=command,
+        watchdog_holds=driver_log.count("watchdog.hold"),
+        steps=sum(len(each[0]) for each in settled),
+        versions=len(np.unique(np.concatenate([each[2] for each in joined]))),
+    )
+
+
+def rows(seconds: float) -> list[Row]:
+    idle, busy = measure(seconds, loaded=False), measure(seconds, loaded=True)
+    found: list[Row] = []
+    for name, ours, bound in (
+        ("period error", busy.period, idle.period),
+        ("command's error", busy.command, idle.command),
+    ):
+        p99, idle_p99 = float(np.quantile(ours, 0.99)), float(np.quantile(bound, 0.99))
+        met = p99 <= TARGET_MS if name == "period error" else None
+        found.append(
+            Row(16, f"{name}, p99 (met: at most 1 ms); bound: idle", "ms", p99, idle_p99, idle_p99 / p99, None, met)
+        )
+        worst, idle_worst = float(ours.max()), float(bound.max())
+        found.append(Row(16, f"{name}, worst; bound: idle", "ms", worst, idle_worst, idle_worst / worst))
+    holds = busy.watchdog_holds
+    found.append(Row(16, "watchdog holds; bound: idle", "", holds, idle.watchdog_holds, None, None, holds == 0))
+    found.append(Row(16, "control periods measured; bound: idle", "", busy.steps, idle.steps, None))
+    found.append(Row(16, "versions of weights that acted; bound: idle", "", busy.versions, idle.versions, None))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two runs; 600 for ten minutes")
+    report("control", rows(parser.parse_args().seconds))
+
+
+if __name__ == "__main__":
+    main()
