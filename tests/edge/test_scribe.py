@@ -1,0 +1,54 @@
+"""The writing thread does what it is given, in order and all of it, and never hides what went wrong."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from user_sys.edge.scribe import MAX_WAITING, Scribe
+from user_sys.errors import StoreError
+
+
+def never() -> None:
+    raise AssertionError("it should not have to wait")
+
+
+def test_all_is_written_in_order_before_the_end() -> None:
+    done: list[int] = []
+    with Scribe(never) as scribe:
+        for number in range(MAX_WAITING):
+            scribe.put(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == list(range(MAX_WAITING)) and scribe.accepted == MAX_WAITING
+
+
+def test_a_disk_that_takes_nothing_blocks_visibly_once_enough_waits() -> None:
+    free, told = threading.Event(), threading.Event()
+
+    def blocked() -> None:
+        told.set()
+        free.set()
+
+    done: list[int] = []
+    with Scribe(blocked) as scribe:
+        scribe.put(lambda: done.append(int(free.wait(20))))
+        for _ in range(MAX_WAITING + 1):
+            scribe.put(lambda: done.append(1))
+    assert told.is_set() and done == [1] * (MAX_WAITING + 2)
+
+
+def test_what_went_wrong_is_raised_to_the_loop_and_nothing_is_written_after_it() -> None:
+    def fail() -> None:
+        raise StoreError("the disk failed")
+
+    done: list[int] = []
+    with pytest.raises(StoreError, match="the disk failed"), Scribe(lambda: None) as scribe:
+        scribe.put(fail)
+        while True:
+            scribe.put(lambda: done.append(1))
+    assert done == []
+
+
+def test_what_went_wrong_last_is_raised_at_the_end() -> None:
+    with pytest.raises(StoreError, match="full"), Scribe(never) as scribe:
+        scribe.put(lambda: (_ for _ in ()).throw(StoreError("full")))
