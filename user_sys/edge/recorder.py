@@ -88,7 +88,8 @@ class RecorderConfig:
 class Recorder:
     """Collects one episode after another and hands each chunk, encoded, to `sink` as soon as it is full.
 
-    `sink` makes the chunk durable before it returns (the outbox, or the store itself).
+    `sink` makes the chunk durable before it returns (the outbox, or the store itself). `writing` has encoding and sink
+    do their work, piece by piece and in order: at once, or in another thread.
     """
 
     def __init__(

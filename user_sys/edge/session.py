@@ -132,7 +132,7 @@ class Session:
             observe=self._governor.observe,
         )
         self._scribe = Scribe(blocked=lambda: self._publisher.publish())
-        self._chunks_before = outbox.next_sequence
+        self._starts = (_start(config, outbox.next_sequence, count) for count in itertools.count())
         self._recorder = Recorder(
             spec, config.robot, task.name, task.sentence, self._keep, config.recorder, self._scribe.put
         )
@@ -176,7 +176,7 @@ class Session:
                 self._pilot,
                 self._recorder,
                 source=Source.ONLINE,
-                seed=_start(self._config, self._chunks_before + self._scribe.accepted),
+                seed=next(self._starts),
                 listeners=[self._pace, self._publisher.on_step],
             )
         except LeaseError:
@@ -324,9 +324,14 @@ def _run(config: SessionConfig) -> None:
                     lease.release()
 
 
-def _start(config: SessionConfig, count: int) -> int:
-    """The seed of an episode's start: every robot has starts of its own, apart from those of evaluation."""
-    text = f"{config.seed} {config.robot} {count}".encode()
+def _start(config: SessionConfig, recorded: int, count: int) -> int:
+    """The seed of an episode's start: every robot has starts of its own, apart from those of evaluation.
+
+    Args:
+        recorded: chunks before this session's first, which tells it from the sessions before it.
+        count: of this session's episodes.
+    """
+    text = f"{config.seed} {config.robot} {recorded} {count}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
 
 
