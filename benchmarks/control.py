@@ -140,7 +140,7 @@ def _read(store: Path, driver_log: Path, stopped_unix_s: float) -> Measured:
     return Measured(
         period=period,
         command=command,
-        watchdog_holds=sum(begin_unix_s < at < stopped_unix_s for at in _stamps(driver_log, "watchdog.hold")),
+        watchdog_holds=sum(bool(begin_unix_s < at < stopped_unix_s) for at in _stamps(driver_log, "watchdog.hold")),
         steps=sum(len(each[0]) for each in settled),
         versions=len(np.unique(np.concatenate([each[2] for each in joined]))),
     )
