@@ -170,6 +170,9 @@ class Edge(Machine):
         except OutboxFull:
             self.world.tell(f"{self.name} pauses: its outbox is full")
             return 1.0
+        except (StoreError, OSError) as error:
+            require(self.was_killed, f"{self.name} cannot record: {error!r}")
+            return math.inf
         require(self.outbox.used_bytes <= OUTBOX_BYTES + CHUNK_BYTES, f"the outbox of {self.name} is beyond its bound")
         if self._index == chunks_of(self._episode):
             self._begin_episode()
@@ -365,14 +368,18 @@ class World:
         self._check()
 
     def _pass(self, seconds: float) -> None:
-        """Lets time go by, and buries who was killed by his disk or has failed."""
+        """Lets time go by, and buries who was killed by an operation of its disk."""
         end_s = self.runtime.now_s + seconds
         while self.runtime.now_s < end_s:
             self.runtime.run_until(min(end_s, self.runtime.now_s + 0.5))
-            failure = self.cloud.committer.failure if self.cloud.process else None
-            if failure is not None:
-                require(self.cloud.was_killed, f"the committer failed: {failure!r}")
-                self.cloud.stop()
+            self._bury()
+
+    def _bury(self) -> None:
+        for machine in self.machines:
+            if machine.process is not None and machine.was_killed:
+                machine.stop()
+        failure = self.cloud.committer.failure if self.cloud.process else None
+        require(failure is None, f"the committer failed: {failure!r}")
 
     # Faults
 
@@ -412,6 +419,7 @@ class World:
             if machine.process is not None:
                 machine.process.frozen_until_s = 0.0
             machine.disk.kill_at = -1
+        self._bury()
         deadline_s = self.runtime.now_s + QUIET_WITHIN_S
         for edge in self.edges:
             edge.start()
@@ -462,10 +470,10 @@ def power_cut(world: World, edge: Edge) -> None:
 
 
 def kill_at_the_disk(world: World, edge: Edge) -> None:
-    """The gateway dies in the middle of what it does with its disk."""
-    disk = world.cloud.disk
-    disk.kill_at = len(disk.trace) + world.runtime.rng.randint(1, 8)
-    world.tell("the gateway will be killed by an operation of its disk")
+    """A process dies in the middle of what it does with its disk."""
+    machine = world.runtime.rng.choice(world.machines)
+    machine.disk.kill_at = len(machine.disk.trace) + world.runtime.rng.randint(1, 8)
+    world.tell(f"{machine.name} will be killed by an operation of its disk")
 
 
 def reset(world: World, edge: Edge) -> None:
