@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from tunnel_kit import QUICK, Recorder, chunk, hello, prepare, until
 
 from user_sys.edge.outbox import Outbox
@@ -21,11 +23,13 @@ from user_sys.messages import (
     Preview,
     RobotStatus,
     StopRun,
+    Welcome,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
 from user_sys.tunnel.local import local_endpoint
 from user_sys.tunnel.server import TunnelServer
+from user_sys.tunnel.wire import Channel, Envelope, Payload, decode, encode, new_session
 
 
 class Bench:
@@ -169,6 +173,38 @@ def test_a_newer_session_of_the_same_key_ends_the_older(bench: Bench) -> None:
     until(lambda: first.state is TunnelState.REFUSED, "the first session ends")
     assert "taken over" in first.reason
     assert second.state is TunnelState.OPEN
+
+
+@contextmanager
+def dealer(bench: Bench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
+    """A connection of panda-0's key that says what a test wants."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.rcvtimeo = 0, 10_000
+        keys = bench.keys["panda-0"]
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        socket.curve_serverkey = bench.server_keys.public.encode()
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        socket.connect(bench.server.endpoint)
+        yield socket
+
+
+def test_a_hello_that_comes_late_leaves_the_open_session_alone(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    with dealer(bench, Channel.CONTROL.value + new_session()) as late:
+        late.send_multipart(encode(Envelope(hello("panda-0"))))
+        frames: list[Payload] = [*late.recv_multipart()]
+        assert isinstance(decode(Channel.CONTROL, frames, QUICK).message, Welcome)
+        assert client.send(status(1))
+        until(lambda: bench.handler.messages, "the open session still has the gateway's ear")
+    assert client.state is TunnelState.OPEN
+
+
+def test_a_hello_for_a_session_that_is_over_is_not_refused_for_good(bench: Bench) -> None:
+    with dealer(bench, Channel.WEIGHTS.value + new_session()) as late:
+        late.send_multipart(encode(Envelope(hello("panda-0"))))
+        until(lambda: bench.server.counters["stray"], "it arrives")
+        assert not late.poll(200), "and gets no answer"
+    assert not bench.server.counters["hellos_refused"]
 
 
 def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: Bench) -> None:
