@@ -1,4 +1,4 @@
-"""The tunnel against bare libzmq CURVE, the way to a durable acknowledgement, and control under load (goals 5, 6, 7).
+"""The tunnel against bare libzmq CURVE, the way to a durable acknowledgement, and control under load (goals 5 to 8).
 
 ``python -m benchmarks.tunnel`` prints a table and writes ``benchmarks/out/tunnel.json``. Everything runs over loopback;
 each far end is a process of its own, as in a run.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.grpc_ends import grpc_peer
 from benchmarks.harness import Row, compare, report
 from benchmarks.tunnel_ends import LOAD_PAYLOAD, MemorySource, bare_curve, hello, push_weights, tunnel
 from user_sys.edge.outbox import Outbox
@@ -52,7 +53,7 @@ def drained(client: TunnelClient) -> None:
 
 def stream_row(size: int, count: int) -> Row:
     packet, source = bytes(size), MemorySource(bytes(size), 0)
-    with bare_curve() as bare, tunnel(source) as client:
+    with bare_curve() as bare, tunnel(source) as client, grpc_peer() as grpc:
 
         def ours() -> float:
             source.restart(count)
@@ -61,8 +62,11 @@ def stream_row(size: int, count: int) -> Row:
         def bound() -> float:
             return count * size / timed(lambda: bare.stream(packet, count)) / 1e9
 
-        name = f"encrypted stream, {size >> 10} KiB a message"
-        return compare(name, ours, bound, goal=5, unit="GB/s", target=0.9 if size == MB else None)
+        def lerobot() -> float:
+            return count * size / timed(lambda: grpc.stream(packet, count)) / 1e9
+
+        name, peers = f"encrypted stream, {size >> 10} KiB a message", {"LeRobot's way (gRPC, plain)": lerobot}
+        return compare(name, ours, bound, goal=5, unit="GB/s", target=0.9 if size == MB else None, peers=peers)
 
 
 def request(client: TunnelClient) -> None:
@@ -87,6 +91,38 @@ def round_trip_row() -> Row:
             target=1 / 1.5,
             more_is_better=False,
         )
+
+
+# Goal 8, one site ----------------------------------------------------------------------------------------------------
+
+
+def one_site_rows(size: int, count: int) -> list[Row]:
+    """What stays on one machine takes the short way; it must be no slower than the way that every robot could take."""
+    near, far = MemorySource(bytes(size), 0), MemorySource(bytes(size), 0)
+
+    def rate(source: MemorySource, client: TunnelClient) -> float:
+        source.restart(count)
+        return count * size / timed(lambda: drained(client)) / 1e9
+
+    with tunnel(near) as local, tunnel(far, over="tcp") as central:
+        stream = compare(
+            f"one site: stream by the short way, {size >> 10} KiB a message; bound: over TCP",
+            lambda: rate(near, local),
+            lambda: rate(far, central),
+            goal=8,
+            unit="GB/s",
+            target=1.0,
+        )
+        answers = compare(
+            "one site: round trip by the short way, median; bound: over TCP",
+            lambda: percentile(lambda: request(local), ROUND_TRIPS, 0.5),
+            lambda: percentile(lambda: request(central), ROUND_TRIPS, 0.5),
+            goal=8,
+            unit="µs",
+            target=1.0,
+            more_is_better=False,
+        )
+    return [stream, answers]
 
 
 # Goal 6 ---------------------------------------------------------------------------------------------------------------
@@ -213,6 +249,7 @@ def main() -> None:
         stream_row(MB, STREAM_MESSAGES),
         stream_row(64 << 10, 8 * STREAM_MESSAGES),
         round_trip_row(),
+        *one_site_rows(MB, STREAM_MESSAGES),
         durable_row(MB),
         durable_row(64 << 10),
         loaded_row(),

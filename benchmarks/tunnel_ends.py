@@ -112,7 +112,7 @@ def serve_echo(robot_key: str) -> None:
         ring.allow(robot_key, "panda-0", "robot")
         with TunnelServer("tcp://127.0.0.1:0", keys, ring, echo) as server:
             echo.server = server
-            _announce(server.endpoint, keys.public)
+            announce(server.endpoint, keys.public)
 
 
 def serve_bare() -> None:
@@ -137,23 +137,24 @@ def serve_bare() -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    _announce(router.getsockopt_string(zmq.LAST_ENDPOINT), keys.public)
+    announce(router.getsockopt_string(zmq.LAST_ENDPOINT), keys.public)
     stopping.set()
     thread.join()
     router.close(0)
     context.term()
 
 
-def _announce(endpoint: str, public_key: str) -> None:
+def announce(endpoint: str, public_key: str) -> None:
+    """Says where this far end is, and stays until nobody needs it any more."""
     sys.stdout.write(json.dumps([endpoint, public_key]) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
 
 
 @contextmanager
-def far_end(*argv: str) -> Iterator[tuple[str, str]]:
+def far_end(*argv: str, module: str = "benchmarks.tunnel_ends") -> Iterator[tuple[str, str]]:
     """Starts a far end; yields its endpoint and public key."""
-    command = [sys.executable, "-m", "benchmarks.tunnel_ends", *argv]
+    command = [sys.executable, "-m", module, *argv]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         endpoint, public_key = json.loads(process.stdout.readline())
@@ -179,8 +180,8 @@ def tunnel(source: MemorySource | None, *, over: str = "local") -> Iterator[Tunn
 
 
 def _past_the_short_way(endpoint: str) -> str:
-    """The same port under a name of this machine that the short way is not taken for."""
-    return endpoint.replace("127.0.0.1", "127.0.0.2")
+    """The same address in another spelling, for which the short way is not taken."""
+    return endpoint.replace("127.0.0.1", "127.1")
 
 
 def push_weights(client: TunnelClient, on: bool) -> None:
