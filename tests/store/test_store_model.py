@@ -1,4 +1,4 @@
-"""A store against a simple model of it: appends, labels, retention, compaction, crashes and restarts in any order."""
+"""A store against a simple model of it: appends, sampling, labels, retention, compaction, crashes, in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.replay.buffer import ReplayBuffer
+from user_sys.replay.choosers import Uniform
+from user_sys.replay.features import Features
+from user_sys.replay.sampler import Sampler
+from user_sys.replay.shapes import Transitions
 from user_sys.store.files import Files
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
 from user_sys.store.retention import Retention, choose
@@ -25,6 +30,8 @@ from user_sys.store.upkeep import deletion_labels, disk_bytes, reclaim
 
 STEPS, CHUNKS = 3, 4  # of each chunk, of each episode
 SEGMENT_BYTES = 4_000
+WIDTH = 30  # of an observation, all of whose elements are the number of its chunk
+FEATURES = Features(vectors={"observation.state": WIDTH}, action_size=1, cameras={})
 EPISODES = ("demo-a", "b", "c", "d")
 
 Key = tuple[str, int]
@@ -108,8 +115,13 @@ def packet(episode: str, index: int) -> bytes:
         started_unix_ns=EPISODES.index(episode),
         end=EpisodeEnd(steps=CHUNKS * STEPS, success=True) if index == CHUNKS - 1 else None,
     )
-    columns = {"reward": np.array(rewards(index), np.float32), "observation.state": np.full((STEPS, 30), index, "f4")}
-    return Chunk(header, columns, {}).encode()
+    columns = {
+        "reward": np.array(rewards(index), np.float32),
+        "observation.state": np.full((STEPS, WIDTH), index, np.float32),
+        APPLIED: np.full((STEPS, 1), EPISODES.index(episode), np.float32),
+    }
+    final = {"observation.state": np.full(WIDTH, CHUNKS, np.float32)} if header.end else {}
+    return Chunk(header, columns, final).encode()
 
 
 class Model:
@@ -248,6 +260,30 @@ class StoreMachine(RuleBasedStateMachine):
         # What survives of what was unsure is its beginning: forget the rest.
         del self.model.records[len(self.model.records) - self.model.unsure + kept :]
         self.model.unsure = 0
+
+    @rule(seed=st.integers(0, 99), cache_bytes=st.sampled_from([2_500, 100_000]))
+    def sample(self, seed: int, cache_bytes: int) -> None:
+        """What a learner draws now are steps of the model, each followed by the next one of its episode."""
+        self.writer.flush()
+        with (
+            StoreReader.open(self.path) as reader,
+            ReplayBuffer(reader, FEATURES, cache_bytes=cache_bytes, cold_threads=1) as replay,
+        ):
+            sampler = Sampler(replay, Uniform(), Transitions(), 16, seed=seed)
+            replay.refresh()
+            if not len(sampler):
+                return
+            batch = sampler.sample()
+            assert not sampler.redrawn
+            at = reader.index.step_of(batch.row).tolist()
+            for n, (row, step) in enumerate(zip(batch.row, at, strict=True)):
+                name = EPISODES[int(batch.action[n, 0])]
+                assert reader.index.episodes.ids.names[int(reader.index.episode_of(batch.row)[n])] == name
+                assert not self.model.deleted(name), row
+                assert (batch.observation["observation.state"][n] == step // STEPS).all()
+                assert (batch.next_observation["observation.state"][n] == (step + 1) // STEPS).all()
+                if name not in self.model.compacted:
+                    assert batch.reward[n] == self.model.steps(name)[step][0]
 
     def stored(self, reader: StoreReader, record: Key | Label) -> bool:
         """Whether an unsure record, written only once, is there."""
