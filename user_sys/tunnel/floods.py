@@ -15,8 +15,8 @@ import zmq
 
 from user_sys.tunnel.tcp_state import GONE, duplicate, tcp_state
 
-CHECK_S = 0.02
-"""Between checks: an attacker on this very machine sends 20 MB meanwhile."""
+CHECK_S = 0.005
+"""Between checks: an attacker on this very machine sends 5 MB meanwhile."""
 SLACK_BYTES = 1 << 20  # encryption adds 33 bytes to a frame; what the kernel holds counts too
 
 
