@@ -22,7 +22,7 @@ INSTALLED_BENCH := .venv-bench/.installed
 STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-store bench-weights wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-store bench-tunnel bench-weights wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-weights: $(INSTALLED_DEV)  ## weight pushes alone (ARGS=--small: without t
 
 bench-store: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## the experience store and the replay buffer beside their bounds and peers
 	@for bench in $(STORE_BENCHES); do $(BIN)/python -m benchmarks.$$bench $(ARGS) || exit 1; done
+
+bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and control at 100 Hz under its load
+	@for bench in tunnel control; do $(BIN)/python -m benchmarks.$$bench || exit 1; done
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py
