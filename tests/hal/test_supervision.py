@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hal.errors import SupervisionError
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
-QUICK = RestartPolicy(backoff_s=0.02, backoff_max_s=0.1, max_restarts=3, window_s=60, stop_after_s=0.5)
+QUICK = RestartPolicy(backoff_s=0.02, backoff_max_s=0.1, max_restarts=3, window_s=600, stop_after_s=60)
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
     sys.executable,
@@ -22,7 +23,7 @@ STUBBORN = [
 ]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -61,9 +62,10 @@ def make(log: Path) -> Iterator[Make]:
 def running(supervisor: Supervisor, log: Path, times: int = 1) -> int:
     """Waits until the process has come up that many times; returns its pid."""
     eventually(lambda: log.exists() and log.read_text().count("up") >= times)
-    status = supervisor.status()
-    assert status.state is NodeState.RUNNING and status.pid is not None
-    return status.pid
+    eventually(lambda: supervisor.status().state is NodeState.RUNNING)  # it may say so before its supervisor knows
+    pid = supervisor.status().pid
+    assert pid is not None
+    return pid
 
 
 def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path) -> None:
@@ -91,7 +93,7 @@ def test_a_process_that_crashes_again_and_again_is_given_up_with_the_reason(make
     eventually(lambda: supervisor.status().state is NodeState.FAILED)
     status = supervisor.status()
     assert (status.restarts, status.last_exit, status.pid) == (3, 7, None)
-    assert "ended 4 times within 60 s, last with exit status 7" in status.error and str(log) in status.error
+    assert "ended 4 times within 600 s, last with exit status 7" in status.error and str(log) in status.error
     assert log.read_text().count("no arm here") == 4
     assert supervisor.stop().state is NodeState.FAILED
 
@@ -116,7 +118,7 @@ def test_stopping_ends_it_and_it_may_be_started_anew(make: Make, log: Path) -> N
 
 
 def test_a_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
-    supervisor = make(STUBBORN)
+    supervisor = make(STUBBORN, msgspec.structs.replace(QUICK, stop_after_s=0.2))
     supervisor.start()
     pid = running(supervisor, log)
     assert supervisor.stop().last_exit == -signal.SIGKILL
@@ -129,7 +131,7 @@ def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
     eventually(lambda: supervisor.status().state is NodeState.WAITING and supervisor.status().last_exit == 1)
     start = time.monotonic()
     assert supervisor.stop().state is NodeState.STOPPED
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:

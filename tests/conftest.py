@@ -1,0 +1,12 @@
+"""Settings of every test."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+# Properties are tried with the same examples in every run and take what time they need: hypothesis by itself fails an
+# example that takes over 200 ms, which tells how busy the machine is. `--hypothesis-profile=explore` draws others.
+_UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, database=None, print_blob=True, **_UNHURRIED)
+settings.register_profile("explore", print_blob=True, **_UNHURRIED)
+settings.load_profile("repeatable")
