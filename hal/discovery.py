@@ -1,36 +1,57 @@
-"""Discovery: probes that look for resources on this computer.
+"""Discovery: probes that look for resources on this computer, once (`discover`) or all the time (`Discoverer`).
 
 An installed package adds a probe with an entry point of the group ``user_sys.probes``; the entry point names a callable
-without arguments that yields resource records. Discovery goes on while the system runs, so a probe must return soon
-(within a second) and must not open what it finds.
+without arguments that returns resource records::
+
+    def probe() -> tuple[ResourceRecord, ...]: ...
+
+A probe does not open what it finds. What it yields is there (`Health.READY`), there with a flaw (`trouble` says which),
+or known and not there now (`Health.LOST`). Each runs in a thread of its own at its own pace: one that hangs is told of
+and stops no other. `Paced` gives a probe another pace than the default.
 """
 
 from __future__ import annotations
 
-import importlib
+import enum
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
-from hal.resource import Kind, ResourceRecord, local_node
-from hal.spec import RobotSpec
+import msgspec
+
+from hal.probes import probe_compute, probe_gpus
+from hal.resource import Health, ResourceRecord
 
 logger = logging.getLogger(__name__)
 
 PROBE_GROUP = "user_sys.probes"
-
-# CUDA cores per streaming multiprocessor by compute capability: CUDA C++ Programming Guide, "Arithmetic Instructions".
-_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
-_CORES_PER_NEWER_SM = 128
+DEFAULT_EVERY_S = 2.0
+DEFAULT_WITHIN_S = 5.0
+MAX_EVENTS = 10_000  # that nobody has taken
 
 
 class Probe(Protocol):
-    """Looks for resources of one sort. An exception means that this probe found nothing; the others go on."""
+    """Looks for resources of one sort. An exception means that it found nothing now; the others go on."""
 
     def __call__(self) -> Iterable[ResourceRecord]: ...
+
+
+@dataclass(frozen=True)
+class Paced:
+    """A probe with a pace of its own: a pause of `every_s` after each look, which may take `within_s`."""
+
+    look: Probe
+    every_s: float = DEFAULT_EVERY_S
+    within_s: float = DEFAULT_WITHIN_S
+
+    def __call__(self) -> Iterable[ResourceRecord]:
+        return self.look()
 
 
 @dataclass(frozen=True)
@@ -41,18 +62,43 @@ class Discovery:
     failures: Mapping[str, str]
 
 
+class Change(enum.StrEnum):
+    """What became of a resource, or (the last two) of a probe."""
+
+    APPEARED = "appeared"
+    CHANGED = "changed"
+    DEGRADED = "degraded"
+    RECOVERED = "recovered"
+    VANISHED = "vanished"
+    RETURNED = "returned"
+    PROBE_FAILED = "probe failed"
+    PROBE_WORKS = "probe works"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """`record` is the resource as it is now; None where the event is the probe's. `text` is for people."""
+
+    change: Change
+    probe: str
+    record: ResourceRecord | None = None
+    text: str = ""
+
+
 def discover(probes: Mapping[str, Probe]) -> Discovery:
-    """Runs every probe once. Where two find the same name, the first one's record stands."""
+    """Runs every probe once, all at the same time, each within its own limit of time.
+
+    Where two find the same name, the one that is named first in `probes` prevails.
+    """
+    looks = {source: _Look(source, probe) for source, probe in probes.items()}
     found: dict[str, ResourceRecord] = {}
     failures: dict[str, str] = {}
-    for source, probe in probes.items():
-        try:
-            for record in probe():
-                if found.setdefault(record.name, record) is not record:
-                    logger.warning("discovery.duplicate name=%s probe=%s", record.name, source)
-        except Exception as error:  # a foreign probe may fail in any way; it is reported and the others go on
-            logger.warning("discovery.probe_failed probe=%s error=%r", source, error)
-            failures[source] = f"{type(error).__name__}: {error}"
+    for source, look in looks.items():
+        records, failure = look.result()
+        if failure:
+            failures[source] = failure
+        for record in records:
+            if found.setdefault(record.name, record) is not record:
+                logger.warning("discovery.duplicate name=%s probe=%s", record.name, source)
     return Discovery(tuple(found[name] for name in sorted(found)), failures)
 
 
@@ -60,90 +106,159 @@ def installed_probes() -> dict[str, Probe]:
     """The built-in probes and those of installed packages; the latter are imported when they are first called."""
     probes: dict[str, Probe] = {"compute": probe_compute, "nvml": probe_gpus}
     for entry in entry_points(group=PROBE_GROUP):
-        probes[entry.name] = _lazily(entry.load)
+        probes[entry.name] = lazily(entry.load)
     return probes
 
 
-def configured_robots(specs: Mapping[str, RobotSpec], node: str = "") -> Probe:
-    """A probe that finds the robots that the run's config names, simulated ones too. `specs` is by robot name."""
+def lazily(load: Callable[[], Any]) -> Probe:
+    """The probe that `load` gives, imported when it is first called, in its own thread."""
 
-    def probe() -> Iterator[ResourceRecord]:
-        for name, spec in specs.items():
-            yield robot_record(name, spec, node or local_node(), "config")
-
-    return probe
-
-
-def robot_record(name: str, spec: RobotSpec, node: str, found_by: str) -> ResourceRecord:
-    """The record of a robot with this spec."""
-    return ResourceRecord(
-        kind=Kind.ROBOT,
-        name=name,
-        model=spec.model,
-        node=node,
-        capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras),
-        labels={"rate_hz": f"{spec.rate_hz:g}"},
-        found_by=found_by,
-        embodiment=spec.embodiment,
-    )
-
-
-def probe_compute() -> Iterator[ResourceRecord]:
-    """This computer's processors and memory, as one resource."""
-    node = local_node()
-    yield ResourceRecord(
-        kind=Kind.COMPUTE,
-        name=f"{node}/cpu",
-        model=os.uname().machine,
-        node=node,
-        labels={"cores": str(len(os.sched_getaffinity(0)))},
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        found_by="compute",
-    )
-
-
-def probe_gpus() -> Iterator[ResourceRecord]:
-    """This computer's NVIDIA GPUs; none where the library or the driver is absent."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except ImportError:
-        return
-    except nvml.NVMLError as error:
-        logger.debug("discovery.no_nvml error=%s", error)
-        return
-    try:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            yield _gpu_record(nvml, index)
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpu_record(nvml: Any, index: int) -> ResourceRecord:
-    device, node = nvml.nvmlDeviceGetHandleByIndex(index), local_node()
-    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(device))
-    return ResourceRecord(
-        kind=Kind.GPU,
-        name=f"{node}/gpu-{index}",
-        model=nvml.nvmlDeviceGetName(device),
-        node=node,
-        labels={"uuid": nvml.nvmlDeviceGetUUID(device), "compute_capability": "{}.{}".format(*capability)},
-        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(device).total,
-        sm_count=_sm_count(nvml.nvmlDeviceGetNumGpuCores(device), capability),
-        found_by="nvml",
-    )
-
-
-def _sm_count(cores: int, capability: tuple[int, ...]) -> int:
-    """NVML counts cores. Compute capabilities before 7.0 are not known here and give 0."""
-    if capability < (7, 0):
-        return 0
-    return cores // _CORES_PER_SM.get((capability[0], capability[1]), _CORES_PER_NEWER_SM)
-
-
-def _lazily(load: Callable[[], Any]) -> Probe:
     def probe() -> Iterable[ResourceRecord]:
         found: Iterable[ResourceRecord] = load()()
         return found
 
     return probe
+
+
+class _Look:
+    """One call of one probe, in a thread of its own. What it found before it failed counts."""
+
+    def __init__(self, source: str, probe: Probe) -> None:
+        self._source, self._probe = source, probe
+        self._within_s = probe.within_s if isinstance(probe, Paced) else DEFAULT_WITHIN_S
+        self._deadline_s = time.monotonic() + self._within_s
+        self._records: list[ResourceRecord] = []
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name=f"probe-{source}", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self, stop: threading.Event) -> None:
+        """Blocks until the look is over, its time is up, or `stop` is set."""
+        while self.running and time.monotonic() < self._deadline_s and not stop.is_set():
+            self._thread.join(0.05)
+
+    def result(self) -> tuple[tuple[ResourceRecord, ...], str]:
+        """What it found, and how it failed; blocks until then, at most for the probe's own limit of time."""
+        self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
+        if self.running:
+            return tuple(self._records), f"it has not answered within {self._within_s:g} s"
+        return tuple(self._records), self._failure
+
+    def _run(self) -> None:
+        try:
+            for record in self._probe():
+                self._records.append(record)
+        except Exception as error:  # a foreign probe may fail in any way; it is reported and the others go on
+            logger.debug("discovery.probe_failed probe=%s error=%r", self._source, error)
+            self._failure = f"{type(error).__name__}: {error}"
+
+
+class Discoverer:
+    """Looks all the time and tells what changes. A context manager: within it, each probe has a thread.
+
+    A probe that fails or hangs says nothing about what it found before: that stays, and is degraded until the probe
+    answers again. A hanging look is not called a second time before it returns.
+    """
+
+    def __init__(self, probes: Mapping[str, Probe]) -> None:
+        self._probes = dict(probes)
+        self._events: queue.Queue[Event] = queue.Queue(MAX_EVENTS)
+        self._lock = threading.Lock()
+        self._known: dict[str, ResourceRecord] = {}
+        self._owner: dict[str, str] = {}
+        self._failures: dict[str, str] = {}
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._keep_looking, args=(source,), name=f"discovery-{source}", daemon=True)
+            for source in self._probes
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def now(self) -> Discovery:
+        """Everything that is or was found, what vanished as LOST. Never blocks."""
+        with self._lock:
+            return Discovery(tuple(self._known[name] for name in sorted(self._known)), dict(self._failures))
+
+    def next_event(self, wait_s: float) -> Event | None:
+        """The oldest event that was not taken yet; None where there is none within `wait_s`."""
+        try:
+            return self._events.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+
+    def _keep_looking(self, source: str) -> None:
+        probe = self._probes[source]
+        every_s = probe.every_s if isinstance(probe, Paced) else DEFAULT_EVERY_S
+        look: _Look | None = None
+        while not self._stop.is_set():
+            look = look if look is not None and look.running else _Look(source, probe)
+            look.wait(self._stop)
+            if not self._stop.is_set():
+                self._take_in(source, *look.result())
+            self._stop.wait(every_s)
+
+    def _take_in(self, source: str, records: Iterable[ResourceRecord], failure: str) -> None:
+        with self._lock:
+            self._note_failure(source, failure)
+            seen = set()
+            for record in records:
+                if self._may_tell(source, record.name):
+                    self._owner[record.name] = source
+                    seen.add(record.name)
+                    self._compare(source, record)
+            for name in [n for n, owner in self._owner.items() if owner == source and n not in seen]:
+                record = self._known[name]
+                gone = {"trouble": f"{source}: {failure}"} if failure else {"health": Health.LOST}
+                self._compare(source, msgspec.structs.replace(record, **gone))
+
+    def _may_tell(self, source: str, name: str) -> bool:
+        """Of two probes that find the same name, the first is believed for as long as it finds it."""
+        known = self._known.get(name)
+        return known is None or known.health is Health.LOST or self._owner[name] == source
+
+    def _note_failure(self, source: str, failure: str) -> None:
+        if failure == self._failures.get(source, ""):
+            return
+        self._failures[source] = failure
+        if failure:
+            self._tell(Event(change=Change.PROBE_FAILED, probe=source, text=failure))
+        else:
+            del self._failures[source]
+            self._tell(Event(change=Change.PROBE_WORKS, probe=source))
+
+    def _compare(self, source: str, record: ResourceRecord) -> None:
+        before, self._known[record.name] = self._known.get(record.name), record
+        change = what_changed(before, record)
+        if change is not None:
+            self._tell(Event(change=change, probe=source, record=record, text=record.trouble))
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            logger.warning("discovery.event_dropped change=%s probe=%s", event.change, event.probe)
+
+
+def what_changed(before: ResourceRecord | None, now: ResourceRecord) -> Change | None:
+    """The news in `now`; None where there is none. What is lost from the start is no news until it comes."""
+    lost = now.health is Health.LOST
+    if before is None or before.health is Health.LOST:
+        return None if lost else Change.APPEARED if before is None else Change.RETURNED
+    if lost:
+        return Change.VANISHED
+    if now.trouble != before.trouble:
+        return Change.DEGRADED if now.trouble else Change.RECOVERED
+    return None if msgspec.structs.replace(now, load=before.load) == before else Change.CHANGED

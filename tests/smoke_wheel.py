@@ -26,6 +26,7 @@ LIGHT_MODULES = (
     "hal.discovery",
     "hal.lease",
     "hal.placement",
+    "hal.probes",
     "hal.registry",
     "hal.robot",
     "hal.safety",

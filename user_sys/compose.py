@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from hal.discovery import Probe, installed_probes, lazily
 from hal.errors import SpecError
 from hal.spec import RobotSpec
 from hal.station import (
@@ -94,6 +95,19 @@ _INPUTS = {
     "spacemouse": "robots.spacemouse",
 }
 """Input devices, by the module whose ``make_teleoperator`` is their `hal.station.TeleoperatorFactory`."""
+
+
+_PROBES: dict[str, tuple[str, str]] = {"lerobot": ("robots.lerobot_probe", "probe_plugins")}
+"""Probes of our drivers, by module and function (`hal.discovery`)."""
+
+
+def probes() -> dict[str, Probe]:
+    """Everything that looks for hardware on this computer: the hardware layer's, our drivers', installed packages'."""
+
+    def loader(module: str, function: str) -> Callable[[], Any]:
+        return lambda: getattr(import_module(module), function)
+
+    return installed_probes() | {name: lazily(loader(*where)) for name, where in _PROBES.items()}
 
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from hal.discovery import configured_robots, discover, installed_probes
+from hal.discovery import discover
+from hal.probes import configured_robots
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
 from hal.resource import local_node
 from hal.spec import RobotSpec
-from user_sys.compose import link_settings, robot_spec
+from user_sys.compose import link_settings, probes, robot_spec
 from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
@@ -92,7 +93,7 @@ def _launch(args: Namespace, verb: str) -> int:
 
 def hardware_main(args: Namespace) -> int:
     """``user-sys hardware list``: what this machine has."""
-    records = discover(installed_probes()).records
+    records = discover(probes()).records
     if args.json:
         Console().print_json(json.dumps([json.loads(record.to_json()) for record in records]))
         return 0
@@ -250,7 +251,7 @@ class Run:
         )
 
     def _start_cluster(self) -> Cluster:
-        records = discover({"config": configured_robots(self._specs), **installed_probes()}).records
+        records = discover({"config": configured_robots(self._specs), **probes()}).records
         settings = self._config.ray
         if settings.address:
             return connect(settings.address)

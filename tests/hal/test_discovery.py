@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hal.discovery import configured_robots, discover, installed_probes, probe_compute
+from hal.discovery import discover, installed_probes
+from hal.probes import configured_robots, probe_compute
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 
@@ -46,7 +47,7 @@ def test_this_computer_is_found_and_the_built_in_probes_never_fail() -> None:
     found = discover(installed_probes())
     assert found.failures == {}
     (computer,) = [record for record in found.records if record.kind is Kind.COMPUTE]
-    assert int(computer.labels["cores"]) >= 1 and computer.memory_bytes > 1 << 20
+    assert computer.cores >= 1 and computer.memory_bytes > 1 << 20
 
 
 def test_an_installed_package_adds_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,156 @@
+"""The probes of this package: the computer itself, its GPUs, and what a configuration names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from hal.resource import Health, Kind, ResourceRecord, local_node
+from hal.spec import RobotSpec
+
+# CUDA cores per streaming multiprocessor by compute capability: CUDA C++ Programming Guide, "Arithmetic Instructions".
+_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+_CORES_PER_NEWER_SM = 128
+
+CONNECT_WITHIN_S = 2.0
+GREETING_WITHIN_S = 0.3  # for servers that speak first, as a UR's dashboard does with its name
+MAX_GREETING_BYTES = 200
+MAX_ASKED_AT_ONCE = 16
+_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]+")
+
+
+def configured_robots(
+    specs: Mapping[str, RobotSpec],
+    node: str = "",
+    *,
+    addresses: Mapping[str, str] | None = None,
+    labels: Mapping[str, Mapping[str, str]] | None = None,
+) -> Callable[[], Iterator[ResourceRecord]]:
+    """A probe that finds the robots that a config names, simulated ones too.
+
+    Args:
+        specs: by robot name.
+        node: what they are attached to; this computer where it is empty.
+        addresses: ``HOST:PORT`` of those that are reached over a network: they are LOST while nothing listens there.
+        labels: by robot name, added to its record.
+    """
+    where = dict(addresses or {})
+
+    def probe() -> Iterator[ResourceRecord]:
+        with ThreadPoolExecutor(MAX_ASKED_AT_ONCE) as pool:
+            answers = {name: pool.submit(ask, address) for name, address in where.items()}
+            for name, spec in specs.items():
+                record = robot_record(name, spec, node or local_node(), "config")
+                facts = {**record.labels, **(labels or {}).get(name, {})}
+                if name not in answers:
+                    yield msgspec.structs.replace(record, labels=facts)
+                    continue
+                greeting, trouble = answers[name].result()
+                facts |= {"address": where[name], **({"firmware": greeting} if greeting else {})}
+                health = Health.LOST if trouble else Health.READY
+                yield msgspec.structs.replace(record, labels=facts, health=health, trouble=trouble)
+
+    return probe
+
+
+def ask(address: str) -> tuple[str, str]:
+    """Whether something listens at ``HOST:PORT``: what it says by itself, and why it cannot be reached (else empty).
+
+    Blocks for `CONNECT_WITHIN_S` at most, and for a greeting.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return "", f"{address!r} is no address: write HOST:PORT"
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_WITHIN_S) as link:
+            link.settimeout(GREETING_WITHIN_S)
+            with contextlib.suppress(TimeoutError):
+                return _UNPRINTABLE.sub(b" ", link.recv(MAX_GREETING_BYTES)).decode().strip(), ""
+            return "", ""
+    except (OSError, OverflowError) as error:
+        return "", f"nothing answers at {address}: {getattr(error, 'strerror', '') or error}"
+
+
+def robot_record(name: str, spec: RobotSpec, node: str, found_by: str) -> ResourceRecord:
+    """The record of a robot with this spec."""
+    return ResourceRecord(
+        kind=Kind.ROBOT,
+        name=name,
+        model=spec.model,
+        node=node,
+        capabilities=tuple(f"camera:{camera.name}" for camera in spec.cameras),
+        labels={"rate_hz": f"{spec.rate_hz:g}"},
+        found_by=found_by,
+        embodiment=spec.embodiment,
+    )
+
+
+def probe_compute() -> Iterator[ResourceRecord]:
+    """This computer's processors and memory, as one resource."""
+    node, cores = local_node(), len(os.sched_getaffinity(0))
+    yield ResourceRecord(
+        kind=Kind.COMPUTE,
+        name=f"{node}/cpu",
+        model=os.uname().machine,
+        node=node,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cores=cores,
+        load=min(1.0, os.getloadavg()[0] / (os.cpu_count() or cores)),
+        found_by="compute",
+    )
+
+
+def probe_gpus() -> Iterator[ResourceRecord]:
+    """This computer's NVIDIA GPUs; none where the library or the driver is absent."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return
+    except nvml.NVMLError:  # no driver, or no GPU: `user-sys hardware doctor` says which
+        return
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            yield _gpu_record(nvml, index)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu_record(nvml: Any, index: int) -> ResourceRecord:
+    device, node = nvml.nvmlDeviceGetHandleByIndex(index), local_node()
+    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(device))
+    memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    return ResourceRecord(
+        kind=Kind.GPU,
+        name=f"{node}/gpu-{index}",
+        model=nvml.nvmlDeviceGetName(device),
+        node=node,
+        labels={"uuid": nvml.nvmlDeviceGetUUID(device), "compute_capability": "{}.{}".format(*capability)},
+        memory_bytes=memory.total,
+        sm_count=_sm_count(nvml.nvmlDeviceGetNumGpuCores(device), capability),
+        load=max(_busy(nvml, device), memory.used / memory.total),
+        found_by="nvml",
+    )
+
+
+def _busy(nvml: Any, device: Any) -> float:
+    """Share of time in which the GPU computed; 0 where it does not tell, as one that is split into slices."""
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(device).gpu) / 100
+    except nvml.NVMLError:
+        return 0.0
+
+
+def _sm_count(cores: int, capability: tuple[int, ...]) -> int:
+    """NVML counts cores. Compute capabilities before 7.0 are not known here and give 0."""
+    if capability < (7, 0):
+        return 0
+    return cores // _CORES_PER_SM.get((capability[0], capability[1]), _CORES_PER_NEWER_SM)

@@ -1,0 +1,42 @@
+"""Which robots, cameras and input devices LeRobot and its installed plugins could drive; imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from hal.resource import Kind, ResourceRecord, local_node
+
+BUILT_IN = {"robots": "robot", "cameras": "camera", "teleoperators": "teleoperator"}
+PLUGIN = "lerobot_"
+
+
+def probe_plugins() -> Iterator[ResourceRecord]:
+    """One DRIVER record for each of LeRobot's own packages of devices, and for each plugin by its naming rule.
+
+    A package may define several types; ``type:`` in a robot's options names one, see docs/robots.md.
+    """
+    found = find_spec("lerobot")
+    for folder in [] if found is None else map(Path, found.submodule_search_locations or ()):
+        for group, sort in BUILT_IN.items():
+            for package in sorted((folder / group).glob("*/__init__.py")):
+                yield _record(package.parent.name, sort, "lerobot")
+    for distribution in distributions():
+        name = (distribution.name or "").lower().replace("-", "_")
+        for sort in BUILT_IN.values():
+            if name.startswith(f"{PLUGIN}{sort}_"):
+                yield _record(name.removeprefix(f"{PLUGIN}{sort}_"), sort, f"{name} {distribution.version}")
+
+
+def _record(name: str, sort: str, package: str) -> ResourceRecord:
+    return ResourceRecord(
+        kind=Kind.DRIVER,
+        name=f"lerobot/{sort}/{name}",
+        model=name,
+        node=local_node(),
+        capabilities=(sort,),
+        labels={"package": package},
+        found_by="lerobot",
+    )

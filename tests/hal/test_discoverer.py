@@ -1,0 +1,143 @@
+"""Discovery that goes on: what appears, degrades, vanishes and returns, and probes that hang or fail."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from hal.discovery import Change, Discoverer, Event, Paced, discover, what_changed
+from hal.probes import configured_robots
+from hal.resource import Health, Kind, ResourceRecord
+from hal.spec import ArraySpec, RobotSpec
+
+DEADLINE_S = 60.0
+ARM = ResourceRecord(kind=Kind.ROBOT, name="arm-0", model="arm", node="desk")
+SPEC = RobotSpec(
+    model="arm",
+    rate_hz=10.0,
+    observation=(),
+    action=ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,)),
+)
+
+
+class Bench:
+    """A bench on which things are put, and a probe that looks at it."""
+
+    def __init__(self, *records: ResourceRecord) -> None:
+        self.records = records
+        self.failure: Exception | None = None
+
+    def __call__(self) -> Iterable[ResourceRecord]:
+        if self.failure is not None:
+            raise self.failure
+        return self.records
+
+
+def quick(probe: Bench) -> Paced:
+    return Paced(probe, every_s=0.01, within_s=DEADLINE_S)
+
+
+def next_event(discoverer: Discoverer) -> Event:
+    event = discoverer.next_event(DEADLINE_S)
+    assert event is not None, "nothing happened"
+    return event
+
+
+def test_a_robot_appears_degrades_recovers_vanishes_and_returns() -> None:
+    bench = Bench()
+    with Discoverer({"bench": quick(bench)}) as discoverer:
+        story = []
+        for records in ((ARM,), (msgspec.structs.replace(ARM, trouble="no permission"),), (ARM,), (), (ARM,)):
+            bench.records = records
+            event = next_event(discoverer)
+            assert event.record is not None and event.record.name == "arm-0" and event.probe == "bench"
+            story.append((event.change, event.record.health, event.text))
+    assert story == [
+        (Change.APPEARED, Health.READY, ""),
+        (Change.DEGRADED, Health.READY, "no permission"),
+        (Change.RECOVERED, Health.READY, ""),
+        (Change.VANISHED, Health.LOST, ""),
+        (Change.RETURNED, Health.READY, ""),
+    ]
+
+
+def test_a_probe_that_fails_degrades_what_it_found_and_says_when_it_works_again() -> None:
+    bench = Bench(ARM)
+    with Discoverer({"usb": quick(bench)}) as discoverer:
+        assert next_event(discoverer).change is Change.APPEARED
+        bench.failure = OSError("no such bus")
+        failed, degraded = next_event(discoverer), next_event(discoverer)
+        assert (failed.change, failed.text) == (Change.PROBE_FAILED, "OSError: no such bus")
+        assert (degraded.change, degraded.text) == (Change.DEGRADED, "usb: OSError: no such bus")
+        assert discoverer.now().failures == {"usb": "OSError: no such bus"}
+        bench.failure = None
+        assert [next_event(discoverer).change for _ in range(2)] == [Change.PROBE_WORKS, Change.RECOVERED]
+
+
+def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -> None:
+    released, calls = threading.Event(), []
+
+    def hanging() -> Iterable[ResourceRecord]:
+        calls.append(time.monotonic())
+        released.wait(DEADLINE_S)
+        return (ARM,)
+
+    other = Bench(msgspec.structs.replace(ARM, name="arm-1"))
+    probes = {"stuck": Paced(hanging, every_s=0.01, within_s=0.05), "bench": quick(other)}
+    try:
+        with Discoverer(probes) as discoverer:
+            events = {next_event(discoverer).change for _ in range(2)}
+            assert events == {Change.PROBE_FAILED, Change.APPEARED}
+            assert discoverer.now().failures == {"stuck": "it has not answered within 0.05 s"}
+            other.records = ()
+            assert next_event(discoverer).change is Change.VANISHED
+            assert len(calls) == 1
+            released.set()
+            assert {next_event(discoverer).change for _ in range(2)} == {Change.PROBE_WORKS, Change.APPEARED}
+    finally:
+        released.set()
+
+
+def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
+    released = threading.Event()
+
+    def hanging() -> Iterable[ResourceRecord]:
+        yield ARM
+        released.wait(DEADLINE_S)
+
+    found = discover({"stuck": Paced(hanging, within_s=0.05)})
+    released.set()
+    assert [record.name for record in found.records] == ["arm-0"]
+    assert found.failures == {"stuck": "it has not answered within 0.05 s"}
+
+
+def test_load_is_no_news_and_what_was_never_there_neither() -> None:
+    assert what_changed(ARM, msgspec.structs.replace(ARM, load=0.5)) is None
+    assert what_changed(ARM, msgspec.structs.replace(ARM, memory_bytes=1)) is Change.CHANGED
+    assert what_changed(None, msgspec.structs.replace(ARM, health=Health.LOST)) is None
+
+
+def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_says_of_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        probe = configured_robots({"arm-0": SPEC}, addresses={"arm-0": address}, labels={"arm-0": {"site": "lab"}})
+
+        def greet() -> None:
+            link, _ = server.accept()
+            link.sendall(b"Controller 5.11.1\n")
+            link.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        (there,) = probe()
+        thread.join()
+    (gone,) = probe()
+    assert there.health is Health.READY
+    assert (there.labels["firmware"], there.labels["site"]) == ("Controller 5.11.1", "lab")
+    assert gone.health is Health.LOST and gone.trouble == f"nothing answers at {address}: Connection refused"
+    (nonsense,) = configured_robots({"arm-0": SPEC}, addresses={"arm-0": "nowhere"})()
+    assert nonsense.trouble == "'nowhere' is no address: write HOST:PORT"
