@@ -23,7 +23,7 @@ import pytest
 from user_sys.episode import Phase
 from user_sys.store.store import StoreReader
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800)]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -31,8 +31,8 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
-RUN_DEADLINE_S, LIFT_DEADLINE_S = 120.0, 120.0
-MOMENT_S = 20.0  # what takes a tenth of a second on a machine that has nothing else to do
+RUN_DEADLINE_S, LIFT_DEADLINE_S = 600.0, 240.0
+MOMENT_S = 60.0  # what takes a tenth of a second on a machine that has nothing else to do
 SPEED_M_S = 0.4 * 0.6  # the arm's fastest, at the page's 60%
 SLOW = 0.3  # with Shift
 
@@ -106,6 +106,11 @@ class Person:
     def episode(self) -> str:
         return str(self.page.locator('.card [data-slot="episode"]').inner_text())
 
+    def last(self) -> tuple[str, str]:
+        """The last episode, and how it ended."""
+        slot = self.page.locator('.card [data-slot="last"]')
+        return str(slot.get_attribute("title")), str(slot.inner_text())
+
     def see(self) -> tuple[float, float, int]:
         """Column, row and area of the orange cube in the wrist camera's picture; area 0 where it is out of sight."""
         raw = self.page.evaluate(
@@ -167,9 +172,20 @@ def start_with_cube_in_sight(person: Person) -> bool:
     return person.see()[2] > 100
 
 
-def lift(person: Person, lifted: Callable[[], bool]) -> None:
+def lifted_by_hand(person: Person) -> bool:
+    """One start, until the cube is lifted, or the robot cuts the episode off as it does when orders come too late."""
+    if person.badge() == "HOLD":  # the page was silent for too long
+        person.page.keyboard.press("t")
+    until(lambda: start_with_cube_in_sight(person), RUN_DEADLINE_S, "a start that shows the cube")
+    mine = person.episode()
+    lift(person, lambda: person.episode() != mine)
+    episode, end = until(lambda: person.last()[0] >= mine and person.last(), MOMENT_S, "the page says how it ended")
+    return episode == mine and end.startswith("success")
+
+
+def lift(person: Person, ended: Callable[[], bool]) -> None:
     end = time.monotonic() + LIFT_DEADLINE_S
-    while time.monotonic() < end:
+    while time.monotonic() < end and not ended():
         if not person.centre():
             continue
         if person.see()[2] < BETWEEN_FINGERS:
@@ -180,11 +196,10 @@ def lift(person: Person, lifted: Callable[[], bool]) -> None:
         for _ in range(16):
             photograph(person.page)
             person.press("r", 0.02)
-            if lifted():
+            if ended():
                 return
         person.page.keyboard.press("g")
         person.page.wait_for_timeout(800)
-    raise AssertionError("the cube was not lifted in time")
 
 
 def test_a_person_lifts_the_cube_by_keyboard_and_hands_back(
@@ -196,9 +211,7 @@ def test_a_person_lifts_the_cube_by_keyboard_and_hands_back(
 
     page.keyboard.press("t")
     until(lambda: person.badge() == "YOU", MOMENT_S, "the person has the arm")
-    until(lambda: start_with_cube_in_sight(person), RUN_DEADLINE_S, "a start that shows the cube")
-    mine = person.episode()
-    lift(person, lambda: person.episode() != mine)  # lifted: the task ends the episode
+    until(lambda: lifted_by_hand(person), 3 * LIFT_DEADLINE_S, "the cube is lifted by hand")
 
     page.keyboard.press("h")
     until(lambda: person.badge() == "POLICY", MOMENT_S, "the policy has it back")

@@ -83,6 +83,14 @@ def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock)
     assert success.x == (10.0, 20.0, 30.0, 40.0) and success.y == (1.0, 0.5, 1 / 3, 0.25)
 
 
+def test_a_robot_says_how_its_last_episode_ended(hub: ConsoleHub) -> None:
+    assert hub.view().robots[0].last is None
+    hub.feed(episode(True, touched=5))
+    hub.feed(episode(False, "demo"))
+    last = hub.view().robots[0].last
+    assert last is not None and last.success and last.intervention_steps == 5
+
+
 def test_success_is_of_the_newest_episodes(hub: ConsoleHub) -> None:
     for success in [False] * 30 + [True] * 20:
         hub.feed(episode(success))

@@ -43,12 +43,14 @@ _log = logging.getLogger(__name__)
 
 
 class RobotView(msgspec.Struct, frozen=True):
-    """One robot at one moment; `status` is None until it has reported, `lost` once it is silent."""
+    """One robot at one moment; `status` is None until it has reported, `lost` once it is silent, `last` is how its
+    newest finished episode went."""
 
     name: str
     status: RobotStatus | None
     lost: bool
     cameras: tuple[str, ...]
+    last: EpisodeReport | None
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class _Robot:
     spec: RobotSpec | None
     status: RobotStatus | None = None
     heard_s: float = -math.inf
+    last: EpisodeReport | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
 
 
@@ -251,7 +254,7 @@ class ConsoleHub:
 
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
         lost = robot.status is not None and now_s - robot.heard_s > LOST_AFTER_S
-        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures))
+        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last)
 
     def _feed_status(self, status: RobotStatus) -> None:
         robot = self._robot(status.robot)
@@ -264,6 +267,8 @@ class ConsoleHub:
             self._point("evaluation", elapsed_s, self._evaluation.share or 0.0)
         if episode.source != Source.ONLINE:
             return
+        if robot := self._robots.get(episode.robot):
+            robot.last = episode
         self._episodes += 1
         self._env_steps += episode.steps
         self._interventions += episode.intervention_steps > 0

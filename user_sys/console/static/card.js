@@ -35,6 +35,7 @@ export class Card {
     this.showButtons();
     this.orderCameras(robot.cameras);
     if (status) this.showFacts(status);
+    if (robot.last) this.showLast(robot.last);
   }
 
   showBadge(robot, me) {
@@ -76,6 +77,14 @@ export class Card {
     set(this.slot("outbox"), `${status.outbox_chunks}${dropped}`);
     set(this.slot("safety"), status.safety_interventions);
     set(this.slot("episode"), status.episode);
+  }
+
+  // How the episode before this one ended.
+  showLast(last) {
+    const end = last.success === null ? "cut off" : last.success ? "success" : "failure";
+    const help = last.intervention_steps ? `, ${last.intervention_steps} by hand` : "";
+    set(this.slot("last"), `${end} · ${last.steps} steps${help}`);
+    this.slot("last").title = last.episode;
   }
 
   async picture(header, jpeg) {
