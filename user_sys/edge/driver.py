@@ -129,6 +129,8 @@ class Driver:
     def command(self, action: Array) -> Tick:
         if self._newest is None:
             raise RuntimeError("the driver is not connected")
+        if self.kernel.too_old(self._newest):  # this process was kept from looking; the robot may be in order
+            self._look()
         verdict = self.kernel.filter(action, self._newest)
         if verdict.applied is None:
             log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
@@ -144,6 +146,18 @@ class Driver:
         self.robot.stop(verdict.stop or StopLevel.HOLD)
         return self._tick(applied=None, reasons=verdict.reasons, t_command_ns=0, judged=False)
 
+    def emergency_stop(self, person: str) -> None:
+        """Stops the robot and latches the e-stop, in that order: the latch may wait for a disk that is busy.
+
+        Raises:
+            HardwareLost: the robot went away; the e-stop is latched all the same.
+        """
+        try:
+            self.robot.stop(StopLevel.SAFE)
+        finally:
+            self.kernel.emergency_stop(person)
+        self.guard()
+
     def guard(self) -> None:
         """One control period without a command: the robot holds or safe-stops, as the kernel says.
 
@@ -152,6 +166,9 @@ class Driver:
         """
         verdict = self.kernel.tick()
         self.robot.stop(verdict.stop if verdict and verdict.stop else StopLevel.HOLD)
+        self._look()
+
+    def _look(self) -> None:
         try:
             self._newest = self.robot.observe()
         except StaleObservation as error:  # the kernel refuses to act upon the old one, and says so

@@ -19,8 +19,9 @@ from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
 REPLY_DEADLINE_S = 30.0  # a reset moves the robot to its start
-LIFE_SIGN_S = 0.2
-PERIOD_DEADLINE_S = 3.0  # beyond a control period; a driver process that was killed shows within it
+LIFE_SIGN_S = 0.2  # one that was killed shows within this
+LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on the disk before it is said to be pressed or released
+PERIOD_DEADLINE_S = 10.0  # beyond a control period; a driver process that hangs shows within it
 FRAME = "frame:"
 OBSERVATION = "observation"
 
@@ -88,11 +89,11 @@ class RemoteDriver:
 
     def emergency_stop(self, person: str) -> None:
         """Latches the e-stop. Needs no token."""
-        self._ask("e-stop", person=person, deadline_s=1.0)
+        self._ask("e-stop", person=person, deadline_s=LATCH_DEADLINE_S)
 
     def rearm(self, person: str) -> None:
         """Releases the e-stop in the name of a person."""
-        self._ask("re-arm", person=person, deadline_s=1.0)
+        self._ask("re-arm", person=person, deadline_s=LATCH_DEADLINE_S)
 
     def _connect(self) -> zmq.Socket[bytes]:
         if self._socket is None:
@@ -132,7 +133,7 @@ class RemoteDriver:
         while (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIFE_SIGN_S) * 1000)):
                 return
-            if order in ("reset", "command", "hold") and not self._life_sign.held():
+            if order not in ("attach", "describe") and not self._life_sign.held():
                 break
         self.close()  # a REQ socket without its reply cannot be used again
         raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")

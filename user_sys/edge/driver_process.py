@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -54,10 +55,23 @@ class DriverServer:
         refused_realtime: what the system refused this process, for those who ask what it drives.
     """
 
-    def __init__(self, driver: Driver, station: Station, fence: Fence, address: str) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        station: Station,
+        fence: Fence,
+        address: str,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Args:
+        fence: remembers the newest session's token.
+        address: of the local socket.
+        clock: nanoseconds; control periods and the watchdog go by it.
+        """
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
+        self._clock = clock
         self._period_ns = int(driver.spec.period_s * 1e9)
-        self._next_ns = self._hold_at_ns = time.monotonic_ns()
+        self._next_ns = self._hold_at_ns = clock()
         self._held = 0
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self.refused_realtime = ""
@@ -81,12 +95,12 @@ class DriverServer:
         request = self._waiting.popleft() if self._waiting else self._next_request(socket, self._hold_at_ns)
         if request is not None:
             self._answer(*request, socket)
-        if time.monotonic_ns() >= self._hold_at_ns:
+        if self._clock() >= self._hold_at_ns:
             self._guard()
 
     def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
         """Whose request it is, and its packet; None where nothing that could be one came until then."""
-        wait_ns = until_ns - time.monotonic_ns()
+        wait_ns = until_ns - self._clock()
         if not socket.poll(max(0, -(-wait_ns // 1_000_000))):
             return None
         frames = socket.recv_multipart()
@@ -96,7 +110,7 @@ class DriverServer:
         return frames[0], frames[2]
 
     def _feed_watchdog(self, periods: int) -> None:
-        self._hold_at_ns = time.monotonic_ns() + periods * self._period_ns
+        self._hold_at_ns = self._clock() + periods * self._period_ns
 
     def _guard(self) -> None:
         if self._held == 0:
@@ -125,8 +139,7 @@ class DriverServer:
     ) -> tuple[Reply, dict[str, Array]]:
         kernel = self._driver.kernel
         if request.order == "e-stop":
-            kernel.emergency_stop(request.person)
-            self._driver.guard()
+            self._driver.emergency_stop(request.person)
             return Reply(), {}
         if request.order == "describe":
             return self._card(), {}
@@ -167,11 +180,11 @@ class DriverServer:
 
         The grid starts anew when a period was missed, so that lateness is never made up by haste.
         """
-        now = time.monotonic_ns()
+        now = self._clock()
         self._next_ns += self._period_ns
         if not now <= self._next_ns <= now + 2 * self._period_ns:
             self._next_ns = now + self._period_ns
-        while (left_ns := self._next_ns - time.monotonic_ns()) > 0 and not self.stop.is_set():
+        while (left_ns := self._next_ns - self._clock()) > 0 and not self.stop.is_set():
             if left_ns < SLEEP_NS:
                 time.sleep(left_ns / 1e9)
             elif (request := self._next_request(socket, self._next_ns - SLEEP_NS)) is not None:
