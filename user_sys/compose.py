@@ -85,7 +85,7 @@ class PolicyConfig:
     features: tuple[str, ...] = ()
 
 
-_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake", "lerobot": "robots.lerobot"}
+_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake", "lerobot": "robots.lerobot", "ur": "robots.ur"}
 """Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
 
 _INPUTS = {

@@ -1,0 +1,279 @@
+"""Arms of Universal Robots over RTDE, with a Robotiq gripper where there is one.
+
+The action is a step of the tool (`tool_delta`: x, y, z in the base frame, the tool keeps its rotation) or of the joints
+(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than `LEAD_S`.
+Payload, tool centre point, speed slider and safety settings are the pendant's and are not touched. A protective stop,
+an emergency stop, a safeguard stop or a program that ends makes the robot lost; the message has the reason, and nothing
+is ever unlocked from here: once a person has done it, connecting works again.
+
+Safe stop: the arm brakes, and the program on the controller ends; the controller holds the arm. The same happens by the
+controller's own watchdog when this process dies, hangs or is cut off for two control periods (`silence_s`). A gripper
+keeps its grip.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
+from hal.station import Station, StationRequest, read_options
+from robots.attended import AttendedTask
+from robots.robotiq import RobotiqConfig, RobotiqGripper
+from robots.ur_link import LinkConfig, Reading, UrLink
+
+JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
+TURN = 2 * np.pi  # the range of every joint, to either side
+LEAD_S = 0.5  # at full speed; servoj lags by its lookahead, 0.03 to 0.2 s
+REACH_M = 2.0  # beyond that of the largest arm
+FORCE_RANGE_N = 1000.0
+HOME_DEADLINE_S = 60.0
+REDUCED_SPEED = 0.25  # while a person drives
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UrConfig:
+    """Attributes:
+    host: the controller's address. It must be in remote control.
+    model: for people and placement, e.g. ``ur5e``.
+    action: ``tool_delta`` or ``joint_delta``.
+    tool_speed: m/s, of a tool_delta.
+    joint_speed: rad/s: of a joint_delta, and with a tool_delta the measured one at which the arm holds, as happens near
+        a singularity.
+    joint_low, joint_high: rad; all of the joints' range by default.
+    workspace_low, workspace_high: box for the tool, m in the base frame; keep_out: boxes that it may not enter.
+    force_max: N; the tool is not driven further against such a force. null is no limit.
+    gripper: settings of a Robotiq gripper; null is none.
+    home: joint angles, rad, that a reset moves to by moveJ at `home_speed`; empty leaves that to a person.
+    silence_s, stale_after_s: by default two control periods.
+    lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
+    sentence: what the robot is asked to do, in words.
+    """
+
+    host: str
+    model: str = "ur5e"
+    action: Literal["tool_delta", "joint_delta"] = "tool_delta"
+    rate_hz: float = 20.0
+    tool_speed: float = 0.25
+    joint_speed: float = 1.0
+    joint_low: tuple[float, ...] = (-TURN,) * 6
+    joint_high: tuple[float, ...] = (TURN,) * 6
+    workspace_low: tuple[float, ...] = ()
+    workspace_high: tuple[float, ...] = ()
+    keep_out: tuple[Box, ...] = ()
+    force_max: float | None = 50.0
+    gripper: RobotiqConfig | None = None
+    home: tuple[float, ...] = ()
+    home_speed: float = 0.3
+    silence_s: float | None = None
+    stale_after_s: float | None = None
+    lookahead_s: float = 0.1
+    gain: float = 300.0
+    rtde_hz: float = 125.0
+    reduced_speed: float = REDUCED_SPEED
+    sentence: str = ""
+    max_steps: int = 3000
+
+    def __post_init__(self) -> None:
+        if self.rate_hz <= 0 or self.tool_speed <= 0 or self.joint_speed <= 0 or self.home_speed <= 0:
+            raise ValueError("rate_hz, tool_speed, joint_speed and home_speed are above 0")
+        if len(self.home) not in (0, 6):
+            raise ValueError(f"home has {len(self.home)} joint angles; there are 6 joints")
+
+    @property
+    def two_periods_s(self) -> float:
+        return 2 / self.rate_hz
+
+    @property
+    def link(self) -> LinkConfig:
+        return LinkConfig(
+            host=self.host,
+            silence_s=self.silence_s or self.two_periods_s,
+            rtde_hz=self.rtde_hz,
+            lookahead_s=self.lookahead_s,
+            gain=self.gain,
+            joint_speed=self.home_speed,
+        )
+
+
+def ur_spec(config: UrConfig) -> RobotSpec:
+    """The spec of the arm that `config` describes."""
+    joints = config.action == "joint_delta"
+    moves = tuple(f"d_{name}" for name in JOINTS) if joints else ("dx", "dy", "dz")
+    step = (config.joint_speed if joints else config.tool_speed) / config.rate_hz
+    grip = config.gripper
+    action = ArraySpec(
+        name=ACTION,
+        labels=(*moves, *(("width",) if grip else ())),
+        units=(("rad",) if joints else ("m",)) * len(moves) + (("m",) if grip else ()),
+        low=(-step,) * len(moves) + ((0.0,) if grip else ()),
+        high=(step,) * len(moves) + ((grip.stroke_m,) if grip else ()),
+    )
+    return RobotSpec(
+        model=config.model,
+        rate_hz=config.rate_hz,
+        observation=(_state_spec(config),),
+        action=action,
+        limits=_limits(config),
+        neutral=(0.0,) * len(moves) + ((grip.stroke_m,) if grip else ()),
+        tool_delta=() if joints else (0, 1, 2),
+        joint_delta=tuple(range(6)) if joints else (),
+        gripper=len(moves) if grip else -1,
+        safe_stop="brakes, then ends the program on the controller, which holds the arm; the gripper keeps its grip",
+    )
+
+
+def _state_spec(config: UrConfig) -> ArraySpec:
+    parts = [
+        *((f"{name}.pos", "rad", TURN) for name in JOINTS),
+        *((f"{name}.vel", "rad/s", TURN) for name in JOINTS),
+        *((f"tool_{axis}", "m", REACH_M) for axis in "xyz"),
+        *((f"tool_r{axis}", "rad", np.pi) for axis in "xyz"),
+        *((f"force_{axis}", "N", FORCE_RANGE_N) for axis in "xyz"),
+    ]
+    low, high = [-bound for _, _, bound in parts], [bound for _, _, bound in parts]
+    if config.gripper:
+        parts.append(("width", "m", config.gripper.stroke_m))
+        low, high = [*low, 0.0], [*high, config.gripper.stroke_m]
+    labels, units, _ = zip(*parts, strict=True)
+    return ArraySpec(name=STATE, labels=labels, units=units, low=tuple(low), high=tuple(high))
+
+
+def _limits(config: UrConfig) -> SafetyLimits:
+    joints = config.action == "joint_delta"
+    return SafetyLimits(
+        workspace_low=config.workspace_low,
+        workspace_high=config.workspace_high,
+        keep_out=config.keep_out,
+        tool_position=(12, 13, 14),
+        tool_speed_max=None if joints else config.tool_speed,
+        tool_force=(18, 19, 20),
+        tool_force_max=config.force_max,
+        joint_position=tuple(range(6)),
+        joint_low=config.joint_low,
+        joint_high=config.joint_high,
+        joint_velocity=() if joints else tuple(range(6, 12)),
+        joint_velocity_max=(config.joint_speed,) * 6,
+        reduced_speed=config.reduced_speed,
+        stale_after_s=config.stale_after_s or config.two_periods_s,
+    )
+
+
+class UrRobot(Robot):
+    """One arm. `connect` uploads a program to its controller; what ran there before is ended."""
+
+    def __init__(self, config: UrConfig) -> None:
+        self.config = config
+        self.spec = ur_spec(config)
+        self._joints = config.action == "joint_delta"
+        self._moves = 6 if self._joints else 3
+        self._low = np.array(self.spec.action.low, np.float32)
+        self._high = np.array(self.spec.action.high, np.float32)
+        self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._link: UrLink | None = None
+        self._target: Array | None = None  # joint angles or pose, float64 (6,); None while the arm stands
+        self._gripper = RobotiqGripper(config.host, config.gripper) if config.gripper else None
+
+    def connect(self) -> None:
+        """See `hal.robot.Robot`.
+
+        Raises:
+            HardwareLost: also where the arm is stopped, off or not in remote control, or the gripper not activated.
+            SpecError: ur_rtde is not installed.
+        """
+        if self._link is not None:
+            return
+        self._link, self._target = UrLink(self.config.link), None
+        try:
+            self._link.open()
+            if self._gripper:
+                self._gripper.connect()
+        except (HardwareLost, SpecError):
+            self.close()
+            raise
+
+    def observe(self) -> Observation:
+        reading = self._connected.read()
+        age_s = (time.monotonic_ns() - reading.t_capture_ns) / 1e9
+        if age_s > self.spec.limits.stale_after_s:
+            raise StaleObservation(f"UR at {self.config.host}: the newest reading is {age_s:.3f} s old")
+        width = [self._gripper.width_m] if self._gripper else []
+        state = np.concatenate([reading.q, reading.qd, reading.pose, reading.force, width]).astype(np.float32)
+        return Observation({STATE: state}, reading.t_capture_ns)
+
+    def command(self, action: Array) -> Array:
+        """See `hal.robot.Robot`. After a safe stop it blocks while the program is uploaded again."""
+        self.spec.action.validate(action)
+        link = self._connected
+        if link.at_rest:
+            link.wake()
+        applied = np.clip(action, self._low, self._high)
+        target, applied[: self._moves] = self._advance(link.read(), applied[: self._moves])
+        link.servo(target, self.spec.period_s, self._joints)
+        self._target = target
+        if self._gripper:
+            applied[-1] = self._gripper.move(float(applied[-1]))
+        within: Array = np.clip(applied, self._low, self._high)
+        return within
+
+    def stop(self, level: StopLevel) -> None:
+        link = self._connected
+        self._target = None
+        if level is StopLevel.SAFE:
+            link.rest()
+        else:
+            link.hold()
+
+    def go_home(self) -> None:
+        """Moves to the configured joint angles, if there are any, and holds there. Blocks. Raises HardwareLost."""
+        self.stop(StopLevel.HOLD)
+        if self.config.home:
+            link = self._connected
+            if link.at_rest:
+                link.wake()
+            link.move(np.array(self.config.home), HOME_DEADLINE_S)
+
+    def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if self._gripper:
+            self._gripper.close()
+
+    @property
+    def _connected(self) -> UrLink:
+        if self._link is None:
+            raise HardwareLost(f"UR at {self.config.host} is not connected")
+        return self._link
+
+    def _advance(self, reading: Reading, step: Array) -> tuple[Array, Array]:
+        """The target after `step`, as far as the arm keeps up, and the step that this makes."""
+        n, measured = self._moves, reading.q if self._joints else reading.pose
+        base: Array = measured if self._target is None else self._target
+        target: Array = base.copy()
+        target[:n] = np.clip(base[:n] + step, measured[:n] - self._lead, measured[:n] + self._lead)
+        return target, target[:n] - base[:n]
+
+
+class UrTask(AttendedTask):
+    """A person says what was done; a reset brings the arm home."""
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        if not isinstance(robot, UrRobot):
+            raise SpecError(f"this task resets arms of Universal Robots, not {robot.spec.model}")
+        robot.go_home()
+
+
+def make_station(request: StationRequest) -> Station:
+    """A `hal.station.StationFactory`; options: `UrConfig`. Any task is a person's to judge."""
+    config = read_options(UrConfig, request)
+    task = UrTask(request.task, config.sentence or request.task, config.max_steps)
+    return Station(request.name, UrRobot(config), task)

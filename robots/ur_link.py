@@ -1,0 +1,443 @@
+"""The connection to one controller of Universal Robots, by ur_rtde (1.6 or later; ``pip install 'user-sys[ur]'``).
+
+A thread alone speaks to ur_rtde's control interface: it streams the way to the newest target to the controller and
+feeds the controller's watchdog, so that no call of the library makes anybody wait. When updates stop coming the
+controller ends the program that was uploaded, and the arm brakes and stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+
+from hal.errors import HardwareLost, SpecError
+from hal.spec import Array
+
+DASHBOARD_PORT = 29999
+ANSWER_S = 2.0
+OPEN_DEADLINE_S = 20.0
+CLOSE_DEADLINE_S = 5.0
+OFFSET_WINDOW_S = 10.0  # clocks that differ by 1e-4 part by 1 ms meanwhile
+SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's own
+JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's own
+ARRIVED_RAD = 2e-3
+STATE_LAG = 3  # packages: the library's two connections are not in step
+
+# UR's "Real-Time Data Exchange guide": safety_mode and robot_mode
+SAFETY_MODES = {
+    3: "a protective stop",
+    4: "recovery mode",
+    5: "a safeguard stop",
+    6: "the system's emergency stop",
+    7: "the robot's emergency stop",
+    8: "a violation of a safety limit",
+    9: "a fault",
+    10: "unconfirmed joints",
+    11: "an undefined safety mode",
+    12: "a safeguard stop in automatic mode",
+    13: "the three-position switch",
+}
+NORMAL, REDUCED = 1, 2
+ROBOT_MODES = {-1: "not under control", 0: "disconnected", 3: "powered off", 5: "idle, its brakes on"}
+RUNNING = 7
+VARIABLES = ["timestamp", "actual_q", "actual_qd", "actual_TCP_pose", "actual_TCP_force", "robot_mode", "safety_mode"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """Attributes:
+    silence_s: the controller ends the program when it hears nothing for so long.
+    rtde_hz: how often state is received and the target is streamed.
+    lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
+    joint_speed: of a move by itself (`UrLink.move`), rad/s.
+    """
+
+    host: str
+    silence_s: float
+    rtde_hz: float = 125.0
+    lookahead_s: float = 0.1
+    gain: float = 300.0
+    joint_speed: float = 0.3
+    joint_acceleration: float = 0.5
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the controller measured, float64; `t_capture_ns` is as in `hal.robot.Observation`.
+
+    Attributes:
+        q, qd: (6,), rad and rad/s.
+        pose: (6,), of the tool in the base frame: x, y, z in m, and the rotation vector.
+        force: (3,), on the tool, in the base frame, N.
+    """
+
+    q: Array
+    qd: Array
+    pose: Array
+    force: Array
+    t_capture_ns: int
+
+
+@dataclass(frozen=True)
+class _Servo:
+    """The straight way from `start` to `end`, joint angles or poses, that begins at `begun_s` and takes `lasts_s`."""
+
+    joints: bool
+    start: Array
+    end: Array
+    begun_s: float
+    lasts_s: float
+
+    def at(self, now_s: float) -> Array:
+        """A pose keeps the rotation of `end`: two rotation vectors may differ in sign and mean the same."""
+        share = min(max((now_s - self.begun_s) / self.lasts_s, 0.0), 1.0)
+        point, n = self.end.copy(), 6 if self.joints else 3
+        point[:n] = self.start[:n] + share * (self.end[:n] - self.start[:n])
+        return point
+
+
+@dataclass(frozen=True)
+class _Move:
+    end: Array
+
+
+@dataclass(frozen=True)
+class _Hold:
+    pass
+
+
+@dataclass(frozen=True)
+class _Rest:
+    pass
+
+
+_Order = _Servo | _Move | _Hold | _Rest
+
+
+class ControllersClock:
+    """Maps a controller's time stamps to the local monotonic clock; the least delay seen of late counts as none."""
+
+    def __init__(self) -> None:
+        self._offset_s = self._earlier_s = np.inf
+        self._since_s = -np.inf
+        self._stamp_s = -np.inf
+        self._local_s = -np.inf
+
+    def age_s(self) -> float:
+        """How old the newest reading is that was asked about; 0 before the first."""
+        return 0.0 if self._local_s == -np.inf else time.monotonic() - self._local_s
+
+    def local_s(self, stamp_s: float, now_s: float) -> float:
+        """When the reading with that stamp was taken; never before an earlier one, nor after now."""
+        if stamp_s == self._stamp_s:
+            return self._local_s
+        if now_s - self._since_s > OFFSET_WINDOW_S:
+            self._since_s, self._earlier_s, self._offset_s = now_s, self._offset_s, np.inf
+        self._offset_s = min(self._offset_s, now_s - stamp_s)
+        self._stamp_s = stamp_s
+        self._local_s = max(self._local_s, stamp_s + min(self._offset_s, self._earlier_s))
+        return self._local_s
+
+
+class UrLink:
+    """One connection, once. One thread calls it; only `open`, `wake`, `move` and `close` wait, each with a deadline."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        self.config = config
+        self._name = f"UR at {config.host}"
+        self._clock = ControllersClock()
+        self._receive: Any = None
+        self._lock = threading.Lock()
+        self._order: _Order = _Hold()
+        self._fed_s = 0.0
+        self._lost = ""
+        self._wake, self._opened, self._running = threading.Event(), threading.Event(), threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name=f"ur {config.host}", daemon=True)
+
+    def open(self) -> None:
+        """Connects and uploads ur_rtde's control program; the arm stands.
+
+        Raises:
+            HardwareLost: the controller does not answer, or its state does not allow it; the message says what a person
+                should do about it.
+            SpecError: ur_rtde is not installed.
+        """
+        import_rtde("rtde_control")
+        self._require_greeting()
+        self._thread.start()
+        if not self._opened.wait(OPEN_DEADLINE_S):
+            self._lost = f"connecting took longer than {OPEN_DEADLINE_S:g} s"
+        self._require()
+
+    @property
+    def at_rest(self) -> bool:
+        """No program of ours runs on the controller; `wake` comes before the next motion."""
+        return isinstance(self._order, _Rest)
+
+    def read(self) -> Reading:
+        """The newest reading, of whatever age. Raises HardwareLost, with the reason where the arm was stopped."""
+        self._require()
+        receive = self._receive
+        stamp_s, now_s = receive.getTimestamp(), time.monotonic()  # first, so that the values are no older
+        reading = Reading(
+            q=np.array(receive.getActualQ()),
+            qd=np.array(receive.getActualQd()),
+            pose=np.array(receive.getActualTCPPose()),
+            force=np.array(receive.getActualTCPForce()[:3]),
+            t_capture_ns=int(self._clock.local_s(stamp_s, now_s) * 1e9),
+        )
+        if not receive.isConnected():
+            raise HardwareLost(f"{self._name}: the connection broke")
+        if reason := why_not(receive):
+            raise HardwareLost(f"{self._name}: {reason}")
+        return reading
+
+    def servo(self, target: Array, lasts_s: float, joints: bool) -> None:
+        """Goes straight to `target` in `lasts_s`: joint angles or a pose, (6,). The arm holds there, and holds where
+        nobody calls for `config.silence_s`. Raises HardwareLost."""
+        reading, now_s, order = self.read(), time.monotonic(), self._order
+        if isinstance(order, _Servo) and order.joints == joints:
+            start = order.at(now_s)
+        else:
+            start = reading.q if joints else reading.pose
+        self._give(_Servo(joints, start, target, now_s, lasts_s))
+
+    def hold(self) -> None:
+        """Brakes and holds; an arm that is at rest stays so. Raises HardwareLost."""
+        self._require()
+        if not self.at_rest:
+            self._give(_Hold())
+
+    def rest(self) -> None:
+        """Brakes and ends the program on the controller, which holds the arm. Raises HardwareLost."""
+        self._require()
+        self._give(_Rest())
+
+    def wake(self) -> None:
+        """Uploads the program again, after `rest`. Raises HardwareLost."""
+        self._running.clear()
+        self._give(_Hold())
+        if not self._running.wait(OPEN_DEADLINE_S):
+            self._lost = self._lost or "the controller does not start the program"
+        self._require()
+
+    def move(self, q: Array, deadline_s: float) -> None:
+        """Moves to joint angles by moveJ and holds there.
+
+        Raises:
+            HardwareLost: the arm was stopped, or is not there in time; it is told to hold then.
+        """
+        until_s = time.monotonic() + deadline_s
+        order = _Move(q)
+        while np.abs(self.read().q - q).max() > ARRIVED_RAD:
+            if time.monotonic() > until_s:
+                self.hold()
+                raise HardwareLost(f"{self._name}: moving to {q.tolist()} took longer than {deadline_s:g} s")
+            self._give(order)
+            time.sleep(1 / self.config.rtde_hz)
+        self.hold()
+
+    def close(self) -> None:
+        """Brings the arm to rest and disconnects; gives up on a library that takes longer than `CLOSE_DEADLINE_S`. A
+        controller that has fallen silent is not spoken to: its watchdog has ended the program."""
+        self._ending = True
+        if self._clock.age_s() > self.config.silence_s:
+            self._lost = self._lost or "it fell silent"
+        self._give(_Rest())
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_DEADLINE_S)
+            if self._thread.is_alive():
+                log.warning("ur.not_closed host=%s: ur_rtde does not return", self.config.host)
+
+    def _give(self, order: _Order) -> None:
+        with self._lock:
+            self._fed_s, self._order = time.monotonic(), order
+        self._wake.set()
+
+    def _require(self) -> None:
+        if self._lost:
+            raise HardwareLost(f"{self._name}: {self._lost}")
+        if self._ending:
+            raise HardwareLost(f"{self._name}: not connected")
+
+    def _require_greeting(self) -> None:
+        """ur_rtde waits long for a controller that is off or frozen; the dashboard greets whoever connects."""
+        where = (self.config.host, DASHBOARD_PORT)
+        try:
+            with socket.create_connection(where, ANSWER_S) as dashboard:
+                dashboard.settimeout(ANSWER_S)
+                if dashboard.recv(64):
+                    return
+        except OSError as error:
+            raise HardwareLost(f"{self._name}: no answer on port {DASHBOARD_PORT}: {error}") from error
+        raise HardwareLost(f"{self._name}: the dashboard on port {DASHBOARD_PORT} hangs up")
+
+    def _run(self) -> None:
+        control = None
+        try:
+            self._receive, control = self._connect()
+            program = _Program(control, self.config)
+            self._opened.set()
+            while not (self._ending and program.mode == "rest"):
+                program.follow(self._current())
+                if program.mode != "rest":
+                    self._running.set()
+                self._wake.wait(1 / self.config.rtde_hz)
+                self._wake.clear()
+        except Exception as error:  # the library's, of any kind, and ours: whoever calls next is told
+            self._lost = self._lost or self._why_stopped() or str(error)
+            log.warning("ur.lost host=%s %s", self.config.host, self._lost)
+        finally:
+            self._opened.set()
+            self._running.set()
+        if self._lost:  # the destructors do this too, but let no other thread of Python run meanwhile
+            for end in (control, self._receive):
+                if end is not None:
+                    end.disconnect()
+        self._receive = None
+
+    def _why_stopped(self) -> str:
+        """What the controller says of it, once its state is newer than the end of the program; empty for nothing."""
+        receive = self._receive
+        if receive is None:
+            return ""
+        if not receive.isConnected():
+            return "the connection broke"
+        newer_s = receive.getTimestamp() + STATE_LAG / self.config.rtde_hz
+        until_s = time.monotonic() + ANSWER_S
+        while receive.isConnected() and receive.getTimestamp() < newer_s and time.monotonic() < until_s:
+            time.sleep(1 / self.config.rtde_hz)
+        return why_not(receive)
+
+    def _connect(self) -> tuple[Any, Any]:
+        host, hz = self.config.host, self.config.rtde_hz
+        receive = import_rtde("rtde_receive").RTDEReceiveInterface(host, hz, VARIABLES)
+        until_s = time.monotonic() + ANSWER_S
+        while not receive.isConnected() or not _has_state(receive):
+            if time.monotonic() > until_s:
+                raise HardwareLost("it sends no state")
+            time.sleep(1 / hz)
+        if reason := why_not(receive):
+            raise HardwareLost(reason)
+        return receive, import_rtde("rtde_control").RTDEControlInterface(host, hz)
+
+    def _current(self) -> _Order:
+        with self._lock:
+            silent = time.monotonic() - self._fed_s > self.config.silence_s
+            if silent and not isinstance(self._order, _Rest):
+                self._order = _Hold()
+            return self._order
+
+
+class _Program:
+    """The control program on the controller, and what it does.
+
+    Attributes:
+        mode: ``idle`` and ``rest`` stand; at rest there is no program.
+    """
+
+    def __init__(self, control: Any, config: LinkConfig) -> None:
+        self._control, self._config = control, config
+        self.mode: Literal["idle", "servo", "move", "rest"] = "idle"
+        self._moving: _Move | None = None
+        self._set_watchdog()
+
+    def follow(self, order: _Order) -> None:
+        """Does what is due now. Raises HardwareLost where the program does not run any more, or does not obey."""
+        if isinstance(order, _Rest):
+            self._rest()
+            return
+        if self.mode == "rest":
+            self._start()
+        if isinstance(order, _Servo):
+            self._servo(order)
+        elif isinstance(order, _Move):
+            self._move(order)
+        else:
+            self._brake()
+            self._control.kickWatchdog()
+        if not self._control.isProgramRunning():
+            raise HardwareLost("the controller ended the program: its watchdog did, or somebody at the pendant")
+
+    def _servo(self, order: _Servo) -> None:
+        if self.mode == "move":
+            self._brake()
+        self.mode = "servo"
+        point, config = order.at(time.monotonic()).tolist(), self._config
+        servo = self._control.servoJ if order.joints else self._control.servoL
+        # the first two numbers are speed and acceleration, which the controller does not use
+        _require(servo(point, 0.0, 0.0, 1 / config.rtde_hz, config.lookahead_s, config.gain), "a target was refused")
+
+    def _move(self, order: _Move) -> None:
+        if order is not self._moving:
+            self._brake()
+            speed, acceleration = self._config.joint_speed, self._config.joint_acceleration
+            _require(self._control.moveJ(order.end.tolist(), speed, acceleration, True), "a move was refused")
+            self._moving, self.mode = order, "move"
+        self._control.kickWatchdog()
+
+    def _brake(self) -> None:
+        if self.mode == "servo":
+            _require(self._control.servoStop(SERVO_DECELERATION), "it does not brake")
+        elif self.mode == "move":
+            self._control.stopJ(JOINT_DECELERATION)
+        self._moving, self.mode = None, "idle"
+
+    def _rest(self) -> None:
+        if self.mode != "rest":
+            self._brake()
+            self._control.stopJ(JOINT_DECELERATION)
+            self._control.stopScript()
+            self.mode = "rest"
+
+    def _start(self) -> None:
+        _require(self._control.reuploadScript(), "the program cannot be uploaded")
+        until_s = time.monotonic() + ANSWER_S
+        while not self._control.isProgramRunning():
+            _require(time.monotonic() < until_s, "the controller does not start the program")
+            time.sleep(1 / self._config.rtde_hz)
+        self.mode = "idle"
+        self._set_watchdog()
+
+    def _set_watchdog(self) -> None:
+        _require(self._control.setWatchdog(1 / self._config.silence_s), "the watchdog cannot be set")
+
+
+def import_rtde(name: str) -> Any:
+    """ur_rtde's module of that name. Raises SpecError where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise SpecError(f"ur_rtde cannot be used: {error}; it comes with: pip install 'user-sys[ur]'") from error
+
+
+def why_not(receive: Any) -> str:
+    """Why the arm cannot be driven, in words; empty where it can."""
+    safety, mode = receive.getSafetyMode(), receive.getRobotMode()
+    if safety not in (NORMAL, REDUCED):
+        return f"{SAFETY_MODES.get(safety, f'safety mode {safety}')}; a person must clear it at the pendant"
+    if mode != RUNNING:
+        return f"it is {ROBOT_MODES.get(mode, f'in robot mode {mode}')}; a person must start it at the pendant"
+    return ""
+
+
+def _has_state(receive: Any) -> bool:
+    try:
+        return bool(receive.getActualQ())
+    except RuntimeError:  # ur_rtde's, until the first package
+        return False
+
+
+def _require(done: bool, otherwise: str) -> None:
+    if not done:
+        raise HardwareLost(otherwise)

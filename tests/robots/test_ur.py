@@ -1,0 +1,259 @@
+"""The UR driver with ur_rtde itself, unmodified, on a simulated controller in another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from ur_kit import SimulatedController, simulated_controller
+
+from hal.conformance import RobotConformance
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array
+from hal.station import StationRequest
+from robots.robotiq import RobotiqConfig
+from robots.ur import UrConfig, UrRobot, make_station
+from robots.ur_link import ControllersClock
+from user_sys.compose import RobotConfig, build_station
+
+pytest.importorskip("rtde_control")
+
+DEADLINE_S = 60.0
+PATIENT = {"rate_hz": 10.0, "silence_s": 30.0, "stale_after_s": 30.0}  # a busy machine is late by seconds
+SERVOJ, SERVOL, SERVO_STOP, STOP_SCRIPT = 11, 24, 16, 255
+PROTECTIVE_STOP, SAFEGUARD_STOP = 3, 5
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SimulatedController]:
+    with simulated_controller() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def controller(shared: SimulatedController) -> SimulatedController:
+    """A controller whose arm is as new."""
+    shared.reset()
+    return shared
+
+
+@pytest.fixture
+def mortal() -> Iterator[SimulatedController]:
+    """A controller of the test's own, to be killed."""
+    with simulated_controller() as simulated:
+        yield simulated
+
+
+def arm(controller: SimulatedController, **options: object) -> UrRobot:
+    return UrRobot(UrConfig(host=controller.host, **{**PATIENT, **options}))  # type: ignore[arg-type]
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.02)
+
+
+def state(robot: UrRobot) -> Array:
+    return robot.observe().arrays[STATE]
+
+
+class TestArmByToolSteps(RobotConformance):
+    @pytest.fixture(autouse=True)
+    def _controller(self, controller: SimulatedController) -> None:
+        self.controller = controller
+
+    def make_robot(self) -> Robot:
+        return arm(self.controller, gripper=RobotiqConfig())
+
+    def same_place(self, before: Observation, after: Observation) -> bool:
+        return bool(np.abs(before.arrays[STATE] - after.arrays[STATE]).max() < 1e-3)
+
+
+def test_steps_of_the_tool_move_it_straight_and_keep_its_rotation(controller: SimulatedController) -> None:
+    with arm(controller) as robot:
+        before = state(robot)
+        applied = sum(robot.command(np.array([0.01, -0.005, 0.02], np.float32)) for _ in range(3))
+        goal = before[12:15] + applied
+        eventually(lambda: bool(np.abs(state(robot)[12:15] - goal).max() < 1e-3), "the tool did not get there")
+        assert np.abs(state(robot)[15:18] - before[15:18]).max() < 1e-3
+        assert controller.begun(SERVOL) > 0
+
+
+def test_steps_of_the_joints_add_up_and_are_made_in_one_period(controller: SimulatedController) -> None:
+    with arm(controller, action="joint_delta") as robot:
+        before, step = state(robot)[:6], np.array([0, 0, 0, 0, 0, 0.1], np.float32)
+        for _ in range(4):
+            assert robot.command(step) == pytest.approx(step)
+        eventually(lambda: abs(state(robot)[5] - before[5] - 0.4) < 2e-3, "the joint did not get there")
+        assert np.abs(state(robot)[:5] - before[:5]).max() < 1e-3
+
+
+def test_an_arm_that_cannot_follow_is_not_led_on(controller: SimulatedController) -> None:
+    with arm(controller, action="joint_delta") as robot:
+        controller.freeze()
+        full = np.full(6, 0.1, np.float32)
+        applied = [robot.command(full) for _ in range(10)]
+        controller.thaw()
+        assert sum(applied) == pytest.approx(np.full(6, 0.5), abs=1e-3)
+        assert applied[-1] == pytest.approx(np.zeros(6), abs=1e-3)
+
+
+def test_a_hold_brakes_and_a_safe_stop_ends_the_program_until_the_next_command(controller: SimulatedController) -> None:
+    with arm(controller, action="joint_delta") as robot:
+        step = np.array([0, 0, 0, 0, 0, 0.1], np.float32)
+        robot.command(step)
+        eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
+        robot.stop(StopLevel.HOLD)
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        assert controller.state["servo"] is None and controller.state["program"]
+        robot.command(step)
+        robot.stop(StopLevel.SAFE)
+        eventually(lambda: not controller.state["program"], "the program did not end")
+        held = state(robot)[5]
+        robot.command(step)
+        eventually(lambda: state(robot)[5] - held > 0.09, "the arm did not move again")
+        assert (controller.state["uploads"], controller.state["watchdog_hz"]) == (2, pytest.approx(1 / 30))
+    assert not controller.state["program"]
+
+
+def test_the_controllers_watchdog_is_two_control_periods(controller: SimulatedController) -> None:
+    with arm(controller, rate_hz=4.0, silence_s=None):
+        assert controller.state["watchdog_hz"] == pytest.approx(2.0)
+
+
+def test_an_arm_whose_driver_says_nothing_holds(controller: SimulatedController) -> None:
+    with arm(controller, silence_s=0.2, action="joint_delta") as robot:
+        robot.command(np.array([0, 0, 0, 0, 0, 0.1], np.float32))
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        robot.observe()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [(PROTECTIVE_STOP, "a protective stop"), (SAFEGUARD_STOP, "a safeguard stop")]
+)
+def test_a_stop_of_the_controllers_is_told_with_its_reason_and_never_lifted(
+    controller: SimulatedController, mode: int, words: str
+) -> None:
+    robot = arm(controller)
+    with robot:
+        robot.command(np.array([0.01, 0, 0], np.float32))
+        controller.set("safety_mode", mode)
+        with pytest.raises(HardwareLost, match=f"{words}; a person must clear it"):
+            eventually(lambda: robot.observe() is None, "the stop was not told")
+        with pytest.raises(HardwareLost, match=words):
+            robot.command(np.zeros(3, np.float32))
+    with pytest.raises(HardwareLost, match=words):
+        robot.connect()
+    assert (controller.state["safety_mode"], controller.state["uploads"]) == (mode, 1)
+    controller.set("safety_mode", 1)
+    with robot:
+        robot.command(np.zeros(3, np.float32))
+
+
+def test_a_program_that_is_ended_at_the_pendant_is_told(controller: SimulatedController) -> None:
+    with arm(controller) as robot:
+        controller.set("program", False)
+        with pytest.raises(HardwareLost, match="the controller ended the program"):
+            eventually(lambda: robot.observe() is None, "the end was not told")
+
+
+@pytest.mark.parametrize("fate", ["kill", pytest.param("unplug", marks=pytest.mark.slow)])
+def test_a_controller_that_goes_away_is_lost_and_can_be_connected_again(mortal: SimulatedController, fate: str) -> None:
+    robot = arm(mortal)
+    with robot:
+        robot.command(np.array([0.01, 0, 0], np.float32))
+        getattr(mortal, fate)()
+        with pytest.raises(HardwareLost, match=mortal.host):
+            eventually(lambda: robot.observe() is None, "the loss was not told")
+    with pytest.raises(HardwareLost, match="no answer on port 29999"):
+        robot.connect()
+    mortal.restart()
+    with robot:
+        robot.command(np.zeros(3, np.float32))
+
+
+def test_a_frozen_controller_makes_readings_stale_and_its_watchdog_stops_the_arm(
+    mortal: SimulatedController,
+) -> None:
+    robot = arm(mortal, rate_hz=20.0, stale_after_s=None, silence_s=5.0)
+    with robot:
+        robot.command(np.array([0.01, 0, 0], np.float32))
+        mortal.freeze()
+        with pytest.raises((StaleObservation, HardwareLost)):
+            eventually(lambda: robot.observe() is None, "nothing was told")
+    with pytest.raises(HardwareLost, match="timed out"):
+        robot.connect()
+    mortal.thaw()
+
+
+def test_the_arm_goes_home_by_itself_where_home_is_configured(controller: SimulatedController) -> None:
+    home = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
+    options = {"host": controller.host, "home": list(home), **PATIENT}
+    station = build_station(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
+    with station.robot as robot:
+        station.task.reset(robot, np.random.default_rng(0))
+        assert np.abs(robot.observe().arrays[STATE][:6] - home).max() < 3e-3
+        robot.stop(StopLevel.SAFE)
+        station.task.reset(robot, np.random.default_rng(0))
+    assert station.task.sentence == "tidy up"
+
+
+def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: SimulatedController) -> None:
+    with arm(controller, gripper=RobotiqConfig()) as robot:
+        assert robot.command(np.array([0, 0, 0, 0.02], np.float32))[-1] == pytest.approx(0.02, abs=3e-4)
+        eventually(lambda: abs(state(robot)[-1] - 0.02) < 1e-3, "the gripper did not close")
+        robot.stop(StopLevel.SAFE)
+    assert controller.state["gripper_target"] == round(255 * (1 - 0.02 / 0.085))
+
+
+def test_a_gripper_that_is_not_activated_is_left_alone(controller: SimulatedController) -> None:
+    controller.set("gripper_active", 0)
+    with pytest.raises(HardwareLost, match="not activated; a person does that"):
+        arm(controller, gripper=RobotiqConfig()).connect()
+
+
+def test_an_arm_in_local_control_or_switched_off_is_refused(controller: SimulatedController) -> None:
+    controller.set("robot_mode", 3)
+    with pytest.raises(HardwareLost, match="powered off; a person must start it"):
+        arm(controller).connect()
+    controller.set("robot_mode", 7)
+    controller.set("remote", 0)
+    with pytest.raises(HardwareLost, match="remote control"):
+        arm(controller).connect()
+    assert controller.state["uploads"] == 0
+
+
+def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
+    controller: SimulatedController,
+) -> None:
+    controller.set("force", [0.0, 0.0, 80.0, 0.0, 0.0, 0.0])
+    with arm(controller) as robot:
+        kernel = SafetyKernel(robot.spec)
+        observation = robot.observe()
+        assert observation.arrays[STATE][18:21].tolist() == [0, 0, 80]
+        down, up = (kernel.filter(np.array([0, 0, dz], np.float32), observation) for dz in (-0.01, 0.01))
+        assert down.applied is not None and down.applied[2] == 0
+        assert up.applied is not None and up.applied[2] > 0
+
+
+def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
+    with pytest.raises(SpecError, match="did you mean 'host'"):
+        make_station(StationRequest("ur-0", "free", {"hots": "10.0.0.2"}))
+    with pytest.raises(SpecError, match="home has 3 joint angles"):
+        make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
+
+
+def test_times_of_capture_follow_the_controllers_clock_and_forget_its_drift() -> None:
+    clock = ControllersClock()
+    assert clock.local_s(0.0, 100.0) == 100.0
+    assert clock.local_s(1.0, 101.5) == 101.0, "half a second late"
+    assert clock.local_s(1.0, 103.0) == 101.0, "the same reading, again"
+    for second in range(2, 60):
+        newest = clock.local_s(float(second), 100.0 + second * 1.01)
+    assert 159.0 < newest <= 100 + 59 * 1.01

@@ -1,0 +1,78 @@
+"""A UR in a driver process: what the arm does when the process is no more, and the process when the arm is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ur_kit import SimulatedController, simulated_controller
+
+from user_sys.compose import RobotConfig
+from user_sys.config import save
+from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_process import ROBOT_LOST
+
+pytest.importorskip("rtde_control")
+DEADLINE_S = 60.0
+SERVOJ = 11
+
+
+@pytest.fixture
+def controller() -> Iterator[SimulatedController]:
+    with simulated_controller() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def running(
+    controller: SimulatedController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[bytes]]:
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path))
+    options = {"host": controller.host, "action": "joint_delta", "rate_hz": 10.0, "silence_s": 5.0}
+    save(RobotConfig(name="ur-0", driver="ur", task="free", options=options), tmp_path / "robot.yaml")
+    command = ["-m", "user_sys.edge.driver_process", str(tmp_path / "robot.yaml"), str(tmp_path / "state")]
+    process = subprocess.Popen([sys.executable, *command])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.05)
+
+
+def under_way(session: RemoteDriver, controller: SimulatedController) -> None:
+    session.attach(DEADLINE_S)
+    session.reset(0)
+    session.command(np.array([0, 0, 0, 0, 0, 0.05], np.float32))
+    eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
+
+
+def test_a_killed_driver_leaves_the_arm_to_the_controllers_watchdog(
+    controller: SimulatedController, running: subprocess.Popen[bytes]
+) -> None:
+    with RemoteDriver("ur-0", token=1) as session:
+        under_way(session, controller)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    eventually(lambda: controller.state["watchdog_stops"] == 1, "the watchdog did not stop the arm")
+    assert not controller.state["program"] and controller.state["servo"] is None
+
+
+def test_a_silent_session_makes_the_arm_hold_and_a_protective_stop_ends_the_process(
+    controller: SimulatedController, running: subprocess.Popen[bytes]
+) -> None:
+    with RemoteDriver("ur-0", token=1) as session:
+        under_way(session, controller)
+        eventually(lambda: controller.state["servo"] is None, "the arm did not hold")
+        controller.set("safety_mode", 3)
+        assert running.wait(DEADLINE_S) == ROBOT_LOST
