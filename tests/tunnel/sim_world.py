@@ -222,7 +222,7 @@ class Cloud(Machine):
             "tcp://sim", KeyPair("gateway", "secret"), Ring(), self, LIMITS, unix_ns=world.runtime.time_ns
         )
         found._router = Router(world.network)
-        found._floods = SimpleNamespace(heard=lambda frame: None)
+        found._floods = SimpleNamespace(heard=lambda frames: None, admit=lambda *_: None, dismiss=lambda _: None)
         found._gate = SimpleNamespace(authenticate=lambda: None, watch=lambda: None)
         found._wakeup = SimWakeup()
         self.committer = commit.Committer(writer, self._answer, found.release, CONFIG)

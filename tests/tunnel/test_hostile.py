@@ -25,7 +25,6 @@ FRAMES_PER_SESSION = 20
 ROBOT_HZ = 50.0
 KEPT_RATE = 0.8
 MAX_GROWTH_MB = 50
-MAX_UNFINISHED_MB = 120  # what one unfinished message may take until it is noticed; whole, each below takes 190 or more
 
 
 @dataclass
@@ -105,30 +104,16 @@ def test_a_hundred_thousand_hostile_frames_and_memory_stays_bounded(fortress: Fo
     hostile_hour(fortress, 100_000)
 
 
-def growth_by(fortress: Fortress, part_bytes: int, parts: int) -> float:
-    """MB that the gateway grew by while it was sent one message of so many parts, which it must end."""
+@pytest.mark.parametrize(("part_bytes", "parts"), [(0, 1_000_000), (40, 500_000), (1 << 20, 64)])
+def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
+    fortress: Fortress, part_bytes: int, parts: int
+) -> None:
     attacker = fortress.attacker(2)
     attacker.session(200)
     before_mb = fortress.peak_mb
     assert attacker.monster(bytes(part_bytes), parts), "the gateway ends it"
     attacker.close()
-    return fortress.peak_mb - before_mb
-
-
-@pytest.mark.parametrize(("part_bytes", "parts"), [(0, 3_000_000), (40, 2_000_000), (1 << 20, 256)])
-def test_a_message_of_millions_of_parts_is_cut_off_long_before_its_end(
-    fortress: Fortress, part_bytes: int, parts: int
-) -> None:
-    assert growth_by(fortress, part_bytes, parts) < MAX_UNFINISHED_MB
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("part_bytes", "parts"), [(0, 1_000_000), (40, 500_000), (1 << 20, 64)])
-def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
-    fortress: Fortress, part_bytes: int, parts: int
-) -> None:
-    """The goal's bound. It fails now and then where both ends share two busy cores: the guard comes late."""
-    assert growth_by(fortress, part_bytes, parts) < MAX_GROWTH_MB
+    assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
 
 
 def keys_of(kind: str, run: Path) -> KeyPair | None:

@@ -33,7 +33,7 @@ QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=2.0, handshake_s=2.0, backof
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
 
 
-def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], what: str, within_s: float = 60.0) -> None:
     """Polls until `condition` holds; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not condition():

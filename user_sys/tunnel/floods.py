@@ -2,86 +2,174 @@
 
 libzmq bounds a frame and the messages that wait, but not the frames of one message: it keeps them, unseen, until the
 last has come, so that one message of a million empty frames takes 64 MB and an endless one takes everything. The kernel
-counts what each TCP connection has received; what came since its last message was handed on is unfinished. Unix sockets
-are not counted: they lie in a folder of this user.
+counts what each TCP connection has received; what is not of messages that were handed on is unfinished. Each connection
+gets a quota from the kernel (`quota`), so that no more can come than it may have unfinished, however late this process
+looks; whoever reaches it is ended. Unix sockets are not counted: they lie in a folder of this user.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
-from user_sys.tunnel.tcp_state import GONE, duplicate, tcp_state
+from user_sys.tunnel.quota import SEGMENT_BYTES, first_sequence, hold_at, keep_beginnings
+from user_sys.tunnel.tcp_state import GONE, duplicate, looked_at
 
+HELD_CHECK_S = 0.1
 CHECK_S = 0.005
-"""Between checks: an attacker on this very machine sends 5 MB meanwhile."""
-SLACK_BYTES = 1 << 20  # encryption adds 33 bytes to a frame; what the kernel holds counts too
+"""Between looks at connections that the kernel does not hold: an attacker on this very machine sends 5 MB meanwhile."""
+SLACK_BYTES = 1 << 20
+HELLO_SLACK_BYTES = 64 << 10  # the CURVE handshake takes one
+FRAME_OVERHEAD_BYTES = 64  # ZMTP and CURVE add 35 to 42 to a frame
+RENEWED_SHARE = 0.25  # of a limit: when so much of it was handed on, the quota is raised
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A connection.
+
+    Attributes:
+        first: the TCP sequence number of its first byte; None where the kernel does not hold it.
+        limit: how many bytes it may have unfinished.
+        complete: how many bytes of those that it has received belonged to messages that were handed on.
+        quota: how many bytes the kernel lets it receive in all.
+        session: of which it is a part.
+        announced: whether libzmq has reported it.
+    """
+
+    first: int | None
+    limit: int
+    complete: int = 0
+    quota: int = 0
+    session: bytes = b""
+    announced: bool = True
 
 
 class FloodGuard:
     """Watches the connections of one ROUTER. One thread calls it.
 
     Args:
-        record_bytes: the most that a connection may send before its first message is complete.
-        message_bytes: the most that it may have unfinished afterwards.
+        record_bytes: the most that a connection may have unfinished that is not part of a session.
+        message_bytes: the most that one of a session may have unfinished.
+
+    Attributes:
+        check_every_s: how often to call `check`.
     """
 
     def __init__(self, record_bytes: int, message_bytes: int) -> None:
-        self._limits = (record_bytes + SLACK_BYTES, message_bytes + SLACK_BYTES)
-        self._handed_on: dict[int, int] = {}  # descriptor: bytes that it had received at its last message
-        self._heard: set[int] = set()
-        self._known: set[int] = set()
+        self._stranger_bytes, self._member_bytes = record_bytes + HELLO_SLACK_BYTES, message_bytes + SLACK_BYTES
+        self._watched: dict[int, _Watched] = {}
         self._next_check_s = 0.0
+        self.check_every_s = HELD_CHECK_S
+
+    def listening(self, descriptor: int) -> None:
+        """libzmq listens on `descriptor`. A connection that came before this is looked at often, but not held."""
+        if (listener := duplicate(descriptor)) is not None:
+            with listener:
+                keep_beginnings(listener)
 
     def accepted(self, descriptor: int) -> None:
         """libzmq has a new connection. It may have had the number before."""
-        self._handed_on[descriptor] = 0
-        self._known.discard(descriptor)
-        self._heard.discard(descriptor)
+        known = self._watched.get(descriptor)
+        if known is not None and not known.announced:
+            known.announced = True
+            return
+        self._watch(descriptor)
 
-    def heard(self, frame: zmq.Frame) -> None:
-        """A whole message, of which `frame` is a part, was handed on."""
-        self._heard.add(int(frame.get(zmq.SRCFD)))
+    def gone(self, descriptor: int) -> None:
+        """libzmq has given up a connection."""
+        self._watched.pop(descriptor, None)
 
-    def check(self) -> int:
-        """Breaks the connections that exceed their limit; says how many. Does nothing within `CHECK_S` of the last.
+    def heard(self, frames: Sequence[zmq.Frame]) -> None:
+        """A whole message was handed on, its routing id first."""
+        descriptor = int(frames[-1].get(zmq.SRCFD))
+        watched = self._watched.get(descriptor)
+        if watched is None:
+            return
+        watched.complete += sum([len(frame) + FRAME_OVERHEAD_BYTES for frame in frames[1:]])
+        if watched.quota - watched.complete < (1 - RENEWED_SHARE) * watched.limit:
+            self._renew(descriptor, watched)
 
-        Call it when nothing complete waits to be handed on.
+    def admit(self, descriptor: int, session: bytes) -> None:
+        """A connection has become part of a session."""
+        if descriptor not in self._watched:  # libzmq's threads may be late in reporting it
+            self._watch(descriptor, announced=False)
+        if (watched := self._watched.get(descriptor)) is not None:
+            watched.session, watched.limit = session, self._member_bytes
+            self._renew(descriptor, watched)
+
+    def dismiss(self, session: bytes) -> None:
+        """A session is over; its connections may live on for a while."""
+        for descriptor, watched in list(self._watched.items()):
+            if watched.session == session:
+                watched.session, watched.limit = b"", self._stranger_bytes
+                self._renew(descriptor, watched)
+
+    def check(self, quiet: Callable[[], bool]) -> int:
+        """Breaks the connections that exceed their limit; says how many. Does nothing if it did something just now.
+
+        `quiet` says whether nothing complete waits to be handed on. What has come is measured before it is asked, so
+        that no message counts as unfinished which was completed meanwhile.
         """
         now = time.monotonic()
         if now < self._next_check_s:
             return 0
-        self._next_check_s = now + CHECK_S
-        broken = sum([self._exceeds(descriptor) for descriptor in list(self._handed_on)])
-        self._heard.clear()
-        return broken
+        held = all(watched.first is not None for watched in self._watched.values())
+        self.check_every_s = HELD_CHECK_S if held else CHECK_S
+        self._next_check_s = now + self.check_every_s
+        suspects = [d for d, watched in list(self._watched.items()) if self._unfinished(d, watched) > watched.limit]
+        if not suspects or not quiet():
+            return 0
+        for descriptor in suspects:
+            del self._watched[descriptor]
+            _break(descriptor)
+        return len(suspects)
 
-    def _exceeds(self, descriptor: int) -> bool:
-        connection = duplicate(descriptor)
-        if connection is None:
-            del self._handed_on[descriptor]
-            return False
-        with connection:
-            state = tcp_state(connection)
-            if state is None:
-                del self._handed_on[descriptor]
-                return False
-            received = state.received_bytes
-            if descriptor in self._heard:
-                self._handed_on[descriptor] = received
-                self._known.add(descriptor)
-            if received - self._handed_on[descriptor] <= self._limits[descriptor in self._known]:
-                return False
-            del self._handed_on[descriptor]
-            _break(connection)
-            return True
+    def _watch(self, descriptor: int, announced: bool = True) -> None:
+        self._watched.pop(descriptor, None)
+        with looked_at(descriptor) as found:
+            if found is None:
+                return
+            watched = _Watched(first_sequence(found[0]), self._stranger_bytes, announced=announced)
+        self._watched[descriptor] = watched
+        self._renew(descriptor, watched)
+        if watched.first is None:
+            self.check_every_s, self._next_check_s = CHECK_S, 0.0
+
+    def _renew(self, descriptor: int, watched: _Watched) -> None:
+        """Lets a connection receive its limit beyond what was handed on."""
+        with looked_at(descriptor) as found:
+            if found is None:
+                self.gone(descriptor)
+                return
+            connection, state = found
+            watched.complete = min(watched.complete, state.received_bytes)
+            watched.quota = watched.complete + watched.limit + SEGMENT_BYTES
+            if watched.first is not None and not hold_at(connection, watched.first + watched.quota):
+                watched.first = None
+
+    def _unfinished(self, descriptor: int, watched: _Watched) -> int:
+        """How many bytes of a connection libzmq has read and not handed on."""
+        with looked_at(descriptor) as found:
+            if found is None:
+                self.gone(descriptor)
+                return 0
+            state = found[1]
+        if state.received_bytes >= watched.quota:  # it may be held although something was handed on since
+            self._renew(descriptor, watched)
+        return state.received_bytes - state.unread_bytes - watched.complete
 
 
-def _break(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        if error.errno not in GONE:
-            raise
+def _break(descriptor: int) -> None:
+    with looked_at(descriptor) as found:
+        if found is None:
+            return
+        try:
+            found[0].shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 MAX_TOPICS = 1024
+_CONNECTIONS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -57,15 +59,20 @@ class Gatekeeper:
         audit: Audit,
         floods: FloodGuard,
     ) -> None:
-        self._floods = floods
+        self._told: dict[int, Callable[[int], None]] = {
+            zmq.EVENT_LISTENING: floods.listening,
+            zmq.EVENT_ACCEPTED: floods.accepted,
+            zmq.EVENT_DISCONNECTED: floods.gone,
+        }
         self._ring, self._counters, self._log, self._router, self._audit = ring, counters, log, router, audit
         self.zap: Socket = context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
-        self.monitor: Socket = router.get_monitor_socket(_FAILED_HANDSHAKES | zmq.EVENT_ACCEPTED)
+        self.monitor: Socket = router.get_monitor_socket(_FAILED_HANDSHAKES | _CONNECTIONS)
 
     def authenticate(self) -> None:
-        """Answers what libzmq asks."""
+        """Answers what libzmq asks. A connection is known to the guard against floods before it is let in."""
+        self.watch()
         while self.zap.poll(0):
             version, request, domain, address, _, mechanism, *credentials = self.zap.recv_multipart()
             public = z85.encode(credentials[0]).decode() if len(credentials) == 1 and len(credentials[0]) == 32 else ""
@@ -80,13 +87,13 @@ class Gatekeeper:
             self.zap.send_multipart([version, request, *status, public.encode(), b""])
 
     def watch(self) -> None:
-        """Takes note of new connections, and counts those that ended before they showed a key: not our protocol, or
-        meant for another gateway.
+        """Takes note of connections that come and go, and counts those that ended before they showed a key: not our
+        protocol, or meant for another gateway.
         """
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._floods.accepted(int(event["value"]))
+            if (tell := self._told.get(int(event["event"]))) is not None:
+                tell(int(event["value"]))
                 continue
             self._counters["handshakes_failed"] += 1
             self._log.warn("handshake", "tunnel.handshake_failed: not this protocol, or for another gateway's key")

@@ -31,7 +31,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.admission import objection, other_version, require_allowed
 from user_sys.tunnel.audit import Audit, Event, unaudited
-from user_sys.tunnel.floods import CHECK_S, FloodGuard
+from user_sys.tunnel.floods import FloodGuard
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import KeyPair, Keyring, Role
@@ -144,6 +144,7 @@ class TunnelServer:
         try:
             open_router(self._router, self._keys, self._limits)
             self.endpoint = bind(self._router, self.endpoint, self._keys.public)
+            self._gate.watch()
         except RunError:
             self._close_sockets()
             raise
@@ -254,7 +255,7 @@ class TunnelServer:
                 if time.monotonic() >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + TICK_S
-                ready = dict(poll.poll(0 if readable(self._router) else 1e3 * min(retry_s, CHECK_S)))
+                ready = dict(poll.poll(0 if readable(self._router) else 1e3 * min(retry_s, self._floods.check_every_s)))
                 if self._wakeup.fileno() in ready:
                     self._wakeup.clear()
             self._flush()
@@ -265,7 +266,7 @@ class TunnelServer:
             self._close_sockets()
 
     def _check_floods(self) -> None:
-        if not readable(self._router) and (broken := self._floods.check()):
+        if broken := self._floods.check(lambda: not readable(self._router)):
             self.counters["floods"] += broken
             self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
 
@@ -299,7 +300,7 @@ class TunnelServer:
             self._deliver(*arrived)
 
     def _sort(self, frames: list[zmq.Frame], later: list[tuple[Session, Channel, Envelope, int]]) -> None:
-        self._floods.heard(frames[-1])
+        self._floods.heard(frames)
         routing_id = frames[0].bytes
         public = str(frames[-1].get("User-Id"))
         try:
@@ -401,8 +402,10 @@ class TunnelServer:
             peer = Peer(hello.name, hello.role, public, address, routing_id[1:], hello.spec, via)
             session = self._begin(peer, hello.stream)
         session.greeted.add(channel)
+        descriptor = int(frame.get(zmq.SRCFD))
+        self._floods.admit(descriptor, session.peer.session)
         if channel is not Channel.CONTROL:
-            session.descriptors[channel] = int(frame.get(zmq.SRCFD))
+            session.descriptors[channel] = descriptor
         memory = session.memory
         known = channel is Channel.EXPERIENCE and memory.stream == hello.stream
         welcome = Welcome(
@@ -456,6 +459,7 @@ class TunnelServer:
             self._sessions.pop(peer.session, None)
             if self._by_name.get(peer.name) is session:
                 del self._by_name[peer.name]
+        self._floods.dismiss(peer.session)
         session.machine.enter(SessionState.ENDED)
         logger.info("tunnel.closed peer=%s reason=%s", peer.name, reason)
         if was_open:

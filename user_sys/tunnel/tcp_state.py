@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import errno
+import fcntl
 import os
 import socket
 import struct
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 GONE = (errno.EBADF, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.ENOPROTOOPT, errno.ENOTCONN, errno.EINVAL)
@@ -19,16 +24,22 @@ _BYTES_RECEIVED_AT = 128
 
 @dataclass(frozen=True)
 class TcpState:
-    """`silent_s` counts from the last bytes that came, or from the connection's beginning."""
+    """`silent_s` counts from the last bytes that came, or from the connection's beginning.
+
+    Of `received_bytes`, this process has still to read `unread_bytes`.
+    """
 
     received_bytes: int
+    unread_bytes: int
     silent_s: float
 
 
 def tcp_state(connection: socket.socket) -> TcpState | None:
     """None for what is no TCP connection, or none any more."""
+    unread = array.array("i", [0])
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        fcntl.ioctl(connection, termios.FIONREAD, unread)
     except OSError as error:
         if error.errno in GONE:
             return None
@@ -37,7 +48,7 @@ def tcp_state(connection: socket.socket) -> TcpState | None:
         return None
     (received,) = _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)
     (silent_ms,) = _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_AT)
-    return TcpState(received, silent_ms / 1e3)
+    return TcpState(received, unread[0], silent_ms / 1e3)
 
 
 def duplicate(descriptor: int) -> socket.socket | None:
@@ -50,14 +61,22 @@ def duplicate(descriptor: int) -> socket.socket | None:
         raise
 
 
+@contextmanager
+def looked_at(descriptor: int) -> Iterator[tuple[socket.socket, TcpState] | None]:
+    """libzmq's TCP connection `descriptor` and its state, while the block lasts; None for anything else."""
+    connection = duplicate(descriptor)
+    if connection is None:
+        yield None
+        return
+    with connection:
+        state = tcp_state(connection)
+        yield None if state is None else (connection, state)
+
+
 def silence_s(descriptor: int) -> float:
     """Seconds since anything came on libzmq's connection `descriptor`, whole messages or not.
 
     Zero for a Unix socket, between whose ends nothing can be lost, and for what is closed, which libzmq notices.
     """
-    connection = duplicate(descriptor)
-    if connection is None:
-        return 0.0
-    with connection:
-        state = tcp_state(connection)
-    return 0.0 if state is None else state.silent_s
+    with looked_at(descriptor) as found:
+        return 0.0 if found is None else found[1].silent_s
