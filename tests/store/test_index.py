@@ -85,6 +85,7 @@ def test_steps_have_what_was_recorded_and_times_that_compare_between_robots() ->
     assert index.episodes.find("c") == -1
 
 
+@settings(deadline=None)
 @given(order=st.permutations(range(7)), cuts=st.sets(st.integers(1, 6)), twice=st.sets(st.integers(0, 6)))
 def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cuts: set[int], twice: set[int]) -> None:
     sent: list[Chunk] = []
@@ -101,7 +102,7 @@ def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cut
     assert index.episodes.complete[0] and index.episodes.steps[0] == 21
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject) -> None:
     steps = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.booleans())
@@ -160,6 +161,7 @@ def test_views_that_were_taken_before_keep_their_rows() -> None:
     assert before.tolist() == [0, 1, 2] and index.steps.reward.tolist() == list(range(1803))
 
 
+@settings(deadline=None)
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
 def test_a_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
     raw = bytearray(_encoded((chunk("a", 0), chunk("b", 0, last=True), say(DeleteLabel))))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersion
-from user_sys.store.files import REAL
+from user_sys.store.files import REAL, Files
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
     RECORD_MAGIC,
@@ -316,20 +317,59 @@ def test_a_full_disk_takes_no_more_than_is_bounded(tmp_path: Path, monkeypatch: 
 def test_a_full_disk_at_rotation_takes_nothing_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = LogWriter.open(tmp_path, segment_bytes=200)
+    writer = LogWriter.open(tmp_path, segment_bytes=200, background=False)
     writer.append(0, b"a" * 100)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", no_space)
         for _ in range(2):
             with pytest.raises(StoreFull):
                 writer.append(0, b"b" * 100)
     writer.append(0, b"c" * 100)
     writer.close()
     assert read(tmp_path) == [b"a" * 100, b"c" * 100]
+
+
+def test_a_full_disk_at_rotation_in_the_background_acknowledges_nothing_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = LogWriter.open(tmp_path, segment_bytes=200)
+    writer.append(0, b"a" * 100)
+    ticket = writer.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        writer.append(0, b"b" * 100)
+        for _ in range(2):
+            with pytest.raises(StoreFull):
+                writer.sync(ticket)
+            with pytest.raises(StoreFull):
+                writer.append(0, b"c" * 100)
+        assert writer.pending_bytes > 200 and writer.sealed() == ()
+        assert read(tmp_path) == [b"a" * 100]
+    writer.append(0, b"d" * 100)
+    writer.close()
+    assert read(tmp_path) == [b"a" * 100, b"b" * 100, b"d" * 100]
+
+
+def test_an_append_that_fills_a_segment_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    """The next one's file is made by a thread; what is acknowledged waits for it."""
+    may_sync = threading.Event()
+
+    class Slow(Files):
+        def fdatasync(self, fd: int) -> None:
+            assert may_sync.wait(60)
+            super().fdatasync(fd)
+
+    with LogWriter.open(tmp_path, segment_bytes=200, files=Slow()) as writer:
+        for body in (b"a", b"b"):
+            assert writer.append(0, body * 100).sequence >= 0
+        assert read(tmp_path) == [b"a" * 100]
+        may_sync.set()
+        writer.sync()
+        assert read(tmp_path) == [b"a" * 100, b"b" * 100]
+
+
+def no_space(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 FOLLOWED = """

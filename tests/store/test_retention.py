@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
@@ -108,6 +108,7 @@ def test_what_is_deleted_counts_no_more() -> None:
     assert Shelf().put("a").put("b").delete("a").choose(1) == Choice((), 0, 0)
 
 
+@settings(deadline=None)
 @given(outcomes=st.lists(st.booleans(), min_size=4, max_size=60), share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 def test_success_and_failure_stay_in_balance(outcomes: list[bool], share: float) -> None:
     shelf = Shelf()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_kit import chunk, stored
 
@@ -105,6 +105,7 @@ LOADS = st.lists(st.tuples(st.integers(1, 100), st.floats(0, 1)), max_size=30).m
 )
 
 
+@settings(deadline=None)
 @given(loads=LOADS, least=st.sampled_from([0.0, 0.25, 1.0]))
 def test_a_plan_joins_neighbours_that_fit_and_forgets_no_dead_one(loads: list[SegmentLoad], least: float) -> None:
     groups = plan(loads, 100, least)

@@ -26,9 +26,10 @@ from __future__ import annotations
 from user_sys.store.footer import Records
 from user_sys.store.frame import Damage, RecordRef
 from user_sys.store.log_reader import Batch, LogReader
-from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter, Ticket
+from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
 from user_sys.store.sealing import Summarise
 from user_sys.store.segments import segment_numbers, segment_path
+from user_sys.store.tail import Ticket
 
 __all__ = [
     "SEGMENT_BYTES",

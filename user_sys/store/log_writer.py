@@ -3,60 +3,43 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import functools
 import logging
-import os
 import secrets
 import threading
-import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
-from crc32c import crc32c
 
 from user_sys.errors import StoreError, StoreFull
 from user_sys.store import compaction
-from user_sys.store.files import NO_SPACE, REAL, Buffer, Files, consume, next_buffers, write_all
+from user_sys.store.files import NO_SPACE, REAL, Buffer, Files
 from user_sys.store.frame import (
     MAX_PAYLOAD_BYTES,
     MAX_SEGMENT_BYTES,
-    RECORD_HEADER_BYTES,
     RESERVED_KINDS,
     SEGMENT_HEADER_BYTES,
     RecordRef,
-    SegmentHeader,
-    encode_record_header,
     record_bytes,
 )
 from user_sys.store.manifest import LOG_ID_BYTES, Catalog, Entry, Manifest
 from user_sys.store.recovery import recover
 from user_sys.store.sealing import Finished, Summarise, seal
-from user_sys.store.segments import (
-    TEMPORARY,
-    SegmentName,
-    WriterLock,
-)
+from user_sys.store.segments import WriterLock
+from user_sys.store.tail import Tail, Ticket
 
 SEGMENT_BYTES = 64 << 20
 MAX_PENDING_BYTES = 8 << 20  # appended records are written out once this many wait, synced or not
-JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload beside its header costs less than two more buffers
 CLOSE_TIMEOUT_S = 60.0
 TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
 
 _logger = logging.getLogger(__name__)
-
-
-class Ticket(NamedTuple):
-    """A place in the log: all that was appended before it has been written, and waits for its sync."""
-
-    segment: int
-    end: int
 
 
 class LogWriter:
@@ -82,14 +65,10 @@ class LogWriter:
         self._path, self._files, self._lock, self._segment_bytes = path, files, lock, segment_bytes
         self._summarise = summarise
         self._catalog = Catalog(files, path, Manifest(secrets.token_bytes(LOG_ID_BYTES)))
-        self._fd = -1
-        self._segment = self._first_sequence = self._end = self._written = self._synced = self._pending_bytes = 0
-        self._flat = array("q")
-        self._pending: deque[Buffer] = deque()
-        self._syncing = threading.Lock()  # the descriptor is neither closed nor reused while a sync is under way
+        self._tail = Tail(0, 0)
+        self._syncing = threading.Lock()  # held during a sync, and while the next segment gets its file
         self._finished: deque[Finished] = deque()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="store-seal") if background else None
-        self._sealings: list[concurrent.futures.Future[None]] = []
         self._failure = ""
         self.sequence = self.cut_bytes = 0
 
@@ -109,7 +88,8 @@ class LogWriter:
             segment_bytes: a record that would make a segment longer begins the next one.
             summarise: makes what a sealed segment's footer holds for its owner, of all its records and payloads in
                 order. Called by the sealing thread. An exception in it ends the writer.
-            background: seal in a thread. Else an append that begins a new segment waits until the old one is sealed.
+            background: begin and seal segments in a thread. Else an append that begins a segment waits until its file
+                is there and the old one is sealed.
 
         Raises:
             StoreLocked: another process writes it.
@@ -140,47 +120,27 @@ class LogWriter:
         found = recover(self._files, self._path, self._catalog.manifest)
         self._catalog.manifest = found.manifest
         self._finished.extend(found.finished)
-        self.sequence, self.cut_bytes, self._end = found.sequence, found.cut_bytes, found.last_bytes
+        self.sequence, self.cut_bytes = found.sequence, found.cut_bytes
         if found.tail is None:
-            self._create_segment(found.next_number)
+            self._tail = Tail(found.next_number, self.sequence)
+            with self._translated(f"create segment {found.next_number}"):
+                self._tail.create(self._files, self._path, found.manifest.log_id, found.last_bytes)
         else:
-            self._resume(found.tail)
-        self._catalog.switch(functools.partial(_with_entries, entries=[], tail=self._segment))
+            self._tail = Tail.resumed(found.tail)
+        self._catalog.switch(functools.partial(_with_entries, entries=[], tail=self._present))
         self._start_sealing()
 
-    def _resume(self, tail: Finished) -> None:
-        self._fd, self._segment, self._flat = tail.fd, tail.name.number, tail.flat
-        self._first_sequence = tail.sequences.start
-        self._end = self._written = self._synced = tail.end
-
-    def _create_segment(self, number: int) -> None:
-        """Begins segment `number`; the one before ends at `_end` and is durable.
-
-        The header is synced before the file gets its name, so that no segment is ever without one; the folder is synced
-        before a record goes in, since a record is acknowledged by a sync of its file only.
-        """
-        target = self._path / str(SegmentName(number))
-        temporary = target.with_suffix(TEMPORARY)
-        header = SegmentHeader(number, self.sequence, self._end, time.time_ns(), self._catalog.manifest.log_id).encode()
-        fd = -1
-        try:
-            fd = self._files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            write_all(self._files, fd, [header], 0)
-            self._files.fsync(fd)
-            self._files.rename(temporary, target)
-            self._files.sync_folder(self._path)
-        except OSError as error:
-            if fd >= 0:
-                self._files.close(fd)
-            raise self._failed(error, f"create segment {number}") from error
-        self._fd, self._segment, self._first_sequence, self._flat = fd, number, self.sequence, array("q")
-        self._end = self._written = self._synced = SEGMENT_HEADER_BYTES
+    @property
+    def _present(self) -> int:
+        """The highest segment number of which there is a file."""
+        tail = self._tail
+        return (tail.before or tail).number
 
     def append(self, kind: int, payload: Buffer, *, schema: int = 0) -> RecordRef:
         """Adds a record; it counts only once `sync` has returned. Readers see it between the two.
 
         `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none) are the caller's. Blocks for the disk when
-        a segment is full or `MAX_PENDING_BYTES` wait.
+        `MAX_PENDING_BYTES` wait, and without a background thread when a segment is full.
 
         Raises:
             StoreFull: no space, and this record was not taken. Those before it are kept and will be written.
@@ -189,26 +149,14 @@ class LogWriter:
         self._check()
         if len(payload) > MAX_PAYLOAD_BYTES or not 0 <= kind < RESERVED_KINDS:
             raise StoreError(f"a record of kind {kind} and {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} fit")
-        body = bytes(payload)
-        size = record_bytes(len(body))
-        if self._end > SEGMENT_HEADER_BYTES and self._end + size > self._segment_bytes:
-            self._rotate()
-        elif self._pending_bytes and self._pending_bytes + size > MAX_PENDING_BYTES:
+        tail, size = self._tail, record_bytes(len(payload))
+        if tail.end > SEGMENT_HEADER_BYTES and tail.end + size > self._segment_bytes:
+            tail = self._rotate()
+        elif tail.pending_bytes and tail.pending_bytes + size > MAX_PENDING_BYTES:
             self.flush()
-        ref = RecordRef(self._segment, self._end, len(body), kind, self.sequence, schema)
-        self._enqueue(encode_record_header(ref, crc32c(body)), body, size)
-        self._flat.extend(ref)
-        return ref
-
-    def _enqueue(self, header: bytes, body: bytes, size: int) -> None:
-        padding = bytes(size - RECORD_HEADER_BYTES - len(body))
-        if len(body) < JOIN_BELOW_BYTES:
-            self._pending.append(b"".join((header, body, padding)))
-        else:
-            self._pending.extend(part for part in (header, body, padding) if part)
-        self._pending_bytes += size
-        self._end += size
+        ref = tail.add(kind, payload, self.sequence, schema)
         self.sequence += 1
+        return ref
 
     def flush(self) -> Ticket:
         """Writes out all that was appended. `sync` with the ticket makes it durable, also from another thread.
@@ -216,15 +164,15 @@ class LogWriter:
         So the next group can be appended while the disk syncs this one. Raises as `append`.
         """
         self._check()
-        while self._pending:
-            try:
-                count = self._files.pwritev(self._fd, next_buffers(self._pending), self._written)
-                consume(self._pending, count)
-            except OSError as error:
-                raise self._failed(error, "write") from error
-            self._written += count
-            self._pending_bytes -= count
-        return Ticket(self._segment, self._written)
+        tail = self._tail
+        if tail.pending_bytes and tail.before is not None:
+            with self._syncing:
+                self._begin(tail)
+        try:
+            tail.write(self._files)
+        except OSError as error:
+            raise self._failed(error, "write") from error
+        return Ticket(tail.number, tail.written)
 
     def sync(self, ticket: Ticket | None = None) -> None:
         """Makes durable what was flushed by the time of `ticket`, or everything appended. Blocks for the disk.
@@ -240,27 +188,63 @@ class LogWriter:
             ticket = self.flush()
         with self._syncing:
             self._check()
-            if (self._segment, self._synced) >= ticket:
-                return
-            try:
-                self._files.fdatasync(self._fd)
-            except OSError as error:
-                raise self._poison(f"sync failed: {error.strerror}") from error
-            self._synced = max(self._synced, ticket.end)
+            tail = self._tail  # looked at once: an append may begin the next segment at any time
+            self._begin(tail)
+            if (tail.number, tail.synced) < ticket:
+                self._make_durable(tail, ticket.end)
+
+    def _make_durable(self, tail: Tail, end: int) -> None:
+        try:
+            self._files.fdatasync(tail.fd)
+        except OSError as error:
+            raise self._poison(f"sync failed: {error.strerror}") from error
+        tail.synced = max(tail.synced, end)
 
     def rotate(self) -> None:
         """Begins a new segment where the present one holds anything; the old one is then sealed. Raises as `append`."""
         self._check()
-        if self._end > SEGMENT_HEADER_BYTES:
+        if self._tail.end > SEGMENT_HEADER_BYTES:
             self._rotate()
 
-    def _rotate(self) -> None:
-        self.sync()
-        sequences = range(self._first_sequence, self.sequence)
-        finished = Finished(SegmentName(self._segment), self._fd, self._end, self._flat, sequences)
-        with self._syncing:
-            self._create_segment(self._segment + 1)
-        self._finished.append(finished)
+    def _rotate(self) -> Tail:
+        """Later records go to a new segment, whose file a thread makes; without one it is there on return."""
+        self.flush()
+        old = self._tail
+        self._tail = new = Tail(old.number + 1, self.sequence, before=old)
+        if self._pool is not None:
+            self._pool.submit(self._begin_early)
+            return new
+        try:
+            with self._syncing:
+                self._begin(new)
+        except StoreError:
+            self._tail = old
+            raise
+        return new
+
+    def _begin_early(self) -> None:
+        """Spares whoever needs the segment's file next the wait; what fails here fails again there."""
+        try:
+            with self._syncing:
+                if not self._failure:
+                    self._begin(self._tail)
+        except StoreError as error:
+            _logger.warning("store.segment-late path=%s: %s", self._path, error)
+
+    def _begin(self, tail: Tail) -> None:
+        """Makes the segment before `tail` durable, then the file of `tail`, where that is still to be done.
+
+        The caller holds `_syncing`. No record of `tail` is written before, nor is anything acknowledged.
+        """
+        old = tail.before
+        if old is None:
+            return
+        if old.synced < old.end:
+            self._make_durable(old, old.end)
+        with self._translated(f"create segment {tail.number}"):
+            tail.create(self._files, self._path, self._catalog.manifest.log_id, old.end)
+        tail.before = None
+        self._finished.append(old.finished(tail.first_sequence))
         self._start_sealing()
 
     # Sealing
@@ -269,8 +253,7 @@ class LogWriter:
         if self._pool is None:
             self._seal_finished()
         elif self._finished:
-            running = [sealing for sealing in self._sealings if not sealing.done()]
-            self._sealings = [*running, self._pool.submit(self._seal_finished)]
+            self._pool.submit(self._seal_finished)
 
     def _seal_finished(self) -> None:
         """Seals what waits for it. Without space for a footer it goes on waiting, for the next one or the next open."""
@@ -278,7 +261,7 @@ class LogWriter:
             while self._finished and not self._failure:
                 finished = self._finished[0]
                 entry = seal(self._files, finished, self._summarise)
-                self._catalog.switch(functools.partial(_with_entries, entries=[entry], tail=self._segment))
+                self._catalog.switch(functools.partial(_with_entries, entries=[entry], tail=self._present))
                 self._finished.popleft()
                 self._files.close(finished.fd)
         except OSError as error:
@@ -306,12 +289,9 @@ class LogWriter:
             StoreFull: no space for the new segment; nothing was changed.
             StoreError: they are no neighbours, or not all sealed; or the disk failed.
         """
-        try:
-            with self._catalog.maintenance:
-                self._check()
-                return compaction.rewrite(self._files, self._path, self._catalog, segments, keep, self._summarise)
-        except OSError as error:
-            raise self._failed(error, "rewrite") from error
+        with self._translated("rewrite"), self._catalog.maintenance:
+            self._check()
+            return compaction.rewrite(self._files, self._path, self._catalog, segments, keep, self._summarise)
 
     def drop_before(self, segment: int) -> None:
         """Deletes the segments that lie wholly below number `segment`; never the one being written.
@@ -321,17 +301,23 @@ class LogWriter:
         Raises:
             StoreError: the disk failed, or a file cannot be deleted.
         """
-        try:
-            with self._catalog.maintenance:
-                self._check()
-                compaction.drop_before(self._files, self._path, self._catalog, min(segment, self._segment))
-        except OSError as error:
-            raise self._failed(error, "drop old segments") from error
+        with self._translated("drop old segments"), self._catalog.maintenance:
+            self._check()
+            compaction.drop_before(self._files, self._path, self._catalog, min(segment, self._present))
 
     @property
     def pending_bytes(self) -> int:
         """Bytes appended and not yet synced."""
-        return self._pending_bytes + self._written - self._synced
+        tail = self._tail
+        before = tail.before
+        return tail.end - tail.synced + (before.end - before.synced if before else 0)
+
+    @contextlib.contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._failed(error, what) from error
 
     def _failed(self, error: OSError, what: str) -> StoreError:
         if error.errno in NO_SPACE:
@@ -364,7 +350,8 @@ class LogWriter:
             if not self._failure:
                 self.sync()
                 self._finish_sealing()
-                self._settle()
+                with self._translated("write the manifest"):
+                    self._catalog.settle()
         finally:
             self._failure = self._failure or f"{self._path} is closed"
             self._release()
@@ -376,27 +363,25 @@ class LogWriter:
         self._check()
 
     def _wait_for_sealing(self) -> None:
-        if concurrent.futures.wait(self._sealings, CLOSE_TIMEOUT_S).not_done:
-            raise StoreError(f"{self._path}: sealing goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open")
-
-    def _settle(self) -> None:
+        if self._pool is None:
+            return
         try:
-            self._catalog.settle()
-        except OSError as error:
-            raise self._failed(error, "write the manifest") from error
-
-    def _close_segment(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._files.close(fd)
+            self._pool.submit(bool).result(CLOSE_TIMEOUT_S)  # it has one thread: what was asked of it before is done
+        except TimeoutError:
+            raise StoreError(
+                f"{self._path}: sealing goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
+            ) from None
 
     def _release(self) -> None:
         if self._pool is not None:
             self._wait_for_sealing()
             self._pool.shutdown()
+            self._pool = None
         while self._finished:
             self._files.close(self._finished.popleft().fd)
-        self._close_segment()
+        for tail in (self._tail, self._tail.before):
+            if tail is not None:
+                tail.close(self._files)
         self._lock.release()
 
     def __enter__(self) -> Self:
