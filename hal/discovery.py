@@ -27,6 +27,7 @@ import msgspec
 
 from hal.probes import probe_compute, probe_gpus
 from hal.resource import Health, ResourceRecord
+from hal.usb import probe_usb
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def discover(probes: Mapping[str, Probe]) -> Discovery:
 
 def installed_probes() -> dict[str, Probe]:
     """The built-in probes and those of installed packages; the latter are imported when they are first called."""
-    probes: dict[str, Probe] = {"compute": probe_compute, "nvml": probe_gpus}
+    probes: dict[str, Probe] = {"compute": probe_compute, "nvml": probe_gpus, "usb": probe_usb}
     for entry in entry_points(group=PROBE_GROUP):
         probes[entry.name] = lazily(entry.load)
     return probes
