@@ -6,11 +6,11 @@ run's config then says ``driver: NAME``, and nothing else of the system changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -88,8 +88,21 @@ def _require_known(kind: type, options: Mapping[str, Any], where: str) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(known)}"
             raise SpecError(f"{where}: unknown option {name!r}{hint}")
-        if is_dataclass(types[name]) and isinstance(value, Mapping):
-            _require_known(types[name], value, f"{where}.{name}")
+        for inner, settings, place in _nested(types[name], value, f"{where}.{name}"):
+            _require_known(inner, settings, place)
+
+
+def _nested(annotation: Any, value: Any, where: str) -> Iterator[tuple[type, Mapping[str, Any], str]]:
+    """The dataclasses in `annotation`, each with the settings that are given for it and where they stand."""
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        if isinstance(value, Mapping):
+            yield annotation, value, where
+    elif get_origin(annotation) is dict and isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _nested(get_args(annotation)[1], each, f"{where}.{key}")
+    else:
+        for choice in get_args(annotation):
+            yield from _nested(choice, value, where)
 
 
 StationFactory = Callable[[StationRequest], Station]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
+from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.robotiq import RobotiqConfig, RobotiqGripper
 from robots.ur_link import LinkConfig, Reading, UrLink
 
@@ -52,6 +53,7 @@ class UrConfig:
     workspace_low, workspace_high: box for the tool, m in the base frame; keep_out: boxes that it may not enter.
     force_max: N; the tool is not driven further against such a force. null is no limit.
     gripper: settings of a Robotiq gripper; null is none.
+    cameras: by name.
     home: joint angles, rad, that a reset moves to by moveJ at `home_speed`; empty leaves that to a person.
     silence_s, stale_after_s: by default two control periods.
     lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
@@ -71,6 +73,7 @@ class UrConfig:
     keep_out: tuple[Box, ...] = ()
     force_max: float | None = 50.0
     gripper: RobotiqConfig | None = None
+    cameras: dict[str, CameraConfig] = field(default_factory=dict)
     home: tuple[float, ...] = ()
     home_speed: float = 0.3
     silence_s: float | None = None
@@ -122,6 +125,7 @@ def ur_spec(config: UrConfig) -> RobotSpec:
         rate_hz=config.rate_hz,
         observation=(_state_spec(config),),
         action=action,
+        cameras=camera_specs(config.cameras),
         limits=_limits(config),
         neutral=(0.0,) * len(moves) + ((grip.stroke_m,) if grip else ()),
         tool_delta=() if joints else (0, 1, 2),
@@ -276,4 +280,4 @@ def make_station(request: StationRequest) -> Station:
     """A `hal.station.StationFactory`; options: `UrConfig`. Any task is a person's to judge."""
     config = read_options(UrConfig, request)
     task = UrTask(request.task, config.sentence or request.task, config.max_steps)
-    return Station(request.name, UrRobot(config), task)
+    return Station(request.name, UrRobot(config), task, make_cameras(config.cameras, request))

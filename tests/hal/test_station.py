@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ def test_an_unknown_driver_is_told_with_those_there_are() -> None:
 def test_options_that_do_not_fit_are_refused_in_one_line(options: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         read_options(FakeRobotConfig, StationRequest("arm", "reach", options))
+
+
+@dataclass(frozen=True)
+class Lens:
+    width: int = 640
+
+
+@dataclass(frozen=True)
+class Rig:
+    spare: Lens | None = None
+    cameras: dict[str, Lens] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("options", [{"spare": {"widht": 3}}, {"cameras": {"front": {"widht": 3}}}])
+def test_a_misspelt_option_within_an_option_is_told(options: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match=r"arm\.(spare|cameras\.front): unknown option 'widht'; did you mean 'width'"):
+        read_options(Rig, StationRequest("arm", "free", options))
 
 
 def test_lists_in_the_config_become_tuples() -> None:

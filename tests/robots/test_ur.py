@@ -249,6 +249,14 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
 
 
+def test_an_arm_has_the_cameras_that_its_options_name() -> None:
+    cameras = {"wrist": {"kind": "opencv", "device": "/dev/video4", "width": 320, "height": 240}}
+    station = make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
+    assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
+    with pytest.raises(SpecError, match=r"cameras\.wrist: unknown option 'with'; did you mean 'width'"):
+        make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
+
+
 def test_times_of_capture_follow_the_controllers_clock_and_forget_its_drift() -> None:
     clock = ControllersClock()
     assert clock.local_s(0.0, 100.0) == 100.0

@@ -1,0 +1,265 @@
+"""Cameras on the robot's own computer, for any station: V4L2 devices and streams by OpenCV, and RealSense.
+
+A thread reads each camera, so that `Camera.read` never waits; the newest frame wins. A camera that delivers nothing new
+for `CameraConfig.stale_after_s` is stale, and one whose stream ends or whose device goes away is lost. OpenCV (``pip
+install 'user-sys[cameras]'``) and pyrealsense2 (``user-sys[realsense]``) are imported when a camera is connected.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from hal.camera import Camera, Frame
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.spec import Array, CameraSpec
+from hal.station import StationRequest
+
+CONNECT_DEADLINE_S = 20.0
+CLOSE_DEADLINE_S = 2.0
+PLAUSIBLE_AGE_NS = (
+    1_000_000_000  # a stamp of the driver's that is older than this, or in the future, is another clock's
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CameraConfig:
+    """Attributes:
+    kind: ``opencv`` or ``realsense``.
+    device: OpenCV's: a device such as ``/dev/video0``, its number, or the address of a stream. RealSense: the serial
+        number; empty where there is one only.
+    fourcc: the pixel format to ask a V4L2 device for, e.g. ``MJPG``; empty leaves it as it is.
+    """
+
+    kind: Literal["opencv", "realsense"] = "opencv"
+    device: str | int = ""
+    width: int = 640
+    height: int = 480
+    rate_hz: float = 30.0
+    fourcc: str = ""
+    stale_after_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.height, self.rate_hz, self.stale_after_s) <= 0:
+            raise ValueError("a camera's width, height, rate_hz and stale_after_s are above 0")
+        if self.kind == "opencv" and self.device == "":
+            raise ValueError("an opencv camera needs its device, e.g. /dev/video0")
+
+
+def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
+    """What a robot's spec says of the cameras that its options name."""
+    return tuple(
+        CameraSpec(name=name, height=each.height, width=each.width, rate_hz=each.rate_hz)
+        for name, each in configs.items()
+    )
+
+
+def make_cameras(configs: Mapping[str, CameraConfig], request: StationRequest) -> tuple[Camera, ...]:
+    """The cameras of a station, not connected; none where the request wants none."""
+    if not request.cameras:
+        return ()
+    return tuple(LocalCamera(spec, configs[spec.name]) for spec in camera_specs(configs))
+
+
+class Source(Protocol):
+    """A camera's library. One thread calls it. Every method may raise whatever the library raises."""
+
+    def open(self) -> None:
+        """Raises HardwareLost where the device is not there, SpecError where it cannot do what is asked."""
+
+    def grab(self) -> tuple[Array, int] | None:
+        """The next frame, RGB, and when it was captured (``time.monotonic_ns()``); None after a while without any.
+
+        Raises:
+            HardwareLost: the stream ended.
+        """
+
+    def close(self) -> None: ...
+
+
+class LocalCamera(Camera):
+    """One camera and its thread."""
+
+    def __init__(self, spec: CameraSpec, config: CameraConfig) -> None:
+        self.spec, self.config = spec, config
+        self._reader: _Reader | None = None
+
+    def connect(self) -> None:
+        """See `hal.camera.Camera`; returns once there is a first frame.
+
+        Raises:
+            SpecError: its library is not installed, or its frames have another size than the config says.
+        """
+        if self._reader is None:
+            reader = _Reader(self._name, _SOURCES[self.config.kind](self.config), self.spec.shape)
+            reader.start()
+            self._reader = reader
+
+    def read(self) -> Frame:
+        if self._reader is None:
+            raise HardwareLost(f"{self._name} is not connected")
+        frame = self._reader.newest()
+        age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
+        if age_s > self.config.stale_after_s:
+            raise StaleObservation(f"{self._name}: the newest frame is {age_s:.3f} s old")
+        return frame
+
+    def close(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.end()
+
+    @property
+    def _name(self) -> str:
+        return f"camera {self.spec.name} ({self.config.kind} {self.config.device})"
+
+
+class _Reader:
+    """The thread that reads one source. A source that hangs is left to itself when the camera is closed."""
+
+    def __init__(self, name: str, source: Source, shape: tuple[int, int, int]) -> None:
+        self._name, self._source, self._shape = name, source, shape
+        self._frame: Frame | None = None
+        self._failure: Exception | None = None
+        self._first, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._first.wait(CONNECT_DEADLINE_S):
+            self._ending.set()
+            raise HardwareLost(f"{self._name}: no frame came within {CONNECT_DEADLINE_S:g} s")
+        self.newest()
+
+    def newest(self) -> Frame:
+        failure, frame = self._failure, self._frame
+        if isinstance(failure, SpecError):
+            raise SpecError(f"{self._name}: {failure}") from failure
+        if failure is not None or frame is None:
+            raise HardwareLost(f"{self._name}: {failure}") from failure
+        return frame
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            log.warning("camera.not_closed %s: its library does not return", self._name)
+
+    def _run(self) -> None:
+        try:
+            self._source.open()
+            while not self._ending.is_set():
+                if (grabbed := self._source.grab()) is not None:
+                    self._frame = self._checked(*grabbed)
+                    self._first.set()
+        except Exception as error:  # of a foreign library: whoever reads next is told
+            self._failure = error
+            log.warning("camera.lost %s: %s", self._name, error)
+        finally:
+            self._first.set()
+            self._source.close()
+
+    def _checked(self, image: Array, captured_ns: int) -> Frame:
+        if image.shape != self._shape or image.dtype != np.uint8:
+            raise SpecError(f"its frames are {image.dtype} {image.shape}; the options say uint8 {self._shape}")
+        newest_ns = self._frame.t_capture_ns if self._frame else 0
+        return Frame(image, max(captured_ns, newest_ns))
+
+
+class _OpencvSource:
+    def __init__(self, config: CameraConfig) -> None:
+        self._config = config
+        self._cv2: Any = None
+        self._capture: Any = None
+        self._stamped = False
+
+    def open(self) -> None:
+        self._cv2 = cv2 = _import("cv2", "cameras")
+        config = self._config
+        local = isinstance(config.device, int) or config.device.startswith("/dev/")
+        self._capture = cv2.VideoCapture(config.device, cv2.CAP_V4L2 if local else cv2.CAP_ANY)
+        if not self._capture.isOpened():
+            raise HardwareLost("it cannot be opened: it is not there, may not be opened, or is in use")
+        if local:
+            self._ask_for(config)
+        self._stamped = self._capture.getBackendName() == "V4L2"
+
+    def grab(self) -> tuple[Array, int] | None:
+        """OpenCV waits ten seconds for a V4L2 device and then fails as it does at the end of a stream."""
+        there, image = self._capture.read()
+        now_ns = time.monotonic_ns()
+        if not there:
+            raise HardwareLost("its stream ended, or no frame came for a long time")
+        # V4L2 stamps buffers with the monotonic clock, and OpenCV gives that as a position in ms
+        stamp_ns = int(self._capture.get(self._cv2.CAP_PROP_POS_MSEC) * 1e6) if self._stamped else now_ns
+        return self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB), plausible_ns(stamp_ns, now_ns)
+
+    def close(self) -> None:
+        if self._capture is not None:
+            self._capture.release()
+
+    def _ask_for(self, config: CameraConfig) -> None:
+        cv2, capture = self._cv2, self._capture
+        if config.fourcc:
+            capture.set(cv2.CAP_PROP_FOURCC, cv2.VideoWriter.fourcc(*config.fourcc))
+        capture.set(cv2.CAP_PROP_FRAME_WIDTH, config.width)
+        capture.set(cv2.CAP_PROP_FRAME_HEIGHT, config.height)
+        capture.set(cv2.CAP_PROP_FPS, config.rate_hz)
+        capture.set(cv2.CAP_PROP_BUFFERSIZE, 1)
+
+
+class _RealsenseSource:
+    """The colour picture of a RealSense."""
+
+    def __init__(self, config: CameraConfig) -> None:
+        self._config = config
+        self._pipeline: Any = None
+
+    def open(self) -> None:
+        rs, config = _import("pyrealsense2", "realsense"), self._config
+        wanted = rs.config()
+        if config.device:
+            wanted.enable_device(str(config.device))
+        wanted.enable_stream(rs.stream.color, config.width, config.height, rs.format.rgb8, round(config.rate_hz))
+        pipeline = rs.pipeline()
+        pipeline.start(wanted)
+        self._pipeline = pipeline
+
+    def grab(self) -> tuple[Array, int] | None:
+        there, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_after_s * 1000))
+        if not there:
+            return None
+        colour, now_ns = frames.get_color_frame(), time.monotonic_ns()
+        age_ns = time.time_ns() - int(colour.get_timestamp() * 1e6)  # librealsense maps its clock to the system's
+        return np.array(colour.get_data()), plausible_ns(now_ns - age_ns, now_ns)
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.stop()
+
+
+_SOURCES: dict[str, type[_OpencvSource] | type[_RealsenseSource]] = {
+    "opencv": _OpencvSource,
+    "realsense": _RealsenseSource,
+}
+
+
+def plausible_ns(stamp_ns: int, now_ns: int) -> int:
+    """The driver's stamp where it can be one of the monotonic clock, else `now_ns`, when the frame arrived."""
+    return stamp_ns if 0 <= now_ns - stamp_ns <= PLAUSIBLE_AGE_NS else now_ns
+
+
+def _import(library: str, extra: str) -> Any:
+    try:
+        return import_module(library)
+    except ImportError as error:
+        raise SpecError(f"{library} cannot be used: {error}; it comes with: pip install 'user-sys[{extra}]'") from error

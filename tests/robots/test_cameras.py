@@ -1,0 +1,151 @@
+"""Cameras by OpenCV, on a stream from another process: it can be frozen, ended and killed."""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hal.camera import Camera, Frame
+from hal.conformance import CameraConformance
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.station import StationRequest
+from robots.cameras import CameraConfig, LocalCamera, camera_specs, make_cameras, plausible_ns
+
+cv2 = pytest.importorskip("cv2")
+SERVER = Path(__file__).with_name("mjpeg_camera.py")
+WIDTH, HEIGHT = 64, 48
+DEADLINE_S = 60.0
+COLOURS = ((250, 10, 10), (10, 10, 250))  # RGB
+
+
+class NetworkCamera:
+    def __init__(self, folder: Path) -> None:
+        paths = [folder / f"{number}.png.jpg" for number in range(len(COLOURS))]
+        for path, colour in zip(paths, COLOURS, strict=True):
+            picture = np.broadcast_to(np.array(colour[::-1], np.uint8), (HEIGHT, WIDTH, 3))
+            path.write_bytes(cv2.imencode(".jpg", np.ascontiguousarray(picture))[1].tobytes())
+        command = [sys.executable, str(SERVER), *map(str, paths)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the camera says nothing"
+        self.address = f"http://127.0.0.1:{int(self.process.stdout.readline())}/stream.mjpg"
+
+    def end_stream(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkCamera]:
+    server = NetworkCamera(tmp_path_factory.mktemp("pictures"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[NetworkCamera]:
+    server = NetworkCamera(tmp_path)
+    yield server
+    server.close()
+
+
+def camera(address: str, stale_after_s: float = 60.0, width: int = WIDTH) -> LocalCamera:
+    """Patient, unless it is said otherwise: a busy machine is late by seconds."""
+    config = CameraConfig(device=address, width=width, height=HEIGHT, stale_after_s=stale_after_s)
+    return LocalCamera(camera_specs({"front": config})[0], config)
+
+
+def eventually(look: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not look():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.02)
+
+
+class TestStream(CameraConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, shared: NetworkCamera) -> None:
+        self.address = shared.address
+
+    def make_camera(self) -> Camera:
+        return camera(self.address)
+
+
+def test_pictures_are_rgb_and_follow_each_other(shared: NetworkCamera) -> None:
+    device = camera(shared.address)
+    device.connect()
+    seen: set[int] = set()
+
+    def both() -> bool:
+        frame: Frame = device.read()
+        seen.add(next(i for i, colour in enumerate(COLOURS) if np.abs(frame.image[0, 0] - np.array(colour)).max() < 40))
+        return len(seen) == 2
+
+    try:
+        eventually(both, "only one picture came")
+    finally:
+        device.close()
+
+
+def test_a_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
+    device = camera(mortal.address, stale_after_s=5.0)
+    device.connect()
+    mortal.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StaleObservation, match=r"camera front .*: the newest frame is \d"):
+            eventually(lambda: device.read() is None, "nothing was told")
+    finally:
+        mortal.process.send_signal(signal.SIGCONT)
+        device.close()
+
+
+@pytest.mark.parametrize("fate", ["ends", "is killed"])
+def test_a_stream_that_goes_away_is_lost(mortal: NetworkCamera, fate: str) -> None:
+    device = camera(mortal.address)
+    device.connect()
+    mortal.end_stream() if fate == "ends" else mortal.process.kill()
+    with pytest.raises(HardwareLost, match="its stream ended"):
+        eventually(lambda: device.read() is None, "the loss was not told")
+    device.close()
+
+
+def test_a_device_that_is_not_there_is_lost() -> None:
+    with pytest.raises(HardwareLost, match="opencv /dev/video63.*cannot be opened"):
+        camera("/dev/video63").connect()
+
+
+def test_pictures_of_another_size_are_refused(shared: NetworkCamera) -> None:
+    device = camera(shared.address, width=320)
+    with pytest.raises(SpecError, match=r"frames are uint8 \(48, 64, 3\); the options say uint8 \(48, 320, 3\)"):
+        device.connect()
+
+
+def test_a_driver_s_stamp_counts_only_where_it_can_be_the_monotonic_clock_s() -> None:
+    now_ns = 10_000_000_000
+    assert plausible_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
+    assert plausible_ns(now_ns + 1, now_ns) == plausible_ns(33_000_000, now_ns) == now_ns
+
+
+def test_a_station_has_the_cameras_that_its_options_name() -> None:
+    configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(kind="realsense", width=424, height=240)}
+    cameras = make_cameras(configs, StationRequest("arm", "free"))
+    assert [each.spec for each in cameras] == list(camera_specs(configs))
+    assert make_cameras(configs, StationRequest("arm", "free", cameras=False)) == ()
+    with pytest.raises(ValueError, match="needs its device"):
+        CameraConfig()
