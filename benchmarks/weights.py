@@ -2,165 +2,40 @@
 
 ``python -m benchmarks.weights`` prints a table and writes ``benchmarks/out/weights.json`` and the governor's plot in
 ``docs/images/``; ``--small`` leaves out the policy of 450 million parameters (it needs 8 GB of memory and minutes).
-Everything runs over loopback. The bound of a push is the same bytes over bare libzmq with CURVE, in the same process.
+Everything runs over loopback, gateway and robot in a process each. The bound of a push is the same bytes over bare
+libzmq with CURVE.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
-from msgspec.structs import replace as with_fields
 
 from benchmarks.harness import Row, compare, report
+from benchmarks.weights_ends import Holder, Pair, adapted, changed, floats, large, pushing, updated
 from benchmarks.weights_peers import BareCurve, GrpcPeer, RayPeer
 from benchmarks.weights_steps import step_rows
 from user_sys.codec import Array
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsOffer, WeightsRequest
-from user_sys.policies.policy import ActionChunk, Policy
-from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import Keyring, new_keypair
-from user_sys.tunnel.server import TunnelServer
-from user_sys.tunnel.session import Peer
-from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.catalogue import Catalogue
-from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.inlet import InletConfig, WeightsInlet
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
-from user_sys.weights.records import Signed
-from user_sys.weights.serve import answer
-from user_sys.weights.signing import Signer, new_signer
-from user_sys.weights.state import BF16, State, build_state, describe
+from user_sys.weights.parcel import delta_parcel
+from user_sys.weights.state import build_state
 from user_sys.weights.swap import PolicySwapper
 
-DEADLINE_S = 60.0
 SWAPS_S = 10.0
+STAGES = ("fetch", "decode", "load")
 
 
-class Holder(Policy):
-    """Keeps copies of its weights in place, as a policy does; acts are not its business here."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Array] = {}
-
-    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
-        return ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
-
-    def load(self, weights: Mapping[str, Array]) -> None:
-        if self.weights.keys() != weights.keys():
-            self.weights = {name: array.copy() for name, array in weights.items()}
-            return
-        for name, array in weights.items():
-            np.copyto(self.weights[name], array)
-
-
-# Policies -------------------------------------------------------------------------------------------------------------
-
-
-def floats(megabytes: int, tensors: int) -> dict[str, Array]:
-    rng, size = np.random.default_rng(0), megabytes * 250_000 // tensors
-    return {f"layer.{i}": rng.normal(size=size).astype(np.float32) for i in range(tensors)}
-
-
-def large(parameters: int, tensors: int = 100) -> dict[str, Array]:
-    """bfloat16 weights between 2^-8 and 2^8, drawn once and repeated."""
-    values = np.random.default_rng(0).integers(0x3B80, 0x4380, parameters // tensors).astype(np.uint16)
-    return {f"layer.{i:03}": np.roll(values, i).view(BF16) for i in range(tensors)}
-
-
-def updated(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, Array]:
-    """That share of the values went to their neighbour, up or down: what a small step does to bf16."""
-    rng, found = np.random.default_rng(seed), {}
-    for name, array in weights.items():
-        fresh = array.copy()
-        bits = fresh.view(np.uint16)
-        chosen = np.flatnonzero(rng.random(bits.size, np.float32) < share)
-        bits[chosen] += rng.integers(0, 2, chosen.size, np.uint16) * np.uint16(2) - np.uint16(1)
-        found[name] = fresh
-    return found
-
-
-# A push, from the gateway's offer to the swap -------------------------------------------------------------------------
-
-
-class Counter:
-    """A gateway that knows nothing but weights: answers requests from a catalogue."""
-
-    def __init__(self) -> None:
-        self.server: TunnelServer
-        self.catalogue = Catalogue()
-
-    def objection(self, hello: Hello) -> str:
-        return ""
-
-    def peer_opened(self, peer: Peer) -> None:
-        return
-
-    def peer_closed(self, peer: Peer, reason: str) -> None:
-        return
-
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
-        if isinstance(message, WeightsRequest):
-            self.server.send(peer.name, *answer(self.catalogue, message))
-
-
-class Push:
-    """A gateway, a robot's inlet and a policy, in this process."""
-
-    def __init__(self, counter: Counter, swapper: PolicySwapper, signer: Signer) -> None:
-        self.counter, self.swapper, self.signer = counter, swapper, signer
-        self.version = 0
-
-    def offer(self, state: State, *parcels: Parcel) -> WeightsOffer:
-        """Puts the next version in the catalogue. Parcels may be of an earlier number: they are told as of this one."""
-        self.version += 1
-        told = [self._renumbered(parcel) for parcel in parcels]
-        self.counter.catalogue.parcels = {parcel.info.id: parcel for parcel in told}
-        signed: Signed = self.signer.sign(describe(state, self.version, 0, 0, (0.0, 0.0)))
-        return WeightsOffer(manifests=(signed,), parcels=tuple(p.info for p in told), signer=self.signer.public_key)
-
-    def _renumbered(self, parcel: Parcel) -> Parcel:
-        base = -1 if parcel.info.base < 0 else self.version - 1
-        name = self.version.to_bytes(32, "little")
-        return Parcel(with_fields(parcel.info, id=name, version=self.version, base=base), parcel.payload)
-
-    def seconds(self, offer: WeightsOffer) -> float:
-        """From the offer to the swap."""
-        started = time.perf_counter()
-        assert self.counter.server.send("panda-0", offer)
-        while self.swapper.swap_if_ready() != self.version:
-            time.sleep(2e-4)
-            assert time.perf_counter() - started < DEADLINE_S, "the push did not arrive"
-        return time.perf_counter() - started
-
-
-@contextmanager
-def pushing() -> Iterator[Push]:
+def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -> list[Row]:
+    """A full push against its bytes over bare CURVE, the peers' way of doing it, and where the time went."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ring, robot, gateway, counter = Keyring(folder), new_keypair(), new_keypair(), Counter()
-        ring.allow(robot.public, "panda-0", "robot")
-        counter.server = stack.enter_context(TunnelServer("tcp://127.0.0.1:0", gateway, ring, counter))
-        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="panda-0")
-        client = stack.enter_context(TunnelClient(counter.server.endpoint, robot, gateway.public, hello))
-        client.wait_open(10)
-        swapper, config = PolicySwapper(Holder), InletConfig(governor=GovernorConfig(enabled=False))
-        stack.enter_context(WeightsInlet(client, swapper, config, folder, None, Governor(config.governor)))
-        yield Push(counter, swapper, new_signer())
-
-
-def push_rows(name: str, weights: dict[str, Array], with_ray: bool) -> list[Row]:
-    """A full push of `weights` against its bytes over bare CURVE, and the peers' way of doing it."""
-    state = build_state(weights)
-    parcel = full_parcel(state, 0)
-    with ExitStack() as stack:
-        push, bare, grpc = stack.enter_context(pushing()), BareCurve(), GrpcPeer(weights)
+        push, weights = stack.enter_context(pushing(make)), make()
+        bare, grpc = BareCurve(), GrpcPeer(weights)
         stack.callback(bare.close)
         stack.callback(grpc.close)
         peers: dict[str, Callable[[], float]] = {"torch.save + gRPC": lambda: 1e3 * grpc.push()}
@@ -168,10 +43,18 @@ def push_rows(name: str, weights: dict[str, Array], with_ray: bool) -> list[Row]
             ray = RayPeer(weights)
             stack.callback(ray.close)
             peers["Ray object store"] = lambda: 1e3 * ray.push()
-        payload = bytes(parcel.payload)
+        payload = bytes(push.sizes.full_bytes)
+        stages: list[Mapping[str, float]] = []
+
+        def pushed_ms() -> float:
+            seconds = push.seconds()
+            stages.append({**push.stages, "all": seconds})
+            return 1e3 * seconds
+
+        title = f"{name} ({push.sizes.full_bytes / 1e6:,.1f} MB)"
         row = compare(
-            f"full push, wire to applied, {name} ({parcel.info.size_bytes / 1e6:,.1f} MB); bound: bytes over CURVE",
-            lambda: 1e3 * push.seconds(push.offer(state, parcel)),
+            f"full push, wire to applied, {title}; bound: bytes over CURVE",
+            pushed_ms,
             lambda: 1e3 * bare.seconds(payload),
             goal=9,
             unit="ms",
@@ -179,48 +62,43 @@ def push_rows(name: str, weights: dict[str, Array], with_ray: bool) -> list[Row]
             more_is_better=False,
             peers=peers,
         )
-    return [row]
+    return [row, *_stage_rows(title, stages[1:])]
 
 
-def small_change_rows(name: str, before: State, after: State) -> list[Row]:
-    """A push of what changed: its size against a full parcel, and its time; both versions in turn."""
-    started = time.perf_counter()
-    there, back = delta_parcel(0, before, 1, after), delta_parcel(0, after, 1, before)
-    encode_s = (time.perf_counter() - started) / 2
-    assert there is not None and back is not None
-    times = []
-    with pushing() as push:
-        push.seconds(push.offer(before, full_parcel(before, 0)))
-        for turn in range(8):
-            state, parcel = (after, there) if turn % 2 == 0 else (before, back)
-            times.append(1e3 * push.seconds(push.offer(state, parcel)))
-    smaller = before.size_bytes / there.info.size_bytes
+def _stage_rows(title: str, pushes: Sequence[Mapping[str, float]]) -> list[Row]:
+    """Medians of the stages; the rest is the offer's way here, and until the loop looks for what is ready."""
+    rest = [times["all"] - sum(times[stage] for stage in STAGES) for times in pushes]
+    found = {stage: [times[stage] for times in pushes] for stage in STAGES} | {"offer and swap": rest}
     return [
-        Row(10, f"{name}: full / payload, codec {there.info.codec}", "times", smaller, 40.0, smaller / 40,
+        Row(9, f"of it: {stage}, {title}", "ms", 1e3 * statistics.median(seconds), None, None)
+        for stage, seconds in found.items()
+    ]
+
+
+def small_change_rows(name: str, make: Callable[[], Pair]) -> list[Row]:
+    """A push of what changed: its size against a full parcel, and its time; both versions in turn."""
+    with pushing(make) as push:
+        push.seconds()
+        times = [1e3 * push.seconds() for _ in range(8)]
+        sizes = push.sizes
+    smaller = sizes.full_bytes / sizes.delta_bytes
+    return [
+        Row(10, f"{name}: full / payload, codec {sizes.codec}", "times", smaller, 40.0, smaller / 40,
             target=1.0, met=smaller >= 40),
-        Row(9, f"{name}: push, wire to applied", "ms", float(np.median(times)), None, None),
-        Row(10, f"{name}: encoding at the learner", "ms", 1e3 * encode_s, None, None),
+        Row(9, f"{name}: push, wire to applied", "ms", statistics.median(times), None, None),
+        Row(10, f"{name}: encoding at the learner", "ms", 1e3 * sizes.encode_s, None, None),
     ]  # fmt: skip
 
 
 def large_rows(parameters: int) -> list[Row]:
-    weights = large(parameters)
-    before = build_state(weights)
     title = f"{parameters / 1e6:.0f}M bf16"
-    rows = small_change_rows(f"{title}, 1% of values changed", before, build_state(updated(weights, 0.01, 1)))
-    adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
-    tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
-    frozen = dict(before.tensors)
-    with_adapters = build_state({**frozen, **adapters}, former=before)
-    after = build_state({**frozen, **tuned}, former=with_adapters)
-    rows += small_change_rows(f"{title}, LoRA of 2.25M trained", with_adapters, after)
-    most = updated(weights, 0.55, 2)
-    chosen = float(delta_parcel(0, before, 1, build_state(most)) is not None)
+    rows = small_change_rows(f"{title}, 1% of values changed", partial(changed, parameters, 0.01))
+    rows += small_change_rows(f"{title}, LoRA of 2.25M trained", partial(adapted, parameters))
+    weights = large(parameters)
+    before, after = build_state(weights), build_state(updated(weights, 0.55, 2))
+    chosen = float(delta_parcel(0, before, 1, after) is not None)
     rows.append(Row(10, f"{title}, 55% changed: difference chosen", "0/1", chosen, 0.0, None, met=chosen == 0.0))
     return rows
-
-
-# The swap -------------------------------------------------------------------------------------------------------------
 
 
 def swap_row() -> Row:
@@ -258,10 +136,11 @@ def main() -> None:
     options = parser.parse_args()
     ray = not options.no_ray
     rows = [swap_row()]
-    rows += push_rows("MLP", floats(1, 8), ray) + push_rows("CNN", floats(20, 40), ray)
+    rows += push_rows("MLP", partial(floats, 1, 8), ray)
+    rows += push_rows("CNN", partial(floats, 20, 40), ray)
     rows += step_rows()
     if not options.small:
-        rows += push_rows("450M bf16", large(450_000_000), ray) + large_rows(450_000_000)
+        rows += push_rows("450M bf16", partial(large, 450_000_000), ray) + large_rows(450_000_000)
     report("weights", rows)
 
 

@@ -13,8 +13,16 @@ from weights_kit import changed, random_weights
 from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.weights.delta import changed_values
-from user_sys.weights.parcel import Parcel, assemble, delta_parcel, full_parcel
-from user_sys.weights.records import Manifest
+from user_sys.weights.parcel import (
+    GRAIN_BYTES,
+    Parcel,
+    RunningDigests,
+    assemble,
+    delta_parcel,
+    full_parcel,
+    grain_bytes,
+)
+from user_sys.weights.records import MAX_GRAINS, Manifest
 from user_sys.weights.state import BF16, NotFinite, State, build_state, describe, raw_bytes
 
 VALUES = [np.float32, np.float64, np.int64, np.uint8, np.float16, np.bool_]
@@ -171,3 +179,21 @@ def test_weights_that_are_not_finite_stay_at_their_source(value: float, dtype: o
     array = (spoiled.view(np.uint32) >> 16).astype(np.uint16).view(BF16) if dtype is BF16 else spoiled.astype(dtype)  # type: ignore[call-overload]
     with pytest.raises(NotFinite, match="mean.bias"):
         build_state({"ok": np.zeros(3), "mean.bias": array})
+
+
+@given(st.integers(1, 1 << 34))
+def test_a_parcel_of_any_size_has_grains_that_its_receiver_takes(size_bytes: int) -> None:
+    grain = grain_bytes(size_bytes)
+    assert grain % GRAIN_BYTES == 0 and -(-size_bytes // grain) <= MAX_GRAINS
+
+
+def test_digests_taken_while_a_parcel_comes_are_those_of_its_tensors() -> None:
+    state = build_state(random_weights(3, rows=512))
+    manifest, parcel = describe(state, 1, 1, 0, (0.0, 0.0)), full_parcel(state, 1)
+    running = RunningDigests(manifest, parcel.payload)
+    for end in (0, 1, 64, 65, 70_000, 70_000, len(parcel.payload) - 1, len(parcel.payload)):
+        running.advance(end)
+        assert set(running.found.items()) <= {(entry.name, entry.digest) for entry in state.entries}
+    assert running.found == {entry.name: entry.digest for entry in state.entries}
+    with pytest.raises(WireError):
+        RunningDigests(manifest, parcel.payload[:-1])

@@ -22,7 +22,7 @@ from user_sys.weights.forms import convert
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, Signed
-from user_sys.weights.serve import answer
+from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer, Trust, new_signer
 from user_sys.weights.state import State, build_state
 
@@ -69,11 +69,11 @@ class World:
         """Answers one request as the gateway does, at the link's rate; False where none waits."""
         if not self.queue:
             return False
-        message, *payload = answer(self.catalogue, self.queue.popleft())
-        if payload:
-            self.sent_bytes += len(payload[0])
-            self.now_s += len(payload[0]) / self.bytes_per_s
-        self.receiver.arrived(message, *payload)
+        for message, payload in answers(self.catalogue, self.queue.popleft()):
+            if payload is not None:
+                self.sent_bytes += len(payload)
+                self.now_s += len(payload) / self.bytes_per_s
+            self.receiver.arrived(message, payload)
         return True
 
     def run(self, rounds: int = 10_000) -> None:
@@ -312,8 +312,8 @@ class Chaos:
         while world.queue:
             request = world.queue.popleft()
             if rng.random() > 0.05:
-                message, *payload = answer(world.catalogue, request)
-                self.flying += [(message, payload[0] if payload else None)] * (2 if rng.random() < 0.05 else 1)
+                for answer in answers(world.catalogue, request):
+                    self.flying += [answer] * (2 if rng.random() < 0.05 else 1)
         if rng.random() < 0.1:
             rng.shuffle(self.flying)
         while self.flying and rng.random() < 0.9:

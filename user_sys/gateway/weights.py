@@ -29,7 +29,7 @@ from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import answer
+from user_sys.weights.serve import answers
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.staleness import Staleness
 
@@ -134,8 +134,8 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
-                found, *content = answer(self._catalogue, message)
-                self._send(name, found, content[0] if content else None)
+                for found, content in answers(self._catalogue, message):
+                    self._send(name, found, content)
             case WeightsApplied():
                 with self._lock:
                     self._staleness.acts(name, message.version)

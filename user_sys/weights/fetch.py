@@ -11,13 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from user_sys.weights.memory import SpareMemory
 from user_sys.weights.parcel import crc_of
 from user_sys.weights.records import MAX_GRAINS, ParcelInfo, check_parcel
 
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 512 << 10
+"""Grains travel in messages of this size, where one grain is not more. Encryption likes smaller ones, for its cache;
+every message costs some hundred microseconds of Python at the two ends."""
+REQUEST_BYTES = 2 << 20
+"""One request brings so much at most, in several messages."""
 MAX_WINDOW_BYTES = 8 << 20
 WINDOW_S = 0.25  # of the link's rate is under way; hides a round trip of as much
-MESSAGE_S = 0.03  # of the link's rate goes into one message
+REQUEST_S = 0.03  # of the link's rate is asked for at once
 FIRST_RATE = 4e6  # bytes/s, until one was measured
 RATE_SMOOTHING = 0.7
 RATE_SAMPLE_S = 0.002
@@ -30,18 +35,26 @@ Ask = Callable[[bytes, int, int], bool]
 class Partial:
     """A parcel of which some grains may have come."""
 
-    def __init__(self, info: ParcelInfo) -> None:
+    def __init__(self, info: ParcelInfo, memory: SpareMemory) -> None:
         """Raises WireError: the description is not sound."""
         check_parcel(info)
         self.info = info
-        self.buffer = np.empty(info.size_bytes, np.uint8)
+        self.buffer = memory.take(info.size_bytes)
         self._here = np.zeros(info.grains, np.bool_)
         self._asked = np.zeros(info.grains, np.bool_)
         self._missing_bytes = info.size_bytes
+        self._unbroken = 0  # grains from the first on that are here
 
     @property
     def missing_bytes(self) -> int:
         return self._missing_bytes
+
+    @property
+    def unbroken_bytes(self) -> int:
+        """So much is here from the beginning on, without a gap, and will not change any more."""
+        while self._unbroken < self.info.grains and self._here[self._unbroken]:
+            self._unbroken += 1
+        return min(self._unbroken * self.info.grain_bytes, self.info.size_bytes)
 
     def next_range(self, most: int) -> tuple[int, int] | None:
         """(first, count) of at most `most` consecutive grains that are neither here nor asked for."""
@@ -73,7 +86,7 @@ class Partial:
                 damaged += 1
                 continue
             start = grain * info.grain_bytes
-            np.copyto(self.buffer[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+            self.buffer[start : start + len(piece)] = piece
             self._here[grain] = True
             self._missing_bytes -= len(piece)
         return answered, damaged
@@ -107,6 +120,7 @@ class Fetcher:
         self.rate = LinkRate()
         self.damaged = 0
         self._ask, self._clock, self._limit = ask, clock, limit
+        self._memory = SpareMemory()
         self._partials: dict[bytes, Partial] = {}
         self._wanted: tuple[ParcelInfo, ...] = ()
         self._under_way = 0  # bytes asked for and not here
@@ -124,7 +138,7 @@ class Fetcher:
         Raises:
             WireError: a description is not sound; what was wanted before stays wanted.
         """
-        fresh = {info.id: self._partials.get(info.id) or Partial(info) for info in parcels}
+        fresh = {info.id: self._partials.get(info.id) or Partial(info, self._memory) for info in parcels}
         self._partials = {i: p for i, p in self._partials.items() if i in offered} | fresh
         self._wanted = tuple(parcels)
 
@@ -137,9 +151,13 @@ class Fetcher:
     def complete(self) -> bool:
         return all(not self.missing_bytes(info) for info in self._wanted)
 
+    def unbroken_bytes(self, info: ParcelInfo) -> int:
+        """How much of a parcel that is wanted has come from its beginning on; `payload` has it."""
+        return self._partials[info.id].unbroken_bytes
+
     def payload(self, info: ParcelInfo) -> memoryview:
-        """The bytes of a parcel that is complete; nothing writes to them any more."""
-        return self._partials[info.id].buffer.data
+        """The bytes of a parcel that is wanted; nothing writes any more to those that have come."""
+        return self._partials[info.id].buffer
 
     def drop(self, infos: Sequence[ParcelInfo]) -> None:
         """Forgets what came of these; they are not wanted any more."""
@@ -190,7 +208,7 @@ class Fetcher:
     def _request(self, rate: float) -> int:
         for info in self._wanted:
             partial = self._partials[info.id]
-            grains = max(1, int(min(MESSAGE_BYTES, rate * MESSAGE_S)) // info.grain_bytes)
+            grains = max(1, int(min(REQUEST_BYTES, rate * REQUEST_S)) // info.grain_bytes)
             found = partial.next_range(grains)
             if found is not None:
                 if not self._ask(info.id, *found):

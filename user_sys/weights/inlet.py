@@ -27,6 +27,7 @@ from user_sys.weights.swap import PolicySwapper
 KEEP_INTERVAL_S = 10.0
 KEEP_SHARE = 0.05  # of the time, at most, goes into keeping versions
 CLOSE_TIMEOUT_S = 10.0
+BURST = 8
 _log = logging.getLogger(__name__)
 
 
@@ -124,8 +125,7 @@ class WeightsInlet:
             while not self._stopping.is_set():
                 envelope = self._link.receive_weights(min(wait_s, 0.5))
                 with self._governor.push() if self.receiver.busy else nullcontext():
-                    if envelope is not None:
-                        self._take(envelope)
+                    self._take_all(envelope)
                     wait_s = self.receiver.step()
                 if time.monotonic() >= self._next_keep_s:
                     self._keep()
@@ -133,6 +133,16 @@ class WeightsInlet:
         except Exception as error:  # of any kind: whoever runs the session must hear of it, and asks
             _log.exception("weights.failed")
             self._failure = error
+
+    def _take_all(self, envelope: Envelope | None) -> None:
+        """Takes in what waits, and no more than `BURST` messages, before the next requests are made."""
+        for _ in range(BURST):
+            if envelope is None:
+                return
+            self._take(envelope)
+            envelope = self._link.receive_weights(0.0)
+        if envelope is not None:
+            self._take(envelope)
 
     def _take(self, envelope: Envelope) -> None:
         match envelope.message:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,10 +22,14 @@ from user_sys.weights.records import (
     Codec,
     Manifest,
     ParcelInfo,
+    TensorEntry,
 )
-from user_sys.weights.state import Breathe, State, at_once, dtype_of, raw_bytes, slices, verified_state
+from user_sys.weights.state import SLICE_BYTES, Breathe, State, at_once, dtype_of, raw_bytes, slices, verified_state
 
 GRAIN_BYTES = 64 << 10
+EASY_GRAINS = 1024
+"""A parcel of more grains than these has larger ones, up to `LARGE_GRAIN_BYTES`; and only then more of them."""
+LARGE_GRAIN_BYTES = 256 << 10
 DELTA_PAYS_BELOW = 0.9
 """A difference that is not smaller than this share of a full parcel is not worth its base."""
 
@@ -67,10 +73,12 @@ def assemble(
     parcels: Sequence[tuple[ParcelInfo, memoryview]],
     base: State | None,
     breathe: Breathe = at_once,
+    hashed: Mapping[str, bytes] | None = None,
 ) -> State:
     """The state that `manifest` describes, from parcels that lead to it, one after the other.
 
     Args:
+        hashed: digests, by name, of tensors in the first parcel, where that is a full one (`RunningDigests`).
         base: the state that the first of them changes; it stays as it is. None where that is a full one.
 
     Raises:
@@ -81,7 +89,7 @@ def assemble(
     at, at_digest = (NO_VERSION, b"") if base is None else (parcels[0][0].base if parcels else NO_VERSION, base.digest)
     for info, payload in parcels:
         if info.codec == "full":
-            tensors, known = _unpacked(manifest, payload), {}
+            tensors, known = _unpacked(manifest, payload), dict(hashed or {})
         elif info.base != at or (at_digest and info.base_digest != at_digest):
             raise WireError(f"a difference from version {info.base}, but the base is version {at}, or another one")
         else:
@@ -89,6 +97,12 @@ def assemble(
             known = {name: digest for name, digest in known.items() if name not in touched}
         at, at_digest = info.version, b""
     return verified_state(manifest, tensors, known, breathe)
+
+
+def grain_bytes(size_bytes: int) -> int:
+    """The size of the grains of a parcel of so many bytes: a multiple of `GRAIN_BYTES`, of which `MAX_GRAINS` do."""
+    few, most = (-(-size_bytes // (grains * GRAIN_BYTES)) * GRAIN_BYTES for grains in (EASY_GRAINS, MAX_GRAINS))
+    return min(few, max(LARGE_GRAIN_BYTES, most))
 
 
 def crc_of(payload: memoryview, info: ParcelInfo, grain: int) -> bool:
@@ -100,7 +114,7 @@ def crc_of(payload: memoryview, info: ParcelInfo, grain: int) -> bool:
 def _parcel(
     state: State, version: int, base: int, base_digest: bytes, codec: Codec, payload: Array, breathe: Breathe
 ) -> Parcel:
-    grain = -(-payload.size // (MAX_GRAINS * GRAIN_BYTES)) * GRAIN_BYTES
+    grain = grain_bytes(payload.size)
     crcs = bytearray()
     for part in slices(payload.size, grain):
         crcs += int(crc32c(payload[part].data)).to_bytes(CRC_BYTES, "little")
@@ -111,20 +125,55 @@ def _parcel(
     return Parcel(info, payload.data)
 
 
+class RunningDigests:
+    """Digests of the tensors in a full parcel, taken while it comes: what has just come is in the cache."""
+
+    def __init__(self, manifest: Manifest, payload: memoryview) -> None:
+        """Raises WireError: `payload` has not the size of what `manifest` describes."""
+        self.found: dict[str, bytes] = {}
+        self._payload = payload
+        self._places = deque(_places(manifest, len(payload)))
+        self._hasher, self._at = blake3(), 0
+
+    def advance(self, end: int, breathe: Breathe = at_once) -> None:
+        """`payload` is here up to `end`."""
+        while self._places:
+            entry, place = self._places[0]
+            self._hash(slice(max(self._at, place.start), min(end, place.stop)), breathe)
+            if end < place.stop:
+                return
+            self.found[entry.name] = self._hasher.digest()
+            self._places.popleft()
+            self._hasher = blake3()
+
+    def _hash(self, place: slice, breathe: Breathe) -> None:
+        for start in range(place.start, place.stop, SLICE_BYTES):
+            self._at = min(place.stop, start + SLICE_BYTES)
+            self._hasher.update(self._payload[start : self._at])
+            breathe(self._at - start)
+
+
 def _unpacked(manifest: Manifest, payload: memoryview) -> dict[str, Array]:
     """Views of a full parcel's bytes."""
-    tensors: dict[str, Array] = {}
-    offset, content = 0, np.frombuffer(payload, np.uint8)
+    content = np.frombuffer(payload, np.uint8)
+    return {
+        entry.name: content[place].view(dtype_of(entry.dtype)).reshape(entry.shape)
+        for entry, place in _places(manifest, content.size)
+    }
+
+
+def _places(manifest: Manifest, total: int) -> list[tuple[TensorEntry, slice]]:
+    """Where each tensor lies in a full parcel of `total` bytes."""
+    places, offset = [], 0
     for entry in manifest.tensors:
-        dtype = dtype_of(entry.dtype)
-        size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-        if min((*entry.shape, 0)) < 0 or offset + size > content.size:
+        size = math.prod(entry.shape) * dtype_of(entry.dtype).itemsize
+        if min((*entry.shape, 0)) < 0 or offset + size > total:
             raise WireError(f"weights {manifest.version}: {entry.name!r} lies outside its parcel")
-        tensors[entry.name] = content[offset : offset + size].view(dtype).reshape(entry.shape)
+        places.append((entry, slice(offset, offset + size)))
         offset += _padded(size)
-    if max(1, offset) != content.size:
-        raise WireError(f"weights {manifest.version}: a full parcel of {content.size} bytes instead of {offset}")
-    return tensors
+    if max(1, offset) != total:
+        raise WireError(f"weights {manifest.version}: a full parcel of {total} bytes instead of {offset}")
+    return places
 
 
 def _padded(size: int) -> int:

@@ -20,7 +20,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
 from user_sys.weights.records import NO_VERSION, Form
-from user_sys.weights.serve import answer
+from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -236,7 +236,8 @@ class Publisher:
                     self._link.send_weights(self._offer(greeting=True))
             case WeightsRequest() as request:
                 with self.governor.push():
-                    self._link.send_weights(*answer(self._catalogue, request))
+                    for message, content in answers(self._catalogue, request):
+                        self._link.send_weights(message, content)
             case WeightsReceived(version=version):
                 with self._changed:
                     self._confirmed = max(self._confirmed, version)

@@ -21,7 +21,7 @@ from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer
 from user_sys.weights.catalogue import Way, cheapest
 from user_sys.weights.fetch import Ask, Fetcher
 from user_sys.weights.forms import restore
-from user_sys.weights.parcel import assemble
+from user_sys.weights.parcel import RunningDigests, assemble
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed
 from user_sys.weights.signing import Trust
 from user_sys.weights.state import Breathe, State, at_once
@@ -48,12 +48,16 @@ class Held:
 
 @dataclass(frozen=True)
 class _Target:
-    """The version under way: its manifest, what is to be fetched, and when it was first heard of."""
+    """The version under way: its manifest, what is to be fetched, and when it was first heard of.
+
+    `digests` are of the first parcel, where that is a full one; they are taken while it comes.
+    """
 
     manifest: Manifest
     signed: Signed
     way: tuple[ParcelInfo, ...]
     heard_s: float
+    digests: RunningDigests | None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Receiver:
     Attributes:
         refused: versions and offers that were forged, damaged, or not the policy's; each was logged.
         abandoned: versions under way that were given up for a newer one.
+        stages: seconds that the newest version took here, from the first word of it on: ``fetch``, ``decode`` (with
+            what was not yet verified) and ``load``.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Receiver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.refused = self.abandoned = 0
+        self.stages: Mapping[str, float] = {}
         self._trust, self._load, self._forms, self._breathe = trust, load, tuple(forms), breathe
         self._clock = clock
         self._fetcher = Fetcher(ask, clock, limit)
@@ -170,10 +177,16 @@ class Receiver:
 
     def step(self) -> float:
         """Asks for more, or completes a version; returns after how many seconds to call again at the latest."""
-        target = self._target
-        if target is not None and self._fetcher.complete:
-            self._complete(target)
-        return self._fetcher.pump()
+        if self._target is not None and self._fetcher.complete:
+            self._complete(self._target)
+        wait_s = self._fetcher.pump()
+        if self._target is not None:
+            self._verify_ahead(self._target)
+        return wait_s
+
+    def _verify_ahead(self, target: _Target) -> None:
+        if target.digests is not None:
+            target.digests.advance(self._fetcher.unbroken_bytes(target.way[0]), self._breathe)
 
     def _obey(self, signed: Signed | None) -> None:
         if signed is None:
@@ -207,11 +220,13 @@ class Receiver:
             self.abandoned += 1
         try:
             self._fetcher.want(way.parcels, {info.id for info in offered.parcels})
+            full = way.parcels[0] if way.parcels and way.parcels[0].codec == "full" else None
+            digests = None if full is None else RunningDigests(manifest, self._fetcher.payload(full))
         except WireError as error:
             self._refuse(str(error))
             self._useless |= {info.id for info in way.parcels}
             return
-        self._target = _Target(manifest, offered.manifests[manifest.form][1], way.parcels, offered.heard_s)
+        self._target = _Target(manifest, offered.manifests[manifest.form][1], way.parcels, offered.heard_s, digests)
 
     def _best(self, offered: _Offered) -> tuple[Manifest, Way] | None:
         """The most exact form that comes within `PATIENCE_S`, or else the one that comes first."""
@@ -241,17 +256,19 @@ class Receiver:
         return seconds
 
     def _complete(self, target: _Target) -> None:
-        started = self._clock()
+        started_s = self._clock()
+        self._verify_ahead(target)
         parcels = [(info, self._fetcher.payload(info)) for info in target.way]
         self._drop_target()
-        from_nothing = parcels[0][0].codec == "full"
-        base = None if from_nothing or self._held is None else self._held.state
+        base = None if target.digests is not None or self._held is None else self._held.state
+        hashed = target.digests.found if target.digests is not None else {}
         try:
-            state = assemble(target.manifest, parcels, base, self._breathe)
+            state = assemble(target.manifest, parcels, base, self._breathe, hashed)
         except WireError as error:
             self._refuse(str(error))
             self._give_up({info.id for info in target.way})
             return
+        decoded_s = self._clock()
         try:
             self._load(target.manifest, restore(state.tensors, state.form), target.heard_s)
         except WireError as error:
@@ -259,8 +276,14 @@ class Receiver:
             self._not_ours = target.manifest.version
             return
         self._held = Held(target.manifest, target.signed, state)
+        loaded_s = self._clock()
+        self.stages = {
+            "fetch": started_s - target.heard_s,
+            "decode": decoded_s - started_s,
+            "load": loaded_s - decoded_s,
+        }
         for codec in {info.codec for info in target.way}:
-            self._measure(codec, target.manifest.size_bytes / max(1e-6, self._clock() - started))
+            self._measure(codec, target.manifest.size_bytes / max(1e-6, loaded_s - started_s))
         self._choose()
 
     def _measure(self, codec: str, speed: float) -> None:

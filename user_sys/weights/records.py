@@ -19,7 +19,7 @@ Codec: TypeAlias = Literal["full", "delta", "parts"]
 
 NO_VERSION = -1
 MAX_PARCEL_BYTES = 1 << 34
-MAX_GRAINS = 1024
+MAX_GRAINS = 4096
 CRC_BYTES = 4
 DIGEST_BYTES = 32
 

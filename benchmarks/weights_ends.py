@@ -1,0 +1,239 @@
+"""The two ends of a push, in a process each as in a run: a gateway with versions to hand out, and a robot's inlet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace as with_fields
+
+from user_sys.codec import Array
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsOffer, WeightsRequest
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import Keyring, new_keypair
+from user_sys.tunnel.server import TunnelServer
+from user_sys.tunnel.session import Peer
+from user_sys.tunnel.wire import AnyMessage, Payload
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.records import NO_VERSION
+from user_sys.weights.serve import answers
+from user_sys.weights.signing import new_signer
+from user_sys.weights.state import BF16, State, build_state, describe
+from user_sys.weights.swap import PolicySwapper
+
+DEADLINE_S = 120.0
+
+
+class Holder(Policy):
+    """Keeps copies of its weights in place, as a policy does; acts are not its business here."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Array] = {}
+
+    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+        return ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+
+    def load(self, weights: Mapping[str, Array]) -> None:
+        if self.weights.keys() != weights.keys():
+            self.weights = {name: array.copy() for name, array in weights.items()}
+            return
+        for name, array in weights.items():
+            np.copyto(self.weights[name], array)
+
+
+def floats(megabytes: int, tensors: int) -> dict[str, Array]:
+    rng, size = np.random.default_rng(0), megabytes * 250_000 // tensors
+    return {f"layer.{i}": rng.normal(size=size).astype(np.float32) for i in range(tensors)}
+
+
+def large(parameters: int, tensors: int = 100) -> dict[str, Array]:
+    """bfloat16 weights between 2^-8 and 2^8, drawn once and repeated."""
+    values = np.random.default_rng(0).integers(0x3B80, 0x4380, parameters // tensors).astype(np.uint16)
+    return {f"layer.{i:03}": np.roll(values, i).view(BF16) for i in range(tensors)}
+
+
+def updated(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, Array]:
+    """That share of the values went to their neighbour, up or down: what a small step does to bf16."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, array in weights.items():
+        fresh = array.copy()
+        bits = fresh.view(np.uint16)
+        chosen = np.flatnonzero(rng.random(bits.size, np.float32) < share)
+        bits[chosen] += rng.integers(0, 2, chosen.size, np.uint16) * np.uint16(2) - np.uint16(1)
+        found[name] = fresh
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two versions, and what leads from each to the other; and how long that took to make."""
+
+    before: State
+    after: State
+    there: Parcel
+    back: Parcel
+    encode_s: float
+
+
+def changed(parameters: int, share: float) -> Pair:
+    """That share of the values of a large policy changed."""
+    weights = large(parameters)
+    return _pair(build_state(weights), build_state(updated(weights, share, 1)))
+
+
+def adapted(parameters: int) -> Pair:
+    """An adapter of 2.25M parameters beside a large policy that stays as it is."""
+    before = build_state(large(parameters))
+    adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
+    tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
+    with_adapters = build_state({**before.tensors, **adapters}, former=before)
+    return _pair(with_adapters, build_state({**before.tensors, **tuned}, former=with_adapters))
+
+
+def _pair(before: State, after: State) -> Pair:
+    started = time.perf_counter()
+    there, back = delta_parcel(0, before, 1, after), delta_parcel(0, after, 1, before)
+    encode_s = (time.perf_counter() - started) / 2
+    assert there is not None and back is not None
+    return Pair(before, after, there, back, encode_s)
+
+
+class _Gateway:
+    """A gateway that knows nothing but weights: answers requests from a catalogue."""
+
+    def __init__(self) -> None:
+        self.server: TunnelServer
+        self.catalogue = Catalogue()
+        self.version = NO_VERSION
+        self.signer = new_signer()
+
+    def objection(self, hello: Hello) -> str:
+        return ""
+
+    def peer_opened(self, peer: Peer) -> None:
+        return
+
+    def peer_closed(self, peer: Peer, reason: str) -> None:
+        return
+
+    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+        if isinstance(message, WeightsRequest):
+            for found, content in answers(self.catalogue, message):
+                self.server.send(peer.name, found, content)
+
+    def offer(self, state: State, parcel: Parcel) -> WeightsOffer:
+        """Puts the next version in the catalogue: the parcel is told as of this one, whatever number it had."""
+        self.version += 1
+        base = NO_VERSION if parcel.info.base == NO_VERSION else self.version - 1
+        info = with_fields(parcel.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
+        self.catalogue.parcels = {info.id: Parcel(info, parcel.payload)}
+        signed = self.signer.sign(describe(state, self.version, 0, 0, (0.0, 0.0)))
+        return WeightsOffer(manifests=(signed,), parcels=(info,), signer=self.signer.public_key)
+
+
+def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder: str) -> None:
+    """The gateway's process: pushes the next version each time it is told to, until the pipe is closed."""
+    gateway, keys = _Gateway(), new_keypair()
+    made = make()
+    pair = made if isinstance(made, Pair) else None
+    state = pair.before if pair else build_state(made)  # type: ignore[arg-type]
+    full = full_parcel(state, 0)
+    with TunnelServer("tcp://127.0.0.1:0", keys, Keyring(Path(folder)), gateway) as gateway.server:
+        pipe.send((gateway.server.endpoint, keys.public, _sizes(full, pair)))
+        with pipe:
+            while _told(pipe):
+                if pair is None or gateway.version == NO_VERSION:
+                    offer = gateway.offer(state, full)
+                elif gateway.version % 2 == 0:
+                    offer = gateway.offer(pair.after, pair.there)
+                else:
+                    offer = gateway.offer(pair.before, pair.back)
+                until_s = time.perf_counter() + DEADLINE_S
+                while not gateway.server.peers():
+                    assert time.perf_counter() < until_s, "no robot has come"
+                    time.sleep(1e-3)
+                started_s = time.perf_counter()
+                assert gateway.server.send("panda-0", offer)
+                pipe.send(started_s)
+
+
+def _told(pipe: Connection) -> bool:
+    try:
+        return bool(pipe.recv())
+    except EOFError:
+        return False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a full parcel and of a difference, its codec, and the seconds of making it; of a full one alone 0."""
+
+    full_bytes: int
+    delta_bytes: int
+    codec: str
+    encode_s: float
+
+
+def _sizes(full: Parcel, pair: Pair | None) -> Sizes:
+    if pair is None:
+        return Sizes(full.info.size_bytes, 0, "full", 0.0)
+    return Sizes(full.info.size_bytes, pair.there.info.size_bytes, pair.there.info.codec, pair.encode_s)
+
+
+class Push:
+    """This process's end of it."""
+
+    def __init__(self, pipe: Connection, sizes: Sizes, swapper: PolicySwapper, inlet: WeightsInlet) -> None:
+        self.sizes = sizes
+        self._pipe, self._swapper, self._inlet = pipe, swapper, inlet
+
+    def seconds(self) -> float:
+        """Has the next version pushed; from the gateway's offer to the swap."""
+        version, until_s = self._swapper.version + 1, time.perf_counter() + DEADLINE_S
+        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 1e11))
+        self._pipe.send(True)
+        started_s = float(self._pipe.recv())
+        while self._swapper.swap_if_ready() != version:
+            time.sleep(poll_s)
+            assert time.perf_counter() < until_s, "the push did not arrive"
+            self._inlet.raise_failure()
+        return time.perf_counter() - started_s
+
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """Seconds of the last push's stages."""
+        return self._inlet.receiver.stages
+
+
+@contextmanager
+def pushing(make: Callable[[], Pair | dict[str, Array]]) -> Iterator[Push]:
+    """Both ends; `make` is called in the gateway's process."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        robot = new_keypair()
+        Keyring(Path(folder)).allow(robot.public, "panda-0", "robot")
+        ours, theirs = context.Pipe()
+        gateway = context.Process(target=_serve, args=(theirs, make, folder), daemon=True)
+        gateway.start()
+        theirs.close()
+        stack.callback(gateway.join, DEADLINE_S)
+        stack.enter_context(ours)
+        endpoint, public_key, sizes = ours.recv()
+        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="panda-0")
+        client = stack.enter_context(TunnelClient(endpoint, robot, public_key, hello))
+        client.wait_open(10)
+        swapper, config = PolicySwapper(Holder), InletConfig(governor=GovernorConfig(enabled=False))
+        inlet = WeightsInlet(client, swapper, config, Path(folder), None, Governor(config.governor))
+        yield Push(ours, sizes, swapper, stack.enter_context(inlet))
