@@ -53,7 +53,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
     assert len(list(read_metrics(writer.path))) == 800
 
 

@@ -212,5 +212,5 @@ def test_threads_may_feed_and_read_at_once(hub: ConsoleHub) -> None:
         hub.view()
         hub.curves()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=120)
     assert hub.view().episodes == 900 and hub.view().updates == 299

@@ -22,11 +22,13 @@ from robots.fake import GRIPPER_M, FakeRobot, FakeRobotConfig
 from user_sys.compose import RobotConfig
 from user_sys.config import save
 
+END_S = 120.0  # by then what is waited for has come, however busy the machine
+
 STILL = np.array([0, 0, 0, GRIPPER_M], np.float32)
 RIGHT = np.array([0.05, 0, 0, GRIPPER_M], np.float32)
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
     """Polls until `condition` gives something; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not (result := condition()):
@@ -63,7 +65,7 @@ class NodeProcess:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def says(self, text: str, times: int = 1, within_s: float = 60.0) -> str:
+    def says(self, text: str, times: int = 1, within_s: float = END_S) -> str:
         """Waits until the log holds `text` so often."""
         until(lambda: self.log.count(text) >= times, f"{text!r} in:\n{self.log}", within_s)
         return self.log
@@ -71,7 +73,7 @@ class NodeProcess:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Sends the signal and waits; the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(END_S)
 
 
 @contextmanager
@@ -89,7 +91,7 @@ def node(argv: Sequence[object], log_path: Path) -> Iterator[NodeProcess]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(60)
+        process.wait(END_S)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from edge_kit import RIGHT, STILL, NodeProcess, driver_process, error_lines, until
+from edge_kit import END_S, RIGHT, STILL, NodeProcess, driver_process, error_lines, until
 
 from hal.errors import HalError, HardwareLost, SpecError, StaleToken
 from hal.safety import Reason
@@ -28,7 +28,6 @@ from user_sys.edge.driver_wire import Request, endpoint
 pytestmark = pytest.mark.usefixtures("runtime")
 
 PERIOD_S = 0.1
-END_S = 60.0  # what ends at once, on whatever machine
 FAKE = RobotConfig(name="fake-0", driver="fake")
 
 

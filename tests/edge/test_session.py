@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edge_kit import NodeProcess, error_lines, node, until
+from edge_kit import END_S, NodeProcess, error_lines, node, until
 
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
 from user_sys.compose import RobotConfig, robot_spec
@@ -65,7 +65,7 @@ class Site:
         keys = load_keypair(self.folder.keys / f"{name}.key")
         gateway_key = load_public_key(self.folder.keys / f"{GATEWAY}.pub")
         client = self._stack.enter_context(TunnelClient(self.card.endpoint, keys, gateway_key, hello))
-        client.wait_open(20)
+        client.wait_open(END_S)
         return client
 
     def chunks(self) -> list[Chunk]:
@@ -126,7 +126,7 @@ def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Si
         until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
 
     console.send(StopRun(reason="the test is over"))
-    assert session.process.wait(30) == 0
+    assert session.process.wait(END_S) == 0
     assert error_lines(session.log) == []
     assert driver.log.count("session.attached") == 1
     require_whole(site)
@@ -148,14 +148,14 @@ def test_a_session_of_another_holder_is_told_who_has_the_robot_and_disturbs_noth
     other = replace(load(SessionConfig, site.state / "session.yaml"), holder="run beta", state=site.state / "beta")
     save(other, site.state / "beta.yaml")
     rival = site.start("user_sys.edge.session", site.state / "beta.yaml")
-    assert rival.process.wait(30) == 2
+    assert rival.process.wait(END_S) == 2
     assert error_lines(rival.log)[-1].endswith("fake-0 is driven by run run")
 
     before = len(site.stored())
     until(lambda: len(site.stored()) > before, "the first session goes on")
     assert driver.says("session.attached").count("session.attached") == 1
     console.send(StopRun(reason="the test is over"))
-    assert session.process.wait(30) == 0
+    assert session.process.wait(END_S) == 0
     require_whole(site)
 
 
@@ -175,7 +175,7 @@ def test_the_successor_of_a_killed_session_takes_over_with_a_newer_token(site: S
     driver.says("token=2")
     until(lambda: len(site.stored()) >= len(acknowledged) + 5, "experience goes on")
     console.send(StopRun(reason="the test is over"))
-    assert successor.process.wait(30) == 0
+    assert successor.process.wait(END_S) == 0
     assert acknowledged <= set(site.stored())
     require_whole(site)
 
@@ -194,7 +194,7 @@ def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) ->
     console = site.client(CONSOLE)
     until(lambda: site.recorded() - set(site.stored()) == set() or len(site.stored()) > recorded + 20, "it delivers")
     console.send(StopRun(reason="the test is over"))
-    assert session.process.wait(30) == 0
+    assert session.process.wait(END_S) == 0
     assert acknowledged <= set(site.stored())
     require_whole(site)
     assert "lease.granted robot=fake-0 token=1" in session.log and "token=2" not in session.log
@@ -220,7 +220,7 @@ def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=3))
     until(lambda: len(site.recorded()) >= stopped + 5, "the policy drives again")
     console.send(StopRun(reason="the test is over"))
-    assert session.process.wait(30) == 0
+    assert session.process.wait(END_S) == 0
     require_whole(site)
 
 
@@ -232,6 +232,6 @@ def _authority(console: TunnelClient) -> str:
 def test_a_session_with_a_wrong_setting_says_so_in_one_line(site: Site) -> None:
     (site.state / "session.yaml").write_text("robott: fake-0\n")
     session = site.session()
-    assert session.process.wait(30) == 2
+    assert session.process.wait(END_S) == 2
     (line,) = error_lines(session.log)
     assert "robott: unknown key; did you mean 'robot'?" in line

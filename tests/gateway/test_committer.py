@@ -24,7 +24,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.store.upkeep import disk_bytes
 from user_sys.tunnel.server import Peer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 ROBOT = Peer("panda-0", "robot", "key", "nowhere", b"1")
 
 

@@ -82,4 +82,4 @@ def test_an_unbounded_action_is_refused() -> None:
 
 def test_the_robots_computer_needs_no_torch() -> None:
     code = "import sys, user_sys.policies.mlp, user_sys.weights.swap; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

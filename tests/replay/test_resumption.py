@@ -142,7 +142,7 @@ def test_several_learners_draw_streams_of_their_own_from_one_seed(store: Store) 
         )
         for rank in (0, 1, 2)
     ]
-    streams = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    streams = [rank.communicate(timeout=300)[0].split() for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks) and {len(stream) for stream in streams} == {256}
     for one, other in ((0, 1), (0, 2), (1, 2)):
         same = np.mean(np.array(streams[one]) == np.array(streams[other]))

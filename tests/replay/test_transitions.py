@@ -112,7 +112,7 @@ def test_sampling_while_experience_streams_into_a_tiny_cache_sees_no_mixed_row(s
         while not done.is_set():
             replay.refresh()
             seen(drawing.sample())
-        writer.join(10)
+        writer.join(120)
 
 
 def test_a_batch_can_be_filled_again(store: Store) -> None:

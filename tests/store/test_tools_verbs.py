@@ -173,7 +173,7 @@ def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) ->
     gateway = threading.Thread(target=serve)
     gateway.start()
     try:
-        assert locked.wait(20)
+        assert locked.wait(120)
         (path / "inbox").mkdir()
         (path / "inbox/00-nonsense.labels").write_bytes(b"\xc1")
         status, text = run("label", path, "e1", "--success", "yes", "--by", "ada")
@@ -187,7 +187,7 @@ def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) ->
         assert status == 0 and "unsuccessful" in text
     finally:
         stop.set()
-        gateway.join(20)
+        gateway.join(120)
     labels = index_of(path).index.labels("e1")
     assert len(labels) == 1 and isinstance(labels[0], SuccessLabel) and labels[0].success
 

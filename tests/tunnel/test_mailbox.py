@@ -43,7 +43,7 @@ def test_wait_returns_what_another_thread_puts_and_gives_up_at_its_deadline() ->
     assert box.wait(0.01) is None
     thread = threading.Thread(target=box.put, args=(7,))
     thread.start()
-    assert box.wait(10) == 7
+    assert box.wait(120) == 7
     thread.join()
 
 

@@ -102,7 +102,7 @@ def test_threads_may_observe_and_push_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert governor.share == 1.0
 
 

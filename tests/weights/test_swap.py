@@ -101,4 +101,4 @@ def test_no_forward_pass_mixes_versions_while_loading_and_acting_race() -> None:
             np.testing.assert_array_equal(acts(swap.policy), actions[swap.version])
     finally:
         stop.set()
-        loader.join(10)
+        loader.join(120)
