@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LEAVE_S = 15.0  # what Ray's processes may take to vanish after their driver has left
+END_S = 240.0  # by then what is waited for has come, however busy the machine
+LEAVE_S = 120.0  # what Ray's processes may take to vanish after their driver has left
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float) -> Any:
+def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> Any:
     """Polls until `condition` gives something; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not (result := condition()):
@@ -44,7 +45,7 @@ class Launch:
     def err(self) -> str:
         return self.err_path.read_text()
 
-    def wait(self, within_s: float = 120.0) -> int:
+    def wait(self, within_s: float = END_S) -> int:
         return self.process.wait(within_s)
 
     def interrupt(self) -> None:
@@ -96,5 +97,5 @@ def user_sys(folder: Path, *argv: object, env: Mapping[str, str] | None = None) 
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        process.wait(20)
+        process.wait(END_S)
         shutil.rmtree(runtime, ignore_errors=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from run_kit import until
+from run_kit import END_S, until
 
 from user_sys.episode import ChunkHeader, decode_chunk
 from user_sys.gateway.service import GatewayAddress, read_address
@@ -34,10 +34,10 @@ def gateway(run: Path) -> Iterator[GatewayAddress]:
             [sys.executable, "-m", "user_sys.gateway", "--run", str(run)], stdout=log, stderr=log
         )
     try:
-        yield until(lambda: read_address(run), "the gateway listens", 20)
+        yield until(lambda: read_address(run), "the gateway listens")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(END_S)
 
 
 def headers(log: Path) -> list[ChunkHeader]:

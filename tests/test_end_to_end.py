@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ logging: {wandb: {mode: disabled}}
 
 
 @contextmanager
-def train(folder: Path, *argv: object, seconds: float = 8.0) -> Iterator[Launch]:
+def train(folder: Path, *argv: object, seconds: float) -> Iterator[Launch]:
     (folder / "fleet.yaml").write_text(FLEET.replace("SECONDS", str(seconds)))
     with user_sys(folder, "train", *argv) as launch:
         yield launch
@@ -51,6 +53,10 @@ def keys(log: Path) -> Counter[tuple[str, int]]:
 
 def updates(run: Path) -> int:
     return max((int(line["count"] or 0) for line in read_metrics(run / "metrics" / "learner.jsonl")), default=0)
+
+
+def trained_s(run: Path) -> float:
+    return max((line["training_s"] or 0.0 for line in read_metrics(run / "metrics" / "learner.jsonl")), default=0.0)
 
 
 def require_delivered(run: Path) -> None:
@@ -78,26 +84,27 @@ def require_summary(run: Path) -> dict[str, object]:
 
 def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "fleet"
-    with train(tmp_path, "fleet.yaml", "--name", "fleet") as launch:
-        until(lambda: updates(run) > 50 or launch.process.poll() is not None, "it trains", 60)
+    with train(tmp_path, "fleet.yaml", "--name", "fleet", seconds=600.0) as launch:
+        until(lambda: updates(run) > 50 or launch.process.poll() is not None, "it trains")
         launch.interrupt()
-        assert launch.wait(45) == 130, launch.err
+        assert launch.wait() == 130, launch.err
         assert re.search(r"stopped; go on with: user-sys train --resume runs/fleet", launch.out.replace("\n", " "))
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
-    before, trained = set(keys(run / "store")), updates(run)
+    before, trained, before_s = set(keys(run / "store")), updates(run), trained_s(run)
+    budget_s, resumed_s = math.ceil(before_s) + 3, time.monotonic()
     assert not (run / "summary.json").exists() and (tmp_path / "runs" / "latest").resolve() == run
 
-    with train(tmp_path, "--resume", "runs/fleet", "--learner.max_training_s=6") as launch:
-        assert launch.wait(90) == 0, launch.err
+    with train(tmp_path, "--resume", "runs/fleet", f"--learner.max_training_s={budget_s}") as launch:
+        assert launch.wait() == 0, launch.err
         assert "everything of this run is in" in launch.out and "success" in launch.out
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
     assert before <= set(keys(run / "store")) and updates(run) > trained
     summary = require_summary(run)
-    assert summary["training_s"] == pytest.approx(6, abs=2)
+    assert budget_s <= summary["training_s"] <= before_s + time.monotonic() - resumed_s  # type: ignore[operator]
     assert list(read_metrics(run / "metrics" / "run.jsonl"))[-1]["env_steps"]
     assert list((run / "tensorboard").glob("events*"))
     for log in (run / "logs").glob("*.log"):
@@ -108,16 +115,16 @@ def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> No
 def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "hurt"
     with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
-        until(lambda: updates(run) > 50, "it trains", 60)
+        until(lambda: updates(run) > 50, "it trains")
         acknowledged: set[tuple[str, int]] = set()
         for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway", "user_sys.edge.driver_process"):
-            pid = until(lambda module=module: launch.pid_of(module), f"{module} runs", 30)  # type: ignore[misc]
+            pid = until(lambda module=module: launch.pid_of(module), f"{module} runs")  # type: ignore[misc]
             acknowledged |= set(keys(run / "store"))
             os.kill(pid, signal.SIGKILL)
-            until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again", 30)  # type: ignore[misc]
+            until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again")  # type: ignore[misc]
             stored = len(keys(run / "store"))
-            until(lambda n=stored: len(keys(run / "store")) > n + 20, f"experience after {module} died", 60)  # type: ignore[misc]
-        assert launch.wait(180) == 0, launch.err
+            until(lambda n=stored: len(keys(run / "store")) > n + 20, f"experience after {module} died")  # type: ignore[misc]
+        assert launch.wait() == 0, launch.err
         launch.require_nothing_left()
     require_delivered(run)
     assert acknowledged <= set(keys(run / "store"))

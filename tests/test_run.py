@@ -250,7 +250,7 @@ def require_one_line(folder: Path, said: str, *argv: object, env: dict[str, str]
 
 
 def require_told(launch: Launch, said: str) -> None:
-    assert launch.wait(60) == 2, launch.err
+    assert launch.wait() == 2, launch.err
     err = launch.err
     assert err.count("\n") == 1 and err.startswith("user-sys: error: "), err
     assert re.search(said, err), err

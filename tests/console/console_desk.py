@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
@@ -33,13 +34,33 @@ SPEC = RobotSpec(
 )
 
 
+class Clock:
+    """Seconds that pass while they are let: a busy machine is not taken for a person who fell silent."""
+
+    def __init__(self) -> None:
+        self._now_s = self._since_s = 0.0
+        self._runs = False
+
+    def __call__(self) -> float:
+        return self._now_s + (time.monotonic() - self._since_s if self._runs else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._since_s, self._runs = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._now_s, self._runs = self(), False
+
+
 class Desk:
     """One robot with two cameras, ticking in a thread until `close`; `sent` is all that the console asked of it."""
 
     def __init__(self, robot: str = "panda-0") -> None:
         self.robot = robot
         self.hub = ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0)
-        self.authority = Authority(robot, SPEC)
+        self.clock = Clock()  # that tells silence
+        self.authority = Authority(robot, SPEC, self.clock)
         self.sent: list[OperatorCommand | WatchRequest] = []
         self._tool = np.array([0.0, 0.0, 0.5, 1.0])
         self._step = 0
@@ -54,7 +75,7 @@ class Desk:
 
     def close(self) -> None:
         self._ending.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=60)
 
     def orders(self, kind: str) -> list[OperatorCommand]:
         return [m for m in list(self.sent) if isinstance(m, OperatorCommand) and m.order == kind]
@@ -127,7 +148,7 @@ class Desk:
         return np.ascontiguousarray(picture.astype(np.uint8))
 
 
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until `true()` holds; fails after `seconds`."""
     deadline_s = time.monotonic() + seconds
     pause = threading.Event()

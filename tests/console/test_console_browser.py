@@ -21,6 +21,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 DESKTOP = {"width": 1280, "height": 800}
+TIMEOUT_MS = 120_000
 PHONE = {"width": 390, "height": 844}
 
 
@@ -53,7 +54,7 @@ def url(desk: Desk) -> Iterator[str]:
 def page(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     context = browser.new_context(viewport=getattr(request, "param", DESKTOP))
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(TIMEOUT_MS)
     complaints: list[str] = []
     page.on(
         "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
@@ -66,10 +67,11 @@ def page(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Any
     assert not complaints, complaints
 
 
-def picture(page: Any, name: str) -> None:
+def picture(page: Any, name: str, after_ms: float = 0.0) -> None:
     """Keeps a screenshot where CONSOLE_SHOTS names a folder."""
     folder = os.environ.get("CONSOLE_SHOTS")
     if folder:
+        page.wait_for_timeout(after_ms)
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
@@ -84,8 +86,7 @@ def test_a_person_takes_over_by_keyboard_and_hands_back(page: Any, desk: Desk) -
     assert "token" not in page.url
     page.wait_for_selector("#p-episodes:text-is('120')")
     page.wait_for_selector("#link[data-state=up]")
-    page.wait_for_timeout(2200)  # the curves of a second update, for the picture
-    picture(page, "policy")
+    picture(page, "policy", after_ms=2200)  # the curves of a second update
 
     page.keyboard.press("t")
     assert badge(page, "you") == "YOU"
@@ -123,7 +124,8 @@ def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, de
     page.keyboard.press("t")
     badge(page, "you")
     page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
-    badge(page, "hold")
+    with desk.clock.running():
+        badge(page, "hold")
     picture(page, "hold")
     page.evaluate("Object.defineProperty(document, 'hidden', {value: false})")
     page.keyboard.down("a")
@@ -139,6 +141,7 @@ def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: Desk) -> 
     badge(page, "you")
     context = browser.new_context(viewport=DESKTOP)
     other = context.new_page()
+    other.set_default_timeout(TIMEOUT_MS)
     other.goto(url)
     assert badge(other, "human") == "alice"
     assert other.get_by_role("button", name="Take over").is_disabled()
@@ -184,6 +187,7 @@ def test_the_page_says_when_it_is_cut_off(browser: Any, desk: Desk) -> None:
     server = ConsoleServer(desk.hub)
     context = browser.new_context(viewport=DESKTOP)
     page = context.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(server.start())
     page.wait_for_selector(".badge[data-state=policy]")
     server.stop()

@@ -30,12 +30,12 @@ class Site:
         self.token = parse_qs(parts.query)["token"][0]
 
     def get(self, path: str = "/", **options: Any) -> httpx.Response:
-        return httpx.get(f"http://{self.host}{path}", trust_env=False, **options)
+        return httpx.get(f"http://{self.host}{path}", trust_env=False, timeout=60, **options)
 
     def socket(self, query: str | None = None, **headers: str) -> AbstractContextManager[ClientConnection]:
         query = f"?token={self.token}" if query is None else query
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return connect(f"ws://{self.host}/ws{query}", additional_headers=sent, proxy=None, open_timeout=10)
+        return connect(f"ws://{self.host}/ws{query}", additional_headers=sent, proxy=None, open_timeout=60)
 
     def page(self, operator: str) -> Person:
         return Person(self, operator)
@@ -68,7 +68,7 @@ class Person:
     def hear(self, kind: str) -> dict[str, Any]:
         """The next message of `kind`; pictures on the way are kept, and not said to be seen."""
         while True:
-            frame = self.socket.recv(timeout=10)
+            frame = self.socket.recv(timeout=60)
             if isinstance(frame, bytes):
                 length = struct.unpack_from("<I", frame)[0]
                 self.pictures.append((json.loads(frame[4 : 4 + length]), frame[4 + length :]))
@@ -81,7 +81,7 @@ class Person:
         """Reads until the server closes; its reason."""
         try:
             while True:
-                self.socket.recv(timeout=10)
+                self.socket.recv(timeout=60)
         except ConnectionClosed as end:
             assert end.rcvd is not None
             return end.rcvd.reason
@@ -109,7 +109,7 @@ def serve() -> Iterator[Site]:
 
 
 def test_the_address_opens_the_page_and_a_cookie_keeps_it_open(door: Site) -> None:
-    with httpx.Client(base_url=f"http://{door.host}", trust_env=False) as browser:
+    with httpx.Client(base_url=f"http://{door.host}", trust_env=False, timeout=60) as browser:
         page = browser.get(f"/?token={door.token}")
         assert page.status_code == 200 and "E-STOP" in page.text
         assert "HttpOnly" in page.headers["set-cookie"] and "SameSite=Strict" in page.headers["set-cookie"]
@@ -141,7 +141,7 @@ def test_a_tunnel_may_arrive_under_another_port(door: Site) -> None:
 
 
 def test_only_reading_is_offered(door: Site) -> None:
-    answer = httpx.post(f"{door.url}", trust_env=False)
+    answer = httpx.post(f"{door.url}", trust_env=False, timeout=60)
     assert answer.status_code == 405
 
 
@@ -196,7 +196,9 @@ def test_a_page_that_goes_away_leaves_the_robot_holding(site: Site) -> None:
     with site.page("alice") as alice:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)
-    until(lambda: site.desk.authority.state == "hold")
+        until(lambda: site.desk.orders("drive"))
+    with site.desk.clock.running():
+        until(lambda: site.desk.authority.state == "hold")
     with site.page("bob") as bob:
         assert bob.order("take-over")["accepted"]
 
@@ -272,10 +274,10 @@ def test_orders_before_the_name_are_nonsense_however_they_fall_in_with_our_sendi
     for attempt in range(60):
         with door.socket() as socket, pytest.raises(ConnectionClosed, match="hello"):
             if attempt % 3:
-                socket.recv(timeout=10)
+                socket.recv(timeout=60)
             socket.send('{"type":"order","robot":"panda-0","order":"take-over"}')
             for _ in range(100):  # it ends long before; a page that lives on would be heard for ever
-                socket.recv(timeout=10)
+                socket.recv(timeout=60)
 
 
 def test_a_message_beyond_the_bound_closes_the_page(door: Site) -> None:
@@ -296,9 +298,9 @@ def test_pages_are_bounded(site: Site) -> None:
     open_pages = [page.__enter__() for page in pages]
     try:
         for page in open_pages:
-            page.recv(timeout=10)
+            page.recv(timeout=60)
         with site.socket() as late, pytest.raises(ConnectionClosed, match="close one"):
-            late.recv(timeout=10)
+            late.recv(timeout=60)
     finally:
         for page in pages:
             page.__exit__(None, None, None)

@@ -126,7 +126,7 @@ def scenario(folder: Path) -> None:
         second = arm().pid
         assert second not in (None, first)
         print("child restarted")
-        os.kill(cluster.actor_pid("arm"), signal.SIGKILL)
+        os.kill(cluster.actor_pid("arm", 120), signal.SIGKILL)
         eventually(lambda: arm().state is NodeState.RUNNING and arm().pid not in (first, second))
         eventually(lambda: not Path(f"/proc/{second}").exists())
         assert not (folder / "arm.log").read_text().strip(), "a node was told the cluster's token"

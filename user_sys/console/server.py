@@ -25,8 +25,8 @@ from user_sys.console.page import Page
 from user_sys.errors import ConfigError, RunError, UserSysError
 from user_sys.messages import OperatorReply
 
-START_TIMEOUT_S = 15.0
-STOP_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
 GRACE_S = 1  # for open pages at the end; without it uvicorn waits for them for ever
 MAX_PAGES = 16
 MAX_CONNECTIONS = 64
