@@ -52,10 +52,17 @@ def tcp_state(connection: socket.socket) -> TcpState | None:
 
 
 def duplicate(descriptor: int) -> socket.socket | None:
-    """The connection under a descriptor of ours, since libzmq may close its own at any moment; None when it has."""
+    """The connection under a descriptor of ours, since libzmq may close its own at any moment; None when it has.
+
+    By then the number may be that of another file: nothing of it is kept, or a lock would stay and a pipe not end.
+    """
+    own = -1
     try:
-        return socket.socket(fileno=os.dup(descriptor))
+        own = os.dup(descriptor)
+        return socket.socket(fileno=own)
     except OSError as error:
+        if own >= 0:
+            os.close(own)
         if error.errno in GONE:
             return None
         raise

@@ -1,0 +1,37 @@
+"""What the tunnel asks the kernel of descriptors that are libzmq's, and may be anybody's by then."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from user_sys.tunnel.tcp_state import duplicate, silence_s
+
+
+def test_a_connection_tells_how_long_nothing_came() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as edge:
+        other, _ = server.accept()
+        with other:
+            edge.sendall(b"here")
+            assert other.recv(4) == b"here"
+            assert 0 <= silence_s(other.fileno()) < 60
+
+
+def test_a_number_that_is_a_pipe_by_now_keeps_no_pipe_open() -> None:
+    read, write = os.pipe()
+    assert duplicate(write) is None and silence_s(write) == 0.0
+    os.close(write)
+    os.set_blocking(read, False)
+    assert os.read(read, 1) == b"", "its reader sees the end"
+    assert duplicate(write) is None, "nothing has the number"
+    os.close(read)
+
+
+def test_a_number_that_is_a_lock_by_now_keeps_no_lock(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert duplicate(first.fileno()) is None
+    with (tmp_path / "lock").open("w") as second:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
