@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -23,10 +25,29 @@ ENCODERS = {
     "av1": ("libsvtav1", {"g": "2", "crf": "25", "preset": "10"}),
 }
 
+_REALTIME_MAX = 99  # the priority that it takes
+
 
 def pixel_format(height: int, width: int, codec: str) -> str:
     """Colour at half the resolution, as every player takes it, where the size is even."""
     return "yuv420p" if height % 2 == width % 2 == 0 or codec == "av1" else "yuv444p"
+
+
+@contextlib.contextmanager
+def _same_scheduling() -> Iterator[None]:
+    """Undoes what the AV1 encoder does where it is permitted, as it is to root: it makes the calling thread and its own
+    ones real-time ones of the highest priority, and so every process started from there later."""
+    if sys.platform != "linux":
+        yield
+        return
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                if os.sched_getparam(int(thread)).sched_priority == _REALTIME_MAX:
+                    os.sched_setscheduler(int(thread), policy, parameter)
 
 
 class VideoWriter:
@@ -41,6 +62,12 @@ class VideoWriter:
         self._stream = stream
         self._stream.height, self._stream.width = height, width
         self._stream.pix_fmt = pixel_format(height, width, codec)
+        try:
+            with _same_scheduling():
+                self._container.start_encoding()
+        except av.FFmpegError as error:
+            self._container.close()
+            raise DataSetError(f"the encoder refuses frames of {self._size}: {error}") from None
 
     def write(self, picture: Array) -> None:
         if picture.shape != self._size:

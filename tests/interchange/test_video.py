@@ -1,0 +1,39 @@
+"""Videos, and what their encoders do to the process that uses them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.errors import DataSetError
+from user_sys.interchange.video import ENCODERS, VideoReader, VideoWriter
+
+
+@pytest.mark.parametrize("codec", ENCODERS)
+def test_frames_come_back(tmp_path: Path, codec: str) -> None:
+    writer = VideoWriter(tmp_path / "v.mp4", 64, 96, 10.0, codec)
+    for shade in (20, 120, 220):
+        writer.write(np.full((64, 96, 3), shade, np.uint8))
+    writer.close()
+    reader = VideoReader(tmp_path / "v.mp4")
+    assert [round(float(frame.mean()), -1) for frame in reader.read(0.0, 3, 10.0)] == [20, 120, 220]
+    reader.close()
+
+
+def test_a_size_that_no_encoder_takes_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataSetError, match="refuses frames of"):
+        VideoWriter(tmp_path / "v.mp4", 64, 1_000_000, 10.0, "av1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such priorities")
+@pytest.mark.parametrize("codec", ENCODERS)
+def test_an_encoder_leaves_the_process_at_its_priority(tmp_path: Path, codec: str) -> None:
+    """SVT-AV1 makes its caller a real-time thread where it may; all that it starts from then on would be one too."""
+    writer = VideoWriter(tmp_path / "v.mp4", 64, 64, 10.0, codec)
+    writer.write(np.zeros((64, 64, 3), np.uint8))
+    assert {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")} == {os.SCHED_OTHER}
+    writer.close()
