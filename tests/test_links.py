@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from user_sys.config import load
+from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
 from user_sys.gateway import GatewayConfig
@@ -87,3 +89,25 @@ def _last(counts: Path) -> dict[str, int]:
 def test_a_setting_that_makes_no_sense_is_refused(tmp_path: Path, setting: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         made(tmp_path, f"robots: [{{name: far, driver: fake, link: {{{setting}}}}}]")
+
+
+def test_what_a_full_outbox_does_is_set_for_a_run_and_reaches_each_session(tmp_path: Path) -> None:
+    _, folder, _ = made(tmp_path, f"{CONFIG}outbox: {{max_bytes: 50000000, when_full: drop_oldest_autonomous}}")
+    for robot in ("far", "near"):
+        session = load(SessionConfig, folder.edge(robot) / "session.yaml")
+        assert session.outbox == OutboxConfig(50_000_000, "drop_oldest_autonomous")
+
+
+def test_an_outbox_that_holds_no_chunk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one chunk may take"):
+        made(tmp_path, f"{CONFIG}outbox: {{max_bytes: 1000}}")
+
+
+def test_an_edge_refuses_an_emulated_link_and_says_where_one_belongs(tmp_path: Path) -> None:
+    path = tmp_path / "edge.yaml"
+    path.write_text(CONFIG)
+    argv = ["edge", str(path), "--connect", "tcp://127.0.0.1:5555", "--keys", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "user_sys.cli", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode and "Traceback" not in done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "robot far: link:" in said and "user-sys train" in said

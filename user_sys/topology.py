@@ -8,6 +8,7 @@ from pathlib import Path
 
 from user_sys.compose import PolicyConfig, RobotConfig, link_command, require_unique_names
 from user_sys.edge.demonstrations import DemonstrationConfig
+from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.stations import module_argv, station_argv
 from user_sys.errors import ConfigError
@@ -60,6 +61,7 @@ class RunConfig:
     robots: tuple[RobotConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    outbox: OutboxConfig = field(default_factory=OutboxConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -20,25 +20,7 @@ from user_sys.messages import RobotStatus
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair
 
-EDGE = """
-import sys
-sys.path.insert(0, sys.argv[4])
-from pathlib import Path
-from tunnel_kit import QUICK, chunk, hello
-from user_sys.edge.outbox import Outbox
-from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import load_keypair
-
-run, endpoint, public = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-outbox = Outbox.open(run / "outbox", max_bytes=1 << 20)
-client = TunnelClient(endpoint, load_keypair(run / "keys/panda-0.key"), public, hello("panda-0"), outbox=outbox,
-                      limits=QUICK)
-client.start()
-while True:
-    number = outbox.next_sequence
-    outbox.append(chunk(number))
-    print(number, flush=True)
-"""
+LIVES = Path(__file__).with_name("edge_lives.py")
 
 
 def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:
@@ -89,16 +71,17 @@ def kill_edges(run: Path, kills: int) -> None:
     prepare(run)
     recorded = -1
     with serving(run) as site, Link(site.address.endpoint, LinkConfig(delay_ms=2)) as link:
-        for life in range(kills):
-            argv = [sys.executable, "-c", EDGE, str(run), link.endpoint, site.address.public_key]
-            edge = subprocess.Popen([*argv, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
-            assert edge.stdout is not None
-            for _ in range(20 + 13 * (life % 7)):
-                recorded = int(edge.stdout.readline())
-            edge.kill()
-            recorded = max([recorded, *(int(line) for line in edge.stdout.read().split("\n")[:-1])])
-            edge.stdout.close()
-            edge.wait()
+        argv = [sys.executable, str(LIVES), str(run), link.endpoint, site.address.public_key]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as lives:
+            assert lives.stdin is not None and lives.stdout is not None
+            for life in range(kills):
+                lives.stdin.write("\n")
+                edge, before = int(lives.stdout.readline()), recorded
+                while recorded < before + 20 + 13 * (life % 7):
+                    recorded = int(lives.stdout.readline())
+                os.kill(edge, signal.SIGKILL)
+                recorded = max([recorded, *map(int, iter(lambda: lives.stdout.readline().strip(), "dead"))])
+            lives.stdin.close()
         with Outbox.open(run / "outbox") as outbox:
             robot = site.client("panda-0", outbox)
             assert robot.drain(60) == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -189,3 +190,30 @@ def test_a_connection_that_the_kernel_cannot_hold_is_looked_at_often() -> None:
         assert port.guard.check_every_s == CHECK_S
         flood(port, 10_000)
         break_it(port)
+
+
+def test_many_strangers_together_may_have_no_more_unfinished_than_their_common_bound() -> None:
+    guard = FloodGuard(RECORD_BYTES, MESSAGE_BYTES, strangers_bytes=1_000_000)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        greedy = [_stranger(stack, listener, guard, 90_000) for _ in range(20)]
+        modest = [_stranger(stack, listener, guard, 1_000) for _ in range(20)]
+        member = _stranger(stack, listener, guard, 90_000)
+        guard.admit(member.fileno(), b"session")
+        assert guard.check(lambda: False) == 10, "which leaves 0.92 MB"
+        assert sum(not each.recv(1) for each in greedy if _readable(each)) == 10
+        assert not any(map(_readable, [*modest, member]))
+
+
+def _stranger(stack: ExitStack, listener: socket.socket, guard: FloodGuard, sent_bytes: int) -> socket.socket:
+    """The gateway's end of a connection that has received so much of a message."""
+    peer = stack.enter_context(socket.create_connection(listener.getsockname()))
+    ours = stack.enter_context(listener.accept()[0])
+    peer.sendall(bytes(sent_bytes))
+    assert len(ours.recv(sent_bytes, socket.MSG_WAITALL)) == sent_bytes
+    guard.accepted(ours.fileno())
+    return ours
+
+
+def _readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])

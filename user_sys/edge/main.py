@@ -27,8 +27,7 @@ from hal.resource import local_node
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
 from user_sys.config import load
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
-from user_sys.edge.dropped import WhenFull
-from user_sys.edge.outbox import MAX_BYTES, Outbox
+from user_sys.edge.outbox import Outbox, OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
@@ -50,9 +49,6 @@ class EdgeConfig:
     Attributes:
         demonstrations: shown by the scripted expert, once, before the robot is first driven by a policy.
         policy: the same as in the run's configuration; weights of another one are refused.
-        outbox_max_bytes: of each robot.
-        outbox_when_full: ``pause`` stops recording, visibly, until the gateway takes some; ``drop_oldest_autonomous``
-            gives up whole episodes, oldest first, in which nobody took part, and says how many.
     """
 
     robots: tuple[RobotConfig, ...] = ()
@@ -61,8 +57,7 @@ class EdgeConfig:
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
-    outbox_max_bytes: int = MAX_BYTES
-    outbox_when_full: WhenFull = "pause"
+    outbox: OutboxConfig = field(default_factory=OutboxConfig)
 
     def __post_init__(self) -> None:
         require_unique_names(self.robots)
@@ -99,6 +94,12 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
         raise ConfigError(f"--connect {connect}: expected tcp://HOST:PORT, as the run's command says at its start")
     if not config.robots:
         raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
+    for robot in config.robots:
+        if robot.link:
+            raise ConfigError(
+                f"robot {robot.name}: link: an edge dials a real network; an emulated one is for robots that a run "
+                f"drives itself (`user-sys train`). Leave it out here"
+            )
     load_public_key(keys / f"{GATEWAY}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
@@ -116,8 +117,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         state=folder / robot.name,
         seed=config.seed,
         real_time=robot.real_time,
-        outbox_max_bytes=config.outbox_max_bytes,
-        outbox_when_full=config.outbox_when_full,
+        outbox=config.outbox,
         recorder=config.recorder,
         policy=config.policy,
         weights=config.weights,
@@ -143,7 +143,7 @@ def _demonstrate(
     say(f"{robot.name}: the scripted expert shows {wanted.episodes - there} demonstrations")
     with (
         MachineLock(robot.name, "demonstrations"),
-        Outbox.open(state / "outbox", max_bytes=config.outbox_max_bytes) as outbox,
+        Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox,
     ):
 
         def keep(chunks: Sequence[bytes]) -> None:

@@ -21,6 +21,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,7 +31,7 @@ from crc32c import crc32c
 from user_sys.codec import decode_packet
 from user_sys.edge.dropped import WhenFull, mark, oldest_autonomous, read_dropped, write_dropped
 from user_sys.episode import ChunkHeader
-from user_sys.errors import StoreCorrupt, StoreError, StoreFull, WireError
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError
 from user_sys.store.files import NO_SPACE, REAL, Files, replace_durably, write_all
 from user_sys.store.log import LogReader, LogWriter, RecordRef
 from user_sys.store.manifest import Entry
@@ -49,6 +50,24 @@ JOINTS = 1000
 STREAM_BYTES = 16
 _STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
 _POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
+
+
+@dataclass(frozen=True)
+class OutboxConfig:
+    """What an outbox may take of the disk, and what it does then.
+
+    Attributes:
+        max_bytes: of each robot.
+        when_full: ``pause`` stops recording, visibly, until the gateway takes some; ``drop_oldest_autonomous`` gives up
+            whole episodes, oldest first, in which nobody took part, and says how many.
+    """
+
+    max_bytes: int = MAX_BYTES
+    when_full: WhenFull = "pause"
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < MAX_CHUNK_BYTES:
+            raise ConfigError(f"outbox: max_bytes is {self.max_bytes}; one chunk may take {MAX_CHUNK_BYTES}")
 
 
 class ChunkTooLarge(StoreError):

@@ -23,10 +23,9 @@ from user_sys.config import load
 from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.dropped import WhenFull
 from user_sys.edge.lease_keeper import LeaseKeeper
 from user_sys.edge.loop import EpisodeSummary, run_episode
-from user_sys.edge.outbox import MAX_BYTES, Outbox, OutboxFull
+from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
@@ -76,7 +75,6 @@ class SessionConfig:
         state: folder of the outbox.
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: obey the clock also while the policy drives.
-        outbox_when_full: pause recording, or give up the oldest episodes in which nobody took part.
     """
 
     robot: str = "panda-0"
@@ -86,8 +84,7 @@ class SessionConfig:
     state: Path = Path("edge")
     seed: int = 0
     real_time: bool = False
-    outbox_max_bytes: int = MAX_BYTES
-    outbox_when_full: WhenFull = "pause"
+    outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
@@ -297,7 +294,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: SessionConfig) -> None:
-    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox_max_bytes, when_full=config.outbox_when_full)
+    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox.max_bytes, when_full=config.outbox.when_full)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     with RemoteDriver(config.robot) as driver:
         driver.describe(DRIVER_DEADLINE_S)

@@ -4,7 +4,8 @@ libzmq bounds a frame and the messages that wait, but not the frames of one mess
 last has come, so that one message of a million empty frames takes 64 MB and an endless one takes everything. The kernel
 counts what each TCP connection has received; what is not of messages that were handed on is unfinished. Each connection
 gets a quota from the kernel (`quota`), so that no more can come than it may have unfinished, however late this process
-looks; whoever reaches it is ended. Unix sockets are not counted: they lie in a folder of this user.
+looks; whoever reaches it is ended. All that are not part of a session share a bound as well. Unix sockets are not
+counted: they lie in a folder of this user.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CHECK_S = 0.005
 """Between looks at connections that the kernel does not hold: an attacker on this very machine sends 5 MB meanwhile."""
 SLACK_BYTES = 1 << 20
 HELLO_SLACK_BYTES = 64 << 10  # the CURVE handshake takes one
+STRANGERS_BYTES = 8 << 20
 FRAME_OVERHEAD_BYTES = 64  # ZMTP and CURVE add 35 to 42 to a frame
 RENEWED_SHARE = 0.25  # of a limit: when so much of it was handed on, the quota is raised
 
@@ -55,12 +57,14 @@ class FloodGuard:
     Args:
         record_bytes: the most that a connection may have unfinished that is not part of a session.
         message_bytes: the most that one of a session may have unfinished.
+        strangers_bytes: the most that all together may have unfinished that are not part of a session.
 
     Attributes:
         check_every_s: how often to call `check`.
     """
 
-    def __init__(self, record_bytes: int, message_bytes: int) -> None:
+    def __init__(self, record_bytes: int, message_bytes: int, strangers_bytes: int = STRANGERS_BYTES) -> None:
+        self._strangers_bytes = strangers_bytes
         self._stranger_bytes, self._member_bytes = record_bytes + HELLO_SLACK_BYTES, message_bytes + SLACK_BYTES
         self._watched: dict[int, _Watched] = {}
         self._next_check_s = 0.0
@@ -113,7 +117,8 @@ class FloodGuard:
         """Breaks the connections that exceed their limit; says how many. Does nothing if it did something just now.
 
         `quiet` says whether nothing complete waits to be handed on. What has come is measured before it is asked, so
-        that no message counts as unfinished which was completed meanwhile.
+        that no message counts as unfinished which was completed meanwhile. Where strangers exceed their common bound,
+        what waits complete counts too, and those that have most are broken.
         """
         now = time.monotonic()
         if now < self._next_check_s:
@@ -121,13 +126,24 @@ class FloodGuard:
         held = all(watched.first is not None for watched in self._watched.values())
         self.check_every_s = HELD_CHECK_S if held else CHECK_S
         self._next_check_s = now + self.check_every_s
-        suspects = [d for d, watched in list(self._watched.items()) if self._unfinished(d, watched) > watched.limit]
-        if not suspects or not quiet():
-            return 0
-        for descriptor in suspects:
+        unfinished = {d: self._unfinished(d, watched) for d, watched in list(self._watched.items())}
+        unfinished = {d: size for d, size in unfinished.items() if d in self._watched}
+        endless = [d for d, size in unfinished.items() if size > self._watched[d].limit]
+        broken = {*self._greediest(unfinished), *(endless if endless and quiet() else ())}
+        for descriptor in broken:
             del self._watched[descriptor]
             _break(descriptor)
-        return len(suspects)
+        return len(broken)
+
+    def _greediest(self, unfinished: dict[int, int]) -> list[int]:
+        """Of those that are not part of a session, the ones without which they keep their common bound."""
+        strangers = sorted((size, d) for d, size in unfinished.items() if not self._watched[d].session)
+        excess, found = sum(size for size, _ in strangers) - self._strangers_bytes, list[int]()
+        while excess > 0:
+            size, descriptor = strangers.pop()
+            excess -= size
+            found.append(descriptor)
+        return found
 
     def _watch(self, descriptor: int, announced: bool = True) -> None:
         self._watched.pop(descriptor, None)

@@ -1,0 +1,46 @@
+"""``python edge_lives.py RUN ENDPOINT PUBLIC_KEY``: lives one edge after another, each in a process of its own.
+
+For each line on standard input a process is forked that records as fast as it can, and prints its process id and then
+each sequence number once that is durable. When it was killed, "dead" is printed. The program itself imports, and does
+nothing else: a life costs no start of an interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tunnel_kit import QUICK, chunk, hello
+
+from user_sys.edge.outbox import Outbox
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair
+
+OUTBOX_BYTES = 1 << 20
+
+
+def live(run: Path, endpoint: str, public_key: str) -> None:
+    """Never returns."""
+    print(os.getpid(), flush=True)
+    outbox = Outbox.open(run / "outbox", max_bytes=OUTBOX_BYTES)
+    keys = load_keypair(run / "keys" / "panda-0.key")
+    TunnelClient(endpoint, keys, public_key, hello("panda-0"), outbox=outbox, limits=QUICK).start()
+    while True:
+        number = outbox.next_sequence
+        outbox.append(chunk(number))
+        print(number, flush=True)
+
+
+def main() -> None:
+    run, endpoint, public_key = Path(sys.argv[1]), *sys.argv[2:]
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            live(run, endpoint, public_key)
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+
+
+if __name__ == "__main__":
+    main()
