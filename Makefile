@@ -76,7 +76,7 @@ bench-store: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## the experience store and th
 	@for bench in $(STORE_BENCHES); do $(BIN)/python -m benchmarks.$$bench $(ARGS) || exit 1; done
 
 bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and control at 100 Hz under its load
-	@for bench in tunnel control; do $(BIN)/python -m benchmarks.$$bench || exit 1; done
+	@for bench in tunnel sites control; do $(BIN)/python -m benchmarks.$$bench || exit 1; done
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py

@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.grpc_ends import grpc_peer
 from benchmarks.harness import Row, compare, report
+from benchmarks.ray_ends import ABSENT, ray_peer
 from benchmarks.tunnel_ends import LOAD_PAYLOAD, MemorySource, bare_curve, hello, push_weights, tunnel
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, Source
@@ -35,6 +36,7 @@ ROUND_TRIPS = 1000
 DURABLE_BYTES = 64 * MB
 DEADLINE_S = 60.0
 SETTLE_S = 0.3
+GRPC, RAY = "LeRobot's way (gRPC, plain)", "Ray (an actor's method, plain)"
 
 
 # Goal 5 ---------------------------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def drained(client: TunnelClient) -> None:
 
 def stream_row(size: int, count: int) -> Row:
     packet, source = bytes(size), MemorySource(bytes(size), 0)
-    with bare_curve() as bare, tunnel(source) as client, grpc_peer() as grpc:
+    with bare_curve() as bare, tunnel(source) as client, grpc_peer() as grpc, ray_peer() as ray:
 
         def ours() -> float:
             source.restart(count)
@@ -65,7 +67,12 @@ def stream_row(size: int, count: int) -> Row:
         def lerobot() -> float:
             return count * size / timed(lambda: grpc.stream(packet, count)) / 1e9
 
-        name, peers = f"encrypted stream, {size >> 10} KiB a message", {"LeRobot's way (gRPC, plain)": lerobot}
+        def by_ray() -> float:
+            assert ray is not None
+            return count * size / timed(lambda: ray.stream(packet, count)) / 1e9
+
+        peers: dict[str, Callable[[], float] | str] = {GRPC: lerobot, RAY: by_ray if ray else ABSENT}
+        name = f"encrypted stream, {size >> 10} KiB a message"
         return compare(name, ours, bound, goal=5, unit="GB/s", target=0.9 if size == MB else None, peers=peers)
 
 
@@ -81,7 +88,12 @@ def percentile(work: Callable[[], object], count: int, share: float) -> float:
 
 def round_trip_row() -> Row:
     payload = b"x" * 60
-    with bare_curve() as bare, tunnel(None) as client:
+    with bare_curve() as bare, tunnel(None) as client, ray_peer() as ray:
+
+        def by_ray() -> float:
+            assert ray is not None
+            return percentile(lambda: ray.round_trip(payload), ROUND_TRIPS, 0.5)
+
         return compare(
             "request round trip, median",
             lambda: percentile(lambda: request(client), ROUND_TRIPS, 0.5),
@@ -90,6 +102,7 @@ def round_trip_row() -> Row:
             unit="µs",
             target=1 / 1.5,
             more_is_better=False,
+            peers={RAY: by_ray if ray else ABSENT},
         )
 
 
