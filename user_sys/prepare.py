@@ -40,6 +40,7 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
             state=state.resolve(),
             seed=config.seed,
             real_time=robot.real_time,
+            realtime=robot.realtime,
             outbox=config.outbox,
             recorder=config.recorder,
             policy=config.policy,

@@ -30,6 +30,25 @@ def test_a_driver_in_real_time_goes_first_or_says_why_not(tmp_path: Path, real_t
         assert asked or not driver.refused_realtime
 
 
+TURNS = """
+import os, threading
+from user_sys.edge.realtime import LOOP_PRIORITY, PRIORITY, take_turns_first
+assert 0 < LOOP_PRIORITY < PRIORITY, "a driver goes before what commands it"
+refused = take_turns_first(LOOP_PRIORITY)
+policies = [os.sched_getscheduler(0)]
+thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+granted = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
+print(policies == ([os.SCHED_OTHER] * 2 if refused else [granted, os.SCHED_OTHER]))
+"""
+
+
+def test_a_control_loop_goes_first_and_the_threads_that_it_starts_do_not() -> None:
+    said = subprocess.run([sys.executable, "-c", TURNS], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "True\n"
+
+
 REFUSED = """
 import resource
 from user_sys.edge.realtime import claim_realtime

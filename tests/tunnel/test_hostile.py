@@ -57,7 +57,7 @@ def fortress(tmp_path: Path) -> Iterator[Fortress]:
         assert process.poll() is None, "the gateway still lives"
     finally:
         process.terminate()
-        assert process.wait(20) == 0, "and ends in order"
+        assert process.wait(120) == 0, "and ends in order"
 
 
 def hostile_hour(fortress: Fortress, frames: int) -> None:

@@ -117,6 +117,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         state=folder / robot.name,
         seed=config.seed,
         real_time=robot.real_time,
+        realtime=robot.realtime,
         outbox=config.outbox,
         recorder=config.recorder,
         policy=config.policy,

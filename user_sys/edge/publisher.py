@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from hal.spec import Array
 from user_sys.edge.authority import Authority, State
 from user_sys.edge.driver import Tick
 from user_sys.edge.outbox import Outbox
-from user_sys.edge.recorder import Decision, encode_jpeg
+from user_sys.edge.previews import Previews
+from user_sys.edge.recorder import Decision
 from user_sys.episode import Phase
 from user_sys.messages import MetricsReport, Preview, RobotStatus, WatchRequest
 from user_sys.tunnel.client import TunnelClient
@@ -23,7 +23,7 @@ RATE_SMOOTHING = 0.6
 class StatusPublisher:
     """A subscriber of the episode loop; costs nothing between two due messages.
 
-    `watch` may be called from another thread than `on_step`.
+    `watch` may be called from another thread than `on_step`. Enter `previews` to have pictures made.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class StatusPublisher:
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
         self._running_episode, self._note, self._refused_realtime = episode, note, refused_realtime
+        self.previews = Previews(client.offer_preview)
         self._lock = threading.Lock()
         self._watched_until = self._picture_period_s = 0.0
         self._next_picture: dict[str, float] = {}
@@ -108,7 +109,4 @@ class StatusPublisher:
         for camera, image in tick.frames.items():
             if now >= self._next_picture.get(camera, 0.0):
                 self._next_picture[camera] = now + self._picture_period_s
-                self._offer(camera, image)
-
-    def _offer(self, camera: str, image: Array) -> None:
-        self._client.offer_preview(Preview(robot=self._robot, camera=camera, step=self._step), encode_jpeg(image))
+                self.previews.show(Preview(robot=self._robot, camera=camera, step=self._step), image)

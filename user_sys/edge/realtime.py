@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 PRIORITY = 20  # above everything ordinary, below the kernel's interrupt threads (50)
+LOOP_PRIORITY = 10  # of a session's control loop, which thinks: its driver keeps the time
 _PR_SET_TIMERSLACK = 29
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
 
@@ -25,7 +26,7 @@ def claim_realtime(cpus: Sequence[int]) -> str:
     gc.freeze()  # what is there at the start is never looked at again
     if sys.platform != "linux":
         return f"real-time scheduling is not known on {sys.platform}"
-    refused = [*_stay_on(cpus), *_go_first(), *_lock_memory()]
+    refused = [*_stay_on(cpus), *_go_first(PRIORITY), *_lock_memory()]
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of no effect once FIFO was granted; needs no permission
     return "; ".join(refused)
 
@@ -39,9 +40,20 @@ def _stay_on(cpus: Sequence[int]) -> list[str]:
     return []
 
 
-def _go_first() -> list[str]:
+def take_turns_first(priority: int) -> str:
+    """Has the calling thread, but none that it starts later, run before all ordinary ones.
+
+    Returns:
+        Why that was refused, in words; empty where it was granted.
+    """
+    if sys.platform != "linux":
+        return f"real-time scheduling is not known on {sys.platform}"
+    return "; ".join(_go_first(priority, os.SCHED_RESET_ON_FORK))
+
+
+def _go_first(priority: int, flags: int = 0) -> list[str]:
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
+        os.sched_setscheduler(0, os.SCHED_FIFO | flags, os.sched_param(priority))
     except OSError as error:
         return [f"SCHED_FIFO: {error.strerror} (allow it with rtprio {PRIORITY} in limits.conf, or LimitRTPRIO)"]
     return []

@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from hal.errors import HalError, HardwareLost, LeaseError
 from user_sys.compose import PolicyConfig, make_policy
@@ -28,6 +29,7 @@ from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
+from user_sys.edge.realtime import LOOP_PRIORITY, take_turns_first
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
 from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
@@ -75,6 +77,7 @@ class SessionConfig:
         state: folder of the outbox.
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: obey the clock also while the policy drives.
+        realtime: with `real_time`, ask for SCHED_FIFO for the control loop; ``off`` does not ask.
     """
 
     robot: str = "panda-0"
@@ -84,6 +87,7 @@ class SessionConfig:
     state: Path = Path("edge")
     seed: int = 0
     real_time: bool = False
+    realtime: Literal["auto", "off"] = "auto"
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -156,7 +160,7 @@ class Session:
         inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
         inbox.start()
         try:
-            with self._weights, self._scribe:
+            with self._weights, self._scribe, self._publisher.previews:
                 while not self.leaving.is_set():
                     self._episode()
         finally:
@@ -313,12 +317,21 @@ def _run(config: SessionConfig) -> None:
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.doing = "driving"
                         sys.setswitchinterval(SWITCH_S)
-                        prefer_latency()
+                        _go_first(config)
                         Session(config, client, outbox, driver, leaving).run(lease)
                 finally:
                     reporter.doing = "delivering"
                     _drain(client)
                     lease.release()
+
+
+def _go_first(config: SessionConfig) -> None:
+    """The control loop's thread goes before all that is not in real time, if it may; but not before its driver."""
+    if not config.real_time or config.realtime == "off":
+        prefer_latency()
+    elif refused := take_turns_first(LOOP_PRIORITY):
+        log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
+        prefer_latency()
 
 
 def _start(config: SessionConfig, recorded: int, count: int) -> int:
