@@ -79,6 +79,15 @@ def test_bulk_work_rests_as_its_share_says() -> None:
     assert machine.rests_s == pytest.approx(10 * 0.012)
 
 
+def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
+    governor = Machine(replace(CONFIG, most_ctas=16)).governor
+    found = []
+    for governor.share in (1.0, 0.5, 0.05):
+        found.append((governor.ctas, governor.chunk_bytes))
+    assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20)))]
+    assert Machine(replace(CONFIG, enabled=False, most_ctas=4)).governor.ctas == 4
+
+
 def test_switched_off_it_takes_nothing() -> None:
     machine = Machine(replace(CONFIG, enabled=False, link_bytes_per_s=0.0))
     machine.run(100, 0.0, pushing=False)
@@ -106,7 +115,9 @@ def test_threads_may_observe_and_push_at_once() -> None:
     assert governor.share == 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 0.0}, {"least_share": 0.0}, {"cut": 1.0}, {"decide_s": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0.0}, {"least_share": 0.0}, {"cut": 1.0}, {"decide_s": 0.0}, {"most_ctas": 0}]
+)
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="governor"):
         replace(CONFIG, **wrong)  # type: ignore[arg-type]

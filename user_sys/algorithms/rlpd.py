@@ -37,6 +37,7 @@ from user_sys.policies.mlp import (
     bounds_affine,
     feature_specs,
 )
+from user_sys.weights.gpu.device import HostCopies
 
 LAST_LAYER_GAIN = 0.01
 Parameters = dict[str, Tensor]
@@ -50,6 +51,7 @@ class Rlpd(Algorithm):
     ) -> None:
         """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`."""
         self._config, self._device = config, torch.device(device)
+        self._host = HostCopies(self._device)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         specs = feature_specs(spec, features)
         self._features = tuple(s.name for s in specs)
@@ -173,7 +175,7 @@ class Rlpd(Algorithm):
 
     def policy_weights(self) -> dict[str, Array]:
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
-        return _copies({**self._acting, **self._affine})
+        return self._host.snapshot({**self._acting, **self._affine})()
 
     @torch.no_grad()
     def policy_kl(self, former: Mapping[str, Array], batch: Transitions) -> float:

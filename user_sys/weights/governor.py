@@ -4,7 +4,7 @@ Somewhere on the machine is a *victim*: the learner's training step, or the poli
 all the while, apart for when a push is under way and when none is. While the push makes the victim slower than its
 budget, the push's share is cut by a factor; while it does not, the share grows by a step. One number, the share, sets
 every knob: how much of the time bulk work may run on its one thread (which bounds its use of processor and memory), and
-how fast the link is filled.
+how fast the link is filled; on a GPU, how many thread blocks a kernel has, and how much the copy engines copy at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from user_sys.errors import ConfigError
 SAMPLES = 256  # of the victim's newest times, with and without a push
 ENOUGH = 16  # samples on both sides before anything is decided
 LONGEST_REST_S = 0.25
+LARGEST_CHUNK_BYTES = 32 << 20
+LEAST_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class GovernorConfig:
         cut, grow: the factor and the step by which the share moves.
         decide_s: how often it moves.
         link_bytes_per_s: what the link is filled with at a share of 1; 0 for as much as it takes.
+        most_ctas: thread blocks of a kernel on a GPU at a share of 1.
     """
 
     enabled: bool = True
@@ -48,12 +51,13 @@ class GovernorConfig:
     grow: float = 0.05
     decide_s: float = 0.5
     link_bytes_per_s: float = 0.0
+    most_ctas: int = 16
 
     def __post_init__(self) -> None:
         if not (0 < self.least_share <= 1 and 0 < self.cut < 1 and 0 < self.grow <= 1 and 0 < self.quantile < 1):
             raise ConfigError("governor: least_share, cut, grow and quantile lie between 0 and 1")
-        if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0:
-            raise ConfigError("governor: budget and decide_s are above 0, link_bytes_per_s is not below 0")
+        if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0 or self.most_ctas < 1:
+            raise ConfigError("governor: budget, decide_s and most_ctas are above 0, link_bytes_per_s is not below 0")
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,16 @@ class Governor:
     def link_limit(self) -> float:
         """Bytes/s that the link may be filled with; infinite where nothing limits it."""
         return self.share * self._config.link_bytes_per_s if self._config.link_bytes_per_s else math.inf
+
+    @property
+    def ctas(self) -> int:
+        """Thread blocks that a kernel of a push may have now."""
+        return max(1, round(self.share * self._config.most_ctas)) if self._config.enabled else self._config.most_ctas
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a GPU's copy engines may copy at once now."""
+        return max(LEAST_CHUNK_BYTES, int(self.share * LARGEST_CHUNK_BYTES))
 
     def scalars(self) -> dict[str, float]:
         """The newest decision, for the metrics."""

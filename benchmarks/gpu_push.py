@@ -1,0 +1,225 @@
+"""What a push of weights costs a GPU's inference and training: by thread blocks, and with the governor (goal 11).
+
+``python -m benchmarks.gpu_push`` needs a GPU and takes some minutes; without one it runs a small policy on the CPU
+through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``.
+
+A thread pushes without pause: it copies the learner's float32 weights, rounds them to bfloat16 by a kernel of so many
+thread blocks, and copies them to pinned host memory, all on a stream of the lowest priority. Meanwhile this thread
+measures inference and training steps of the same policy, in rounds with and without pushes in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from benchmarks.harness import Row, report
+from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.gpu.device import Budget, HostCopies, Unbounded
+
+CTAS = (1, 2, 4, 8, 16, 32)
+GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
+AHEAD = -1  # the priority of inference and training; the lower, the more urgent, and pushes have 0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the policy is, and how often each thing is measured; `rounds` are pairs of idle and pushing."""
+
+    width: int
+    layers: int
+    tokens: int
+    rounds: int
+    inferences: int
+    steps: int
+
+    @property
+    def title(self) -> str:
+        return f"{12 * self.width**2 * self.layers / 1e6:.3g}M"
+
+
+FULL = Scale(width=1280, layers=23, tokens=256, rounds=7, inferences=200, steps=20)
+SMOKE = Scale(width=64, layers=2, tokens=8, rounds=2, inferences=20, steps=3)
+
+
+class Gpu:
+    """A policy that infers and trains on a device, and the learner's float32 weights of it."""
+
+    def __init__(self, scale: Scale, device: torch.device) -> None:
+        self.scale, self.device = scale, device
+        layers = [
+            nn.TransformerEncoderLayer(
+                scale.width, max(1, scale.width // 64), 4 * scale.width, 0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(scale.layers)
+        ]
+        self.policy = nn.Sequential(*layers).to(device, torch.bfloat16)
+        self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=1e-6)
+        self.masters = {name: p.detach().float() for name, p in self.policy.named_parameters()}
+        self._one = torch.randn(1, scale.tokens, scale.width, device=device, dtype=torch.bfloat16)
+        self._batch = self._one.expand(8, -1, -1).contiguous()
+        self.infer()
+        self.train()
+
+    def infer(self) -> float:
+        """Seconds."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.policy(self._one)
+        self.wait()
+        return time.perf_counter() - started
+
+    def train(self) -> float:
+        """Seconds of one step."""
+        started = time.perf_counter()
+        self.policy(self._batch).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Until the stream of this thread is empty; the pushes have another."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table: what a push may take; `governor` where it decides."""
+
+    title: str
+    budget: Budget
+    governor: Governor | None = None
+    green_sms: int = 0
+
+
+def modes(device: torch.device) -> Iterator[Mode]:
+    for ctas in CTAS:
+        yield Mode(f"{ctas} thread blocks, governor off", Unbounded(ctas))
+    governor = Governor(GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1]))
+    yield Mode("governor on", governor, governor)
+    if device.type == "cuda" and torch.cuda.green_contexts.SUPPORTED:
+        yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", Unbounded(), green_sms=GREEN_SMS)
+
+
+@contextmanager
+def pushing(gpu: Gpu, mode: Mode) -> Iterator[list[float]]:
+    """Pushes without pause until the block ends; yields the seconds of each push as they come."""
+    times: list[float] = []
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def push() -> None:
+        try:
+            with _stream(gpu.device, 0, mode.green_sms):
+                copies = HostCopies(gpu.device, mode.budget, "bf16")
+                while not stop.is_set():
+                    started = time.perf_counter()
+                    with mode.governor.push() if mode.governor else nullcontext():
+                        copies.snapshot(gpu.masters)()
+                    times.append(time.perf_counter() - started)
+        except Exception as error:  # of any kind: the measurement is to fail, and not to go on without pushes
+            failures.append(error)
+
+    thread = threading.Thread(target=push, name="push")
+    thread.start()
+    try:
+        yield times
+    finally:
+        stop.set()
+        thread.join(STOP_S)
+    if failures or thread.is_alive():
+        raise RuntimeError(f"pushing with {mode.title} failed or did not end") from next(iter(failures), None)
+
+
+@contextmanager
+def _stream(device: torch.device, priority: int, green_sms: int = 0) -> Iterator[None]:
+    """A stream of this thread's own, in a green context where one is asked for; below 0 it is ahead of others."""
+    if device.type != "cuda":
+        yield
+        return
+    with ExitStack() as stack:
+        if green_sms:
+            context: Any = torch.cuda.green_contexts.GreenContext.create(num_sms=green_sms, device_id=device.index or 0)
+            context.set_context()
+            stack.callback(context.pop_context)
+        stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds: inference, 50th and 99th percentile, and the median training step."""
+
+    p50: float
+    p99: float
+    step: float
+
+
+def measure(gpu: Gpu, observe: Callable[[float], None]) -> Measured:
+    inference = []
+    for _ in range(gpu.scale.inferences):
+        inference.append(gpu.infer())
+        observe(inference[-1])
+    steps = [gpu.train() for _ in range(gpu.scale.steps)]
+    return Measured(*(1e3 * float(np.quantile(t, q)) for t, q in ((inference, 0.5), (inference, 0.99), (steps, 0.5))))
+
+
+def rows(gpu: Gpu, mode: Mode) -> list[Row]:
+    """Idle and pushing in turn; the governor learns from all of it, and settles in a round that does not count."""
+    observe = mode.governor.observe if mode.governor else lambda seconds: None
+    pairs, pushes = [], list[float]()
+    for counted in (False, *[True] * gpu.scale.rounds):
+        idle = measure(gpu, observe)
+        with pushing(gpu, mode) as times:
+            busy = measure(gpu, observe)
+        if counted:
+            pairs.append((idle, busy))
+            pushes += times
+    size = sum(tensor.numel() * 2 for tensor in gpu.masters.values())
+    found = [_row(gpu, mode, figure, pairs) for figure in ("p50", "p99", "step")]
+    seconds = float(np.median(pushes)) if pushes else float("nan")
+    return [
+        *found,
+        Row(11, f"{gpu.scale.title}, {mode.title}: a push of {size / 1e6:,.3g} MB", "ms", 1e3 * seconds, None, None),
+    ]
+
+
+def _row(gpu: Gpu, mode: Mode, figure: str, pairs: list[tuple[Measured, Measured]]) -> Row:
+    idle, busy = (np.array([getattr(half, figure) for half in halves]) for halves in zip(*pairs, strict=True))
+    ratio = float(np.median(idle / busy))
+    target = {"p99": 1 / 1.05}.get(figure) if mode.governor else None
+    what = "training step" if figure == "step" else f"inference {figure}"
+    met = None if target is None or gpu.device.type != "cuda" else ratio >= target
+    name = f"{gpu.scale.title}, {mode.title}: {what} during pushes; bound: idle"
+    return Row(11, name, "ms", float(np.median(busy)), float(np.median(idle)), ratio, target, met)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a small policy and few rounds, also on a GPU")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with _stream(device, AHEAD):
+        gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
+        report("gpu_push", [row for mode in modes(device) for row in rows(gpu, mode)])
+    if device.type == "cpu":
+        Console().print(
+            "There is no GPU: these are figures of a small policy on the CPU, and say nothing about pushes."
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The kernel of `packing`. Triton comes with torch's builds for GPUs only, so this is imported where there is one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def narrow(source, target, count, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of float32 (count,), as int32, to those of bfloat16, as int16; each program takes every so many'th block."""
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        wide = tl.load(source + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
+        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        overflown = ((rounded & 0x7F80) == 0x7F80) & ((wide & 0x7F800000) != 0x7F800000)
+        tl.store(target + at, (rounded - overflown.to(tl.uint32)).to(tl.int16), mask=at < count)
