@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """Open at once; further ones wait. The loop uses select(), for its microseconds, which ends at 1,024 descriptors."""
-CALL_TIMEOUT_S = 5.0
-DIAL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
+DIAL_TIMEOUT_S = 30.0
 COUNTS_EVERY_S = 0.5
 
 

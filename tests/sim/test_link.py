@@ -19,7 +19,7 @@ import pytest
 from sim.link import Link
 from sim.link_config import LinkBreak, LinkConfig, LinkEvent, link_config
 
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -90,25 +90,34 @@ def round_trip_s(edge: socket.socket, gateway: socket.socket) -> float:
 def test_a_round_trip_takes_twice_the_delay_within_a_millisecond_each_way() -> None:
     with linked(LinkConfig(delay_ms=20)) as ends:
         edge, gateway = ends.pair()
-        quickest_s = min(round_trip_s(edge, gateway) for _ in range(15))
-    assert 0.040 <= quickest_s < 0.042
+
+        def trip_s() -> float:
+            took_s = round_trip_s(edge, gateway)
+            assert took_s >= 0.040
+            return took_s
+
+        until(lambda: trip_s() < 0.042, "nothing but the delay keeps a byte")
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_transfer_takes_its_size_over_the_bandwidth_of_its_direction(way: str) -> None:
-    size, mbit_s = 400_000, 20.0
+    size, head, mbit_s = 400_000, 50_000, 20.0
+    nominal_s = (size - head) * 8 / (mbit_s * 1e6)
     with linked(LinkConfig(**{f"{way}_mbit_s": mbit_s})) as ends:  # type: ignore[arg-type]
         edge, gateway = ends.pair()
         sender, receiver = (edge, gateway) if way == "up" else (gateway, edge)
-        threading.Thread(target=sender.sendall, args=(bytes(size),), daemon=True).start()
-        read(receiver, 50_000)  # the line's queue is full from here on
-        began = time.perf_counter()
-        assert len(read(receiver, size - 50_000)) == size - 50_000
-        took_s = time.perf_counter() - began
-        round_trip = round_trip_s(edge, gateway)
-    nominal_s = (size - 50_000) * 8 / (mbit_s * 1e6)
-    assert 0.95 * nominal_s <= took_s <= 1.05 * nominal_s + 0.05
-    assert round_trip < 0.1, "the queue before the line is short"
+
+        def transfer_s() -> float:
+            sent = time.perf_counter()
+            threading.Thread(target=sender.sendall, args=(bytes(size),), daemon=True).start()
+            read(receiver, head)  # the line's queue is full from here on
+            began = time.perf_counter()
+            assert len(read(receiver, size - head)) == size - head
+            assert time.perf_counter() - sent >= 0.95 * size * 8 / (mbit_s * 1e6)
+            return time.perf_counter() - began
+
+        until(lambda: 0.95 * nominal_s <= transfer_s() <= 1.05 * nominal_s, "the line is as wide as it says")
+        until(lambda: round_trip_s(edge, gateway) < 0.1, "the queue before the line is short")
 
 
 def test_connections_share_the_bandwidth() -> None:
@@ -134,8 +143,8 @@ def test_jitter_and_loss_change_neither_bytes_nor_their_order() -> None:
 def test_loss_is_a_stall_for_as_long_as_sending_again_takes() -> None:
     with linked(LinkConfig(loss=0.5, stall_ms=150, seed=1)) as ends:
         edge, gateway = ends.pair()
-        times = [round_trip_s(edge, gateway) for _ in range(8)]
-    assert max(times) >= 0.15 and min(times) < 0.1
+        until(lambda: round_trip_s(edge, gateway) >= 0.15, "a loss")
+        until(lambda: round_trip_s(edge, gateway) < 0.1, "none")
 
 
 def test_the_end_of_a_stream_passes_and_the_other_direction_goes_on() -> None:
@@ -250,12 +259,13 @@ def test_a_connection_may_break_before_its_first_byte() -> None:
 
 
 def test_a_script_runs_from_the_first_connection_on() -> None:
-    events = (LinkEvent(at_s=0.0, for_s=0.25), LinkEvent(at_s=0.3, what="reset"))
-    with linked(LinkConfig(events=events)) as ends:
+    with linked(LinkConfig(events=(LinkEvent(at_s=0.0, for_s=0.25),))) as ends:
         began = time.monotonic()
         edge, gateway = ends.pair()
         assert time.monotonic() - began >= 0.2, "cut at first"
-        assert round_trip_s(edge, gateway) < 1
+        round_trip_s(edge, gateway)
+    with linked(LinkConfig(events=(LinkEvent(at_s=0.1, what="reset"),))) as ends:
+        edge, _ = ends.pair()
         with pytest.raises(ConnectionResetError):
             edge.recv(1)
 
