@@ -113,9 +113,9 @@ def _missing(path: Path) -> FileNotFoundError:
 
 
 def _site() -> str:
-    """Who asked for a sync: the functions of the store on the stack, innermost first, two of them."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and len(found) < 2:
+    """Who asked for a sync: the functions of the store on the stack, innermost first, two beside those of `files`."""
+    frame, found = sys._getframe(2), list[str]()
+    while frame is not None and sum(not each.startswith("files.py") for each in found) < 2:
         path = Path(frame.f_code.co_filename)
         if path.parent.name == "store" and path.parent.parent.name == "user_sys":
             found.append(f"{path.name}:{frame.f_code.co_name}:{frame.f_lineno}")

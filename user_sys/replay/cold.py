@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ ADMITTED = (
     8  # one frame in so many that were read cold comes into the cache: copying each would cost as much as it gains
 )
 MAX_RUN = 256  # frames of one read
+CORES = os.cpu_count() or 1
 UNUSABLE = (StoreError, WireError)
 
 _logger = logging.getLogger(__name__)
@@ -193,7 +195,9 @@ class ColdReader:
             shown = table[numbers[sound]]
             outs = [each.out[name][place] for each in missing for place in each.places.tolist()]
             order = np.lexsort((shown["start"], shown["chunk"]))
-            parts = [part for part in np.array_split(order, self._threads) if len(part)]
+            # Reading waits for the disk; decoding does not, and more threads than cores only get in each other's way.
+            ways = min(self._threads, CORES) if (shown["bytes"] > 0).any() else self._threads
+            parts = [part for part in np.array_split(order, ways) if len(part)]
 
             def read(
                 part: Array, name: str = name, shown: Array = shown, sound: Array = sound, outs: list[Array] = outs

@@ -127,6 +127,12 @@ def replace_durably(files: Files, path: Path, content: bytes) -> None:
     One thread at a time for each path. Its folder is made where it is missing.
     """
     files.make_folder(path.parent)
+    replace_file(files, path, content)
+    files.sync_folder(path.parent)
+
+
+def replace_file(files: Files, path: Path, content: bytes) -> None:
+    """As `replace_durably`, but which of the two a power cut leaves is known only once the folder is synced."""
     fresh = path.with_suffix(".tmp")  # what a crash leaves of it in a log's folder, its writer removes
     fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
@@ -135,7 +141,6 @@ def replace_durably(files: Files, path: Path, content: bytes) -> None:
     finally:
         files.close(fd)
     files.rename(fresh, path)
-    files.sync_folder(path.parent)
 
 
 def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:

@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +30,9 @@ from user_sys.store.frame import (
     decode_record_header,
 )
 from user_sys.store.manifest import Manifest
+from user_sys.store.open_segments import OpenSegments
 from user_sys.store.segments import SUFFIX, SegmentName, choose, list_segments, read_header
 
-MAX_OPEN_SEGMENTS = 64  # each holds two file descriptors, one of them for its mapping
 ATTEMPTS = 8  # the writer may replace or delete files between a look at the folder and a look into them
 
 _NONE: Column = np.empty(0, np.int64)
@@ -87,14 +85,6 @@ class _Place:
         return None if moved is None else moved.offset
 
 
-class _Opened:
-    """A segment's file: its bytes as a mapping, and a descriptor that is closed with the last reference to this."""
-
-    def __init__(self, files: Files, fd: int, view: memoryview) -> None:
-        self.fd, self.view = fd, view
-        weakref.finalize(self, files.close, fd)
-
-
 class LogReader:
     """Reads a log by mmap and follows it while another process writes. Obtain it with `open`.
 
@@ -115,7 +105,7 @@ class LogReader:
         self._sequence = 0
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}
-        self._opened: OrderedDict[SegmentName, _Opened] = OrderedDict()
+        self._opened = OpenSegments(path, files)
 
     def quarantined(self, segment: int) -> list[range]:
         """The byte ranges of a segment's file that a repair has set aside."""
@@ -414,20 +404,20 @@ class LogReader:
     def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
         """A record's payload; not even its header is looked at, which may lie on a page that nobody needs."""
         start = offset + RECORD_HEADER_BYTES
-        return self._open(name, start + ref.length).view[start : start + ref.length]
+        return self._opened.get(name, start + ref.length).view[start : start + ref.length]
 
     def _fill(
         self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, size: int, out: Sequence[memoryview]
     ) -> None:
         at = offset + RECORD_HEADER_BYTES + start
-        opened = self._open(name, at + size)  # held until the read is done, or its descriptor might be closed
+        opened = self._opened.get(name, at + size)  # held until the read is done, or its descriptor might be closed
         if self._files.pread_into(opened.fd, out, at) < size:
             raise StoreCorrupt(f"{self._path / str(name)} ends within record {ref.sequence}")
 
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
         """A record's payload, unverified, the CRC that its header gives, and the file's name."""
         start = offset + RECORD_HEADER_BYTES
-        view = self._open(name, start + ref.length).view
+        view = self._opened.get(name, start + ref.length).view
         found = decode_record_header(view[offset:start], name.number, name.generation, offset)
         if found is None or found[0].length != ref.length or found[0].sequence != ref.sequence:
             raise StoreCorrupt(f"{self._path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
@@ -456,28 +446,6 @@ class LogReader:
         finally:
             self._files.close(fd)
 
-    def _open(self, name: SegmentName, end: int) -> _Opened:
-        """The segment's file, of which at least the bytes up to `end` are mapped."""
-        with self._lock:
-            opened = self._opened.get(name)
-            if opened is None or len(opened.view) < end:
-                opened = self._opened[name] = self._map(name, end)
-            self._opened.move_to_end(name)
-            if len(self._opened) > MAX_OPEN_SEGMENTS:
-                self._opened.popitem(last=False)  # unmapped once the last view of it is gone
-            return opened
-
-    def _map(self, name: SegmentName, end: int) -> _Opened:
-        fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        try:
-            size = self._files.size(fd)
-            if size < end:
-                raise StoreCorrupt(f"{self._path / str(name)} ends at {size}; a record should reach to {end}")
-            return _Opened(self._files, fd, self._files.map(fd, size))
-        except BaseException:
-            self._files.close(fd)
-            raise
-
     # The end
 
     def _close(self, known: _Segment) -> None:
@@ -490,8 +458,7 @@ class LogReader:
         for known in self._known.values():
             self._close(known)
             known.scan = None
-        with self._lock:
-            self._opened.clear()
+        self._opened.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ import msgspec
 from crc32c import crc32c
 
 from user_sys.errors import StoreCorrupt
-from user_sys.store.files import Files, write_all
+from user_sys.store.files import Files, replace_file
 from user_sys.store.footer import Footer, read_footer
 from user_sys.store.frame import FORMAT_VERSION, Damage, check_version
 from user_sys.store.segments import SegmentName, read_header
@@ -142,14 +142,7 @@ def replace(files: Files, path: Path, manifest: Manifest) -> None:
     """
     body = msgspec.msgpack.encode(manifest)
     framed = _HEAD.pack(MANIFEST_MAGIC, FORMAT_VERSION, len(body), 0) + body
-    fresh = path / f"{MANIFEST}.tmp"
-    fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        write_all(files, fd, [framed, crc32c(framed).to_bytes(_CRC_BYTES, "little")], 0)
-        files.fsync(fd)
-    finally:
-        files.close(fd)
-    files.rename(fresh, path / MANIFEST)
+    replace_file(files, path / MANIFEST, framed + crc32c(framed).to_bytes(_CRC_BYTES, "little"))
 
 
 def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> Manifest:
