@@ -31,7 +31,7 @@ class Lifting:
         self.robot: SimRobot = SimRobot(SimRobotConfig())
         self.robot.connect()
         self._task = make_task("lift")
-        self._expert = make_expert("lift", self.robot.spec)
+        self._expert = make_expert("lift", self.robot)
         self._rng = np.random.default_rng(0)
         self._cameras = list(make_cameras(self.robot).values())[:cameras]
         for camera in self._cameras:

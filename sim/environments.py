@@ -1,6 +1,6 @@
 """The simulated tasks as Gymnasium environments, for those who bring their own learner.
 
-``import sim`` registers ``user_sim/PandaLift-v0`` and ``user_sim/PandaReach-v0``, and so does naming the package:
+``import sim`` registers ``user_sim/PandaLift-v0``, ``user_sim/UR5eReach-v0`` and so on, and so does naming the package:
 ``gymnasium.make("sim:user_sim/PandaLift-v0")``.
 """
 
@@ -21,8 +21,8 @@ from sim.scenes import make_task
 KEYS = {"state": STATE, "environment_state": ENVIRONMENT_STATE}
 
 
-class PandaEnvironment(gymnasium.Env[dict[str, Any], Array]):
-    """One simulated Panda with one task.
+class ArmEnvironment(gymnasium.Env[dict[str, Any], Array]):
+    """One simulated arm with one task.
 
     Observation: a dictionary of ``state`` and ``environment_state``, float32, in SI units, as the robot's spec says.
     Action: float32 (4,), each in [-1, 1]: the share of the action spec's range, from its lower to its upper bound.
@@ -32,12 +32,19 @@ class PandaEnvironment(gymnasium.Env[dict[str, Any], Array]):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(
-        self, task: str, render_mode: str | None = None, camera: str = "front", width: int = 480, height: int = 480
+        self,
+        task: str,
+        model: str = "panda",
+        render_mode: str | None = None,
+        camera: str = "front",
+        width: int = 480,
+        height: int = 480,
     ) -> None:
-        """Raises SpecError on an unknown task or camera."""
+        """Raises SpecError on an unknown task, model or camera."""
         self.render_mode = render_mode
-        self._task = make_task(task)
-        self._robot = SimRobot(SimRobotConfig(scene=task, cameras=(camera,), image_width=width, image_height=height))
+        config = SimRobotConfig(model=model, scene=task, cameras=(camera,), image_width=width, image_height=height)
+        self._task = make_task(task, config.arm)
+        self._robot = SimRobot(config)
         self._robot.connect()
         self._camera: SimCamera | None = None
         self._steps = 0

@@ -8,10 +8,9 @@ import numpy as np
 
 from hal.errors import SpecError
 from hal.robot import Observation
-from hal.spec import ENVIRONMENT_STATE, STATE, Array, RobotSpec
-from sim.robot import GRIPPER_SET_WIDTH, GRIPPER_WIDTH, TOOL_VELOCITY
+from hal.spec import ENVIRONMENT_STATE, STATE, Array
+from sim.robot import GRIPPER_SET_WIDTH, GRIPPER_WIDTH, TOOL_VELOCITY, SimRobot
 
-_OPEN_M = 0.08
 _CLOSED_M = 0.0
 _UP_M = 1.0  # more than a period allows: as fast as it goes
 _SETTLE_S = 0.03  # the tool trails its target by this much times its speed
@@ -24,8 +23,10 @@ class Expert(ABC):
     demonstrations around the straight way, which shows the learner how to come back to it.
     """
 
-    def __init__(self, spec: RobotSpec, noise: float = 0.0, seed: int = 0) -> None:
-        self._action = spec.action
+    def __init__(self, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> None:
+        self._action = robot.spec.action
+        self._open_m = robot.config.arm.gripper.width_max_m
+        self._cube_m = robot.config.arm.cube_edge_m
         self._noise = noise
         self._rng = np.random.default_rng(seed)
 
@@ -46,31 +47,31 @@ class ReachExpert(Expert):
     """Straight to the target."""
 
     def plan(self, observation: Observation) -> tuple[Array, float]:
-        return _to_object(observation), _OPEN_M
+        return _to_object(observation), self._open_m
 
 
 class LiftExpert(Expert):
     """Above the cube, down around it, grip, and up."""
 
     def plan(self, observation: Observation) -> tuple[Array, float]:
-        way = _to_object(observation)
+        way, edge = _to_object(observation), self._cube_m
         state = observation.arrays[STATE]
         aside = float(np.hypot(way[0], way[1]))
-        gripped = state[GRIPPER_WIDTH] - state[GRIPPER_SET_WIDTH] > 0.006 and state[GRIPPER_WIDTH] > 0.03
-        if gripped and aside < 0.03 and abs(way[2]) < 0.03:
+        gripped = state[GRIPPER_WIDTH] - state[GRIPPER_SET_WIDTH] > 0.15 * edge and state[GRIPPER_WIDTH] > 0.75 * edge
+        if gripped and aside < 0.75 * edge and abs(way[2]) < 0.75 * edge:
             return np.array([0.0, 0.0, _UP_M]), _CLOSED_M
-        if aside < 0.014 and abs(way[2]) < 0.014:
+        if aside < 0.35 * edge and abs(way[2]) < 0.35 * edge:
             return way, _CLOSED_M
-        hover = min(0.06, max(0.0, 4.0 * (aside - 0.012)))
-        return way + np.array([0.0, 0.0, hover]), _OPEN_M
+        hover = min(1.5 * edge, max(0.0, 4.0 * (aside - 0.3 * edge)))
+        return way + np.array([0.0, 0.0, hover]), self._open_m
 
 
-def make_expert(task: str, spec: RobotSpec, noise: float = 0.0, seed: int = 0) -> Expert:
-    """The expert for the task called `task`; raises SpecError when there is none."""
+def make_expert(task: str, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> Expert:
+    """The expert of `robot` for the task called `task`; raises SpecError when there is none."""
     experts: dict[str, type[Expert]] = {"lift": LiftExpert, "reach": ReachExpert}
     if task not in experts:
         raise SpecError(f"no scripted expert for the task {task!r}; there are {sorted(experts)}")
-    return experts[task](spec, noise, seed)
+    return experts[task](robot, noise, seed)
 
 
 def _to_object(observation: Observation) -> Array:

@@ -1,4 +1,4 @@
-"""The simulated Panda as a robot of the hardware layer."""
+"""A simulated arm as a robot of the hardware layer."""
 
 from __future__ import annotations
 
@@ -10,55 +10,74 @@ import numpy as np
 
 from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
-from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
-from sim import panda
+from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
+from sim import panda, so101, ur5e
+from sim.arm import Arm
 
 if TYPE_CHECKING:
     from sim.world import World
 
+ARMS: dict[str, Arm] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5e.ARM)}
+
 OBJECT = {"lift": "cube", "reach": "target"}
 """The thing that each scene is about; a tracker tells where it is."""
 
-TOOL_POSITION = slice(14, 17)
-TOOL_VELOCITY = slice(17, 20)
-GRIPPER_WIDTH = 20
-GRIPPER_SET_WIDTH = 21
-"""Where to find things in ``observation.state``."""
+TOOL_POSITION = slice(-8, -5)
+TOOL_VELOCITY = slice(-5, -2)
+GRIPPER_WIDTH = -2
+GRIPPER_SET_WIDTH = -1
+"""Where to find things in ``observation.state``, whose first elements are the joints' positions and velocities."""
 
 
 @dataclass(frozen=True)
 class SimRobotConfig:
-    """A simulated Panda in a scene.
+    """A simulated arm in a scene.
 
     Attributes:
+        model: ``panda``, ``so101`` or ``ur5e`` (with a 2F-85).
         scene: ``lift`` (a cube on a table) or ``reach`` (a target in the air).
         rate_hz: control periods a second of simulated time; a period is a whole number of 2 ms physics steps.
-        step_max_m: the longest step of the tool along each axis in one control period.
-        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame; the table's top is z = 0.
+        step_max_m: the longest step of the tool along each axis in one control period; None for the model's own.
+        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's own; the
+            table's top is z = 0.
         cameras: of ``front`` and ``wrist``, those that the robot has.
         image_height, image_width: pixels of each camera.
     """
 
+    model: str = "panda"
     scene: str = "lift"
     rate_hz: float = 10.0
-    step_max_m: float = 0.04
-    workspace_low_m: tuple[float, float, float] = (0.34, -0.20, 0.015)
-    workspace_high_m: tuple[float, float, float] = (0.64, 0.20, 0.30)
+    step_max_m: float | None = None
+    workspace_low_m: tuple[float, float, float] | None = None
+    workspace_high_m: tuple[float, float, float] | None = None
     cameras: tuple[str, ...] = ("front", "wrist")
     image_height: int = 128
     image_width: int = 128
 
+    @property
+    def arm(self) -> Arm:
+        """Raises SpecError on an unknown model."""
+        if self.model not in ARMS:
+            raise SpecError(f"no simulated arm {self.model!r}; there are {sorted(ARMS)}")
+        return ARMS[self.model]
+
+    @property
+    def workspace(self) -> Box:
+        """Where the tool may be; raises SpecError on an unknown model."""
+        own = self.arm.workspace
+        return Box(self.workspace_low_m or own.low, self.workspace_high_m or own.high)
+
 
 class SimRobot(Robot):
-    """A Panda in MuJoCo; its world moves only in `command` and `stop`, by one control period, as fast as it can.
+    """An arm in MuJoCo; its world moves only in `command` and `stop`, by one control period, as fast as it can.
 
     The action is a step of the tool's target (dx, dy, dz), m in the base frame, and the gripper's opening, m. The
-    gripper points down throughout. An opening smaller than what lies between the fingers grips it. Fingers move at the
-    maker's 0.1 m/s, so a grip survives a single stray opening command. A hold keeps the grip.
+    gripper points down throughout, as far as the arm's joints allow. An opening smaller than what lies between the
+    fingers grips it. Fingers move so slowly that a grip survives a single stray opening command. A hold keeps the grip.
     """
 
     def __init__(self, config: SimRobotConfig | None = None) -> None:
-        """Raises SpecError when the scene or a camera is unknown."""
+        """Raises SpecError when the model, the scene or a camera is unknown."""
         self.config = config or SimRobotConfig()
         self.spec = robot_spec(self.config)
         self._world: World | None = None
@@ -74,7 +93,7 @@ class SimRobot(Robot):
         if self._world is None:
             from sim.world import World
 
-            self._world = World(self.config.scene, self.spec.period_s)
+            self._world = World(self.config.arm, self.config.scene, self.spec.period_s)
 
     def observe(self) -> Observation:
         """The present state; readings saturate at the spec's bounds, as a sensor's do."""
@@ -111,33 +130,37 @@ class SimRobot(Robot):
 
     @property
     def _workspace(self) -> tuple[Array, Array]:
-        return np.array(self.config.workspace_low_m), np.array(self.config.workspace_high_m)
+        box = self.config.workspace
+        return np.array(box.low), np.array(box.high)
 
 
-def in_scene(robot: Robot, scene: str) -> SimRobot:
-    """`robot`, known to be a simulated one in `scene`, for a task that places objects; raises SpecError otherwise."""
+def in_scene(robot: Robot, scene: str, arm: Arm) -> SimRobot:
+    """`robot`, known to be `arm` simulated in `scene`, for a task that places objects; raises SpecError otherwise."""
     if not isinstance(robot, SimRobot):
         raise SpecError(f"the task {scene!r} places objects, so it needs a simulated robot, not {robot.spec.model}")
     if robot.config.scene != scene:
         raise SpecError(f"the task {scene!r} needs the scene {scene!r}; the robot is in {robot.config.scene!r}")
+    if robot.config.arm != arm:
+        raise SpecError(f"this task {scene!r} is for the model {arm.name!r}, not for {robot.config.model!r}")
     return robot
 
 
 def robot_spec(config: SimRobotConfig) -> RobotSpec:
-    """What the robot of `config` senses and takes; needs no MuJoCo. Raises SpecError on an unknown scene or camera."""
+    """What the robot of `config` senses and takes; needs no MuJoCo. Raises SpecError on an unknown name."""
     if config.scene not in OBJECT:
         raise SpecError(f"no scene {config.scene!r}; there are {sorted(OBJECT)}")
     unknown = sorted(set(config.cameras) - {"front", "wrist"})
     if unknown:
         raise SpecError(f"no cameras {unknown}; there are ['front', 'wrist']")
+    arm = config.arm
     return RobotSpec(
-        model="panda-sim",
+        model=f"{arm.name}-sim",
         rate_hz=config.rate_hz,
         observation=(_state_spec(config), _tracker_spec(config)),
         action=_action_spec(config),
         cameras=tuple(_camera_spec(name, config) for name in config.cameras),
         limits=_limits(config),
-        neutral=(0.0, 0.0, 0.0, panda.GRIPPER_WIDTH_MAX_M),
+        neutral=(0.0, 0.0, 0.0, arm.gripper.width_max_m),
         tool_delta=(0, 1, 2),
         gripper=3,
         safe_stop="stops where it is and holds that pose; the gripper keeps its grip",
@@ -145,40 +168,42 @@ def robot_spec(config: SimRobotConfig) -> RobotSpec:
 
 
 def _state_spec(config: SimRobotConfig) -> ArraySpec:
-    speed = tuple(1.2 * v for v in panda.JOINT_SPEED_MAX_RAD_S)
-    reach = 0.05
-    tool_low = tuple(v - reach for v in config.workspace_low_m)
-    tool_high = tuple(v + reach for v in config.workspace_high_m)
-    joints = tuple(f"{j}.position" for j in panda.JOINTS) + tuple(f"{j}.velocity" for j in panda.JOINTS)
+    arm, box = config.arm, config.workspace
+    n, width = len(arm.joints), arm.gripper.width_max_m
+    speed = tuple(1.2 * v for v in arm.joint_speed_max_rad_s)
+    margin = 0.05  # beyond the joints' ranges (rad) and the workspace (m), so that an overshoot is still told
+    joints = tuple(f"{j}.position" for j in arm.joints) + tuple(f"{j}.velocity" for j in arm.joints)
     tool = ("tool.x", "tool.y", "tool.z", "tool.vx", "tool.vy", "tool.vz")
+    joint_low, joint_high = (v - margin for v in arm.joint_low_rad), (v + margin for v in arm.joint_high_rad)
+    tool_low, tool_high = (v - margin for v in box.low), (v + margin for v in box.high)
     return ArraySpec(
         name=STATE,
         labels=(*joints, *tool, "gripper.width", "gripper.set_width"),
-        units=("rad",) * 7 + ("rad/s",) * 7 + ("m",) * 3 + ("m/s",) * 3 + ("m",) * 2,
-        low=(*(v - 0.05 for v in panda.JOINT_LOW_RAD), *(-v for v in speed), *tool_low, -1.0, -1.0, -1.0, -0.01, 0.0),
-        high=(*(v + 0.05 for v in panda.JOINT_HIGH_RAD), *speed, *tool_high, 1.0, 1.0, 1.0, 0.09, 0.08),
+        units=("rad",) * n + ("rad/s",) * n + ("m",) * 3 + ("m/s",) * 3 + ("m",) * 2,
+        low=(*joint_low, *(-v for v in speed), *tool_low, -1.0, -1.0, -1.0, -0.01, 0.0),
+        high=(*joint_high, *speed, *tool_high, 1.0, 1.0, 1.0, width + 0.01, width),
     )
 
 
 def _tracker_spec(config: SimRobotConfig) -> ArraySpec:
-    name = OBJECT[config.scene]
+    name, tracked, far = OBJECT[config.scene], config.arm.tracked, config.arm.tracked_from_tool_m
     return ArraySpec(
         name=ENVIRONMENT_STATE,
         labels=tuple(f"{name}.{axis}" for axis in "xyz") + tuple(f"{name}_from_tool.{axis}" for axis in "xyz"),
         units=("m",) * 6,
-        low=(0.2, -0.4, -0.1, -0.4, -0.4, -0.4),
-        high=(0.8, 0.4, 0.4, 0.4, 0.4, 0.4),
+        low=(*tracked.low, -far, -far, -far),
+        high=(*tracked.high, far, far, far),
     )
 
 
 def _action_spec(config: SimRobotConfig) -> ArraySpec:
-    step = config.step_max_m
+    step = config.step_max_m or config.arm.step_max_m
     return ArraySpec(
         name=ACTION,
         labels=("tool.dx", "tool.dy", "tool.dz", "gripper.width"),
         units=("m",) * 4,
         low=(-step, -step, -step, 0.0),
-        high=(step, step, step, panda.GRIPPER_WIDTH_MAX_M),
+        high=(step, step, step, config.arm.gripper.width_max_m),
     )
 
 
@@ -191,17 +216,18 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
 
     The action may swing from bound to bound: acceleration is limited by the arm's own dynamics.
     """
-    swing = 2 * config.step_max_m
+    arm, box = config.arm, config.workspace
+    n, swing = len(arm.joints), 2 * (config.step_max_m or arm.step_max_m)
     return SafetyLimits(
-        workspace_low=config.workspace_low_m,
-        workspace_high=config.workspace_high_m,
-        tool_position=tuple(range(TOOL_POSITION.start, TOOL_POSITION.stop)),
-        joint_position=tuple(range(7)),
-        joint_low=panda.JOINT_LOW_RAD,
-        joint_high=panda.JOINT_HIGH_RAD,
-        joint_velocity=tuple(range(7, 14)),
-        joint_velocity_max=panda.JOINT_SPEED_MAX_RAD_S,
-        action_rate_max=(swing, swing, swing, panda.GRIPPER_WIDTH_MAX_M),
+        workspace_low=box.low,
+        workspace_high=box.high,
+        tool_position=tuple(range(2 * n, 2 * n + 3)),
+        joint_position=tuple(range(n)),
+        joint_low=arm.joint_low_rad,
+        joint_high=arm.joint_high_rad,
+        joint_velocity=tuple(range(n, 2 * n)),
+        joint_velocity_max=arm.joint_speed_max_rad_s,
+        action_rate_max=(swing, swing, swing, arm.gripper.width_max_m),
     )
 
 

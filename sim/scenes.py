@@ -8,6 +8,8 @@ from hal.errors import SpecError
 from hal.robot import Observation
 from hal.station import Expert, Station, StationRequest, read_options
 from hal.task import Task
+from sim import panda
+from sim.arm import Arm
 from sim.experts import make_expert
 from sim.robot import SimRobot, SimRobotConfig
 from sim.tasks.lift import Lift
@@ -18,25 +20,25 @@ FILM_PIXELS = 256
 """Height and width of the cameras' pictures when people are to look at them."""
 
 
-def make_task(name: str) -> Task:
-    """The task called `name`, with its defaults; it wants the scene of the same name. Raises SpecError otherwise."""
+def make_task(name: str, arm: Arm = panda.ARM) -> Task:
+    """The task called `name` for `arm`, with its defaults; it wants the scene of the same name. Raises SpecError."""
     if name not in TASKS:
         raise SpecError(f"no task {name!r}; there are {sorted(TASKS)}")
-    return TASKS[name]()
+    return TASKS[name](arm)
 
 
 def make_station(request: StationRequest) -> Station:
-    """A simulated Panda in the scene of the task, with `sim.robot.SimRobotConfig` as options."""
+    """A simulated arm in the scene of the task, with `sim.robot.SimRobotConfig` as options."""
     options = read_options(SimRobotConfig, replace(request, options={"scene": request.task, **request.options}))
     if request.film:
         options = replace(options, image_height=FILM_PIXELS, image_width=FILM_PIXELS)
     robot = SimRobot(options)
 
     def expert(seed: int, noise: float) -> Expert:
-        scripted = make_expert(request.task, robot.spec, noise, seed)
+        scripted = make_expert(request.task, robot, noise, seed)
         return lambda arrays: scripted(Observation(arrays=arrays, t_capture_ns=0))
 
-    station = Station(request.name, robot, make_task(request.task), expert=expert)
+    station = Station(request.name, robot, make_task(request.task, options.arm), expert=expert)
     if not request.cameras:
         return station
     from sim.rendering import make_cameras  # here, because it needs EGL

@@ -10,7 +10,7 @@ import numpy as np
 
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array
-from sim import panda
+from sim.arm import Arm
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -22,6 +22,8 @@ LEAD_MAX_M = 0.03
 
 SQUEEZE_MAX_M = 0.02
 """The gripper's set width stays above its true width less this: a firm grip that still lets go within two periods."""
+
+SCENES = ("lift", "reach")
 
 SPEED_SHARE = 0.8
 """Joint targets move at this share of the maker's limits at most: all joints slow down together, so the path stays."""
@@ -39,7 +41,7 @@ class Readings:
     """What the sensors say, in SI units and the base frame; arrays are float64 copies.
 
     Attributes:
-        joint_position, joint_velocity: (7,), rad and rad/s.
+        joint_position, joint_velocity: (n,) for an arm of n joints, rad and rad/s.
         tool_position, tool_velocity: (3,), of the point between the fingertips, m and m/s.
         gripper_width, gripper_set_width: the fingers' distance, and the one that the gripper is driven towards, m.
         object_position: (3,), centre of the cube or of the target, m.
@@ -54,51 +56,71 @@ class Readings:
     object_position: Array
 
 
+def compile_scene(arm: Arm, scene: str) -> mujoco.MjModel:
+    """The table with the arm and the scene's object on it; raises SpecError when there is no such scene."""
+    if scene not in SCENES:
+        raise SpecError(f"no scene {scene!r}; there are {' and '.join(map(repr, SCENES))}")
+    files = [f"{name}.xml" for name in ("table", arm.name, scene)]
+    half = arm.cube_edge_m / 2
+    cube = f'<default><default class="cube"><geom type="box" size="{half} {half} {half}"/></default></default>'
+    parts = "".join(f'<include file="{name}"/>' for name in files)
+    xml = f'<mujoco model="{arm.name} {scene}">{cube}{parts}</mujoco>'
+    return mujoco.MjModel.from_xml_string(xml, {name: (ASSETS / name).read_bytes() for name in files})
+
+
 class World:
-    """A scene with one Panda. One thread uses it.
+    """A scene with one arm. One thread uses it.
 
     Time moves in `advance` only, so that the same calls after the same `reset` give the same numbers.
     """
 
-    def __init__(self, scene: str, period_s: float) -> None:
+    def __init__(self, arm: Arm, scene: str, period_s: float) -> None:
         """Compiles the scene called `scene` (0.1 s).
 
         Raises:
             SpecError: there is no such scene, or the period is not a whole number of physics steps.
         """
-        path = ASSETS / f"{scene}.xml"
-        if not path.is_file():
-            raise SpecError(f"no scene {scene!r}; there are 'lift' and 'reach'")
-        self.model = mujoco.MjModel.from_xml_path(str(path))
+        self.arm = arm
+        self.model = compile_scene(arm, scene)
         self.data = mujoco.MjData(self.model)
         self._ghost = mujoco.MjData(self.model)
         self._period_s = period_s
         self._substeps = round(period_s / self.model.opt.timestep)
         if self._substeps < 1 or abs(self._substeps * self.model.opt.timestep - period_s) > 1e-9:
             raise SpecError(f"a period of {period_s} s is no whole number of steps of {self.model.opt.timestep} s")
+        self._joints = len(arm.joints)
+        self._fingers = [(self.model.joint(name).qposadr[0], share) for name, share in arm.gripper.joints]
         self._tool = self.model.site("tool").id
-        self._cube = scene == "lift"
-        self._object = self.model.body("cube" if self._cube else "target").id
+        self._object = self.model.body("object").id
+        self._home, self._low, self._high = map(np.array, (arm.home_rad, arm.joint_low_rad, arm.joint_high_rad))
+        self._speed_max = SPEED_SHARE * np.array(arm.joint_speed_max_rad_s)
+        self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
+        self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.turn_damping**2] * 3)
         self._jacobian = np.zeros((6, self.model.nv))
-        self._joint_target = np.array(panda.HOME_RAD)
+        self._joint_target = self._home
         self._target = np.zeros(3)
-        self.reset(np.array([0.45, 0.0, 0.2]), np.array([0.5, 0.0, 0.02]))
+        x, y = np.mean(arm.cube_places, axis=0)
+        self.reset(np.mean((arm.tool_starts.low, arm.tool_starts.high), axis=0), np.array([x, y, arm.cube_edge_m / 2]))
 
     def reset(self, tool_position: Array, object_position: Array, object_yaw_rad: float = 0.0) -> None:
         """Puts the arm at rest with the tool at (3,) `tool_position` and the gripper open, and the object in place."""
         mujoco.mj_resetData(self.model, self.data)
-        self._joint_target = self._solve(np.array(panda.HOME_RAD), tool_position, _ITERATIONS_AT_RESET)
-        data = self.data
-        data.qpos[:7] = data.act[:7] = self._joint_target
-        data.qpos[7:9] = 0.5 * panda.GRIPPER_WIDTH_MAX_M
-        data.act[7] = panda.GRIPPER_WIDTH_MAX_M
-        if self._cube:
-            data.qpos[9:12] = object_position
-            data.qpos[12:16] = (np.cos(object_yaw_rad / 2), 0.0, 0.0, np.sin(object_yaw_rad / 2))
-        else:
-            data.mocap_pos[0] = object_position
+        n, data = self._joints, self.data
+        self._joint_target = self._solve(self._home, tool_position, _ITERATIONS_AT_RESET)
+        data.qpos[:n] = data.act[:n] = self._joint_target
+        data.act[n] = self.arm.gripper.drive(self.arm.gripper.width_max_m)
+        for address, share in self._fingers:
+            data.qpos[address] = share * data.act[n]
+        self._place(object_position, object_yaw_rad)
         mujoco.mj_forward(self.model, data)
         self._target = data.site_xpos[self._tool].copy()
+
+    def _place(self, position: Array, yaw_rad: float) -> None:
+        if self.model.nmocap:
+            self.data.mocap_pos[0] = position
+        else:
+            turn = (np.cos(yaw_rad / 2), 0.0, 0.0, np.sin(yaw_rad / 2))
+            self.data.joint("object").qpos[:] = (*position, *turn)
 
     def advance(self, delta: Array, width_m: float | None, low: Array, high: Array) -> tuple[Array, float]:
         """Moves the tool's target by `delta` (3,), m, within the box from `low` to `high`, and time by one period.
@@ -115,12 +137,12 @@ class World:
         held = self._leashed_target()
         self._target = np.clip(held + delta, np.minimum(low, held), np.maximum(high, held))
         goal = self._solve(self._joint_target, self._target, _ITERATIONS_PER_PERIOD)
-        ctrl = self.data.ctrl
-        ctrl[:7] = _slowed((goal - self._joint_target) / self._period_s)
-        self._joint_target = self._joint_target + ctrl[:7] * self._period_s
-        ctrl[7] = 0.0 if width_m is None else self._gripper_speed(width_m)
+        n, ctrl = self._joints, self.data.ctrl
+        ctrl[:n] = self._slowed((goal - self._joint_target) / self._period_s)
+        self._joint_target = self._joint_target + ctrl[:n] * self._period_s
+        ctrl[n] = 0.0 if width_m is None else self._gripper_speed(width_m)
         self._step()
-        return self._target - held, float(self.data.act[7]) if width_m is None else width_m
+        return self._target - held, self._set_width() if width_m is None else width_m
 
     def freeze(self) -> None:
         """Takes the pose that the arm has now as its target and moves time by one period; the gripper keeps its grip.
@@ -128,37 +150,45 @@ class World:
         Raises:
             HardwareLost: the simulation diverged.
         """
+        n = self._joints
         self._target = self.data.site_xpos[self._tool].copy()
-        self._joint_target = self.data.qpos[:7].copy()
-        self.data.act[:7] = self._joint_target
+        self._joint_target = self.data.qpos[:n].copy()
+        self.data.act[:n] = self._joint_target
         self.data.ctrl[:] = 0.0
         self._step()
 
     def readings(self) -> Readings:
         """The present state."""
-        data = self.data
+        n, data = self._joints, self.data
         mujoco.mj_jacSite(self.model, data, self._jacobian[:3], None, self._tool)
         return Readings(
-            joint_position=data.qpos[:7].copy(),
-            joint_velocity=data.qvel[:7].copy(),
+            joint_position=data.qpos[:n].copy(),
+            joint_velocity=data.qvel[:n].copy(),
             tool_position=data.site_xpos[self._tool].copy(),
-            tool_velocity=self._jacobian[:3, :7] @ data.qvel[:7],
+            tool_velocity=self._jacobian[:3, :n] @ data.qvel[:n],
             gripper_width=self._width(),
-            gripper_set_width=float(data.act[7]),
+            gripper_set_width=self._set_width(),
             object_position=data.xpos[self._object].copy(),
         )
 
     def _width(self) -> float:
-        return float(self.data.qpos[7] + self.data.qpos[8])
+        return self.arm.gripper.width_m(float(self.data.actuator_length[self._joints]))
+
+    def _set_width(self) -> float:
+        return self.arm.gripper.width_m(float(self.data.act[self._joints]))
 
     def _leashed_target(self) -> Array:
         tool = self.data.site_xpos[self._tool]
         return np.clip(self._target, tool - LEAD_MAX_M, tool + LEAD_MAX_M)
 
     def _gripper_speed(self, width_m: float) -> float:
-        goal = max(width_m, self._width() - SQUEEZE_MAX_M)
-        speed = (goal - self.data.act[7]) / self._period_s
-        return float(np.clip(speed, -panda.GRIPPER_SPEED_MAX_M_S, panda.GRIPPER_SPEED_MAX_M_S))
+        gripper = self.arm.gripper
+        goal = gripper.drive(max(width_m, self._width() - SQUEEZE_MAX_M))
+        speed = (goal - float(self.data.act[self._joints])) / self._period_s
+        return min(gripper.speed_max, max(-gripper.speed_max, speed))
+
+    def _slowed(self, speeds: Array) -> Array:
+        return speeds / max(1.0, float(np.max(np.abs(speeds) / self._speed_max)))
 
     def _step(self) -> None:
         mujoco.mj_step(self.model, self.data, nstep=self._substeps)
@@ -167,27 +197,34 @@ class World:
             raise HardwareLost("the simulation diverged; reset the task")
 
     def _solve(self, joints: Array, position: Array, iterations: int) -> Array:
-        """Joint angles (7,) near `joints` that bring the tool to `position`, pointing down: damped least squares.
+        """Joint angles (n,) near `joints` that bring the tool to `position`, pointing down: damped least squares.
 
-        The spare degree of freedom is drawn towards the home pose, so that the elbow is a function of the position.
+        A spare degree of freedom is drawn towards the home pose, so that the elbow is a function of the position; one
+        that is missing shows in the direction rather than in the position.
         """
-        model, ghost, jacobian = self.model, self._ghost, self._jacobian
+        model, ghost, jacobian, n = self.model, self._ghost, self._jacobian, self._joints
         joints = joints.copy()
         for _ in range(iterations):
-            ghost.qpos[:7] = joints
+            ghost.qpos[:n] = joints
             mujoco.mj_kinematics(model, ghost)
             mujoco.mj_comPos(model, ghost)
             mujoco.mj_jacSite(model, ghost, jacobian[:3], jacobian[3:], self._tool)
-            error = self._pose_error(ghost, position)
-            j = jacobian[:, :7]
-            posture = _POSTURE_GAIN * (_HOME - joints)
-            step = j.T @ np.linalg.solve(j @ j.T + _REGULARISER, error - j @ posture) + posture
+            error, j = self._pose_error(ghost, position), jacobian[:, :n]
+            step = self._step_towards(error, j, joints)
+            stuck = ((joints <= self._low) & (step < 0.0)) | ((joints >= self._high) & (step > 0.0))
+            if stuck.any():
+                step = np.where(stuck, 0.0, self._step_towards(error, np.where(stuck, 0.0, j), joints))
             largest = float(np.abs(step).max())
             joints = joints + step * min(1.0, _STEP_MAX_RAD / max(largest, 1e-9))
-            joints = np.minimum(np.maximum(joints, _JOINT_LOW), _JOINT_HIGH)
+            joints = np.minimum(np.maximum(joints, self._low), self._high)
             if largest < _CONVERGED_RAD:
                 break
         return joints
+
+    def _step_towards(self, error: Array, j: Array, joints: Array) -> Array:
+        posture = self._posture_gain * (self._home - joints)
+        step: Array = j.T @ np.linalg.solve(j @ j.T + self._regulariser, error - j @ posture) + posture
+        return step
 
     def _pose_error(self, ghost: mujoco.MjData, position: Array) -> Array:
         """Way to `position`, m, and small rotation to `DOWN`, rad: half the sum of the axes' cross products."""
@@ -197,12 +234,3 @@ class World:
 
 
 _DIVERGED = [int(getattr(mujoco.mjtWarning, f"mjWARN_{name}")) for name in ("BADQPOS", "BADQVEL", "BADQACC", "BADCTRL")]
-_REGULARISER = _DAMPING**2 * np.eye(6)
-_HOME = np.array(panda.HOME_RAD)
-_JOINT_LOW = np.array(panda.JOINT_LOW_RAD)
-_JOINT_HIGH = np.array(panda.JOINT_HIGH_RAD)
-_SPEED_MAX = SPEED_SHARE * np.array(panda.JOINT_SPEED_MAX_RAD_S)
-
-
-def _slowed(speeds: Array) -> Array:
-    return speeds / max(1.0, float(np.max(np.abs(speeds) / _SPEED_MAX)))

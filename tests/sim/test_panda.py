@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sim import panda
-from sim.world import ASSETS
+from sim.world import compile_scene
 
 gym_hil = pytest.importorskip("gym_hil", reason="the independent model comes with gym-hil (extra: dev)")
 LINKS = [f"link{i}" for i in range(8)]
@@ -17,7 +17,7 @@ LINKS = [f"link{i}" for i in range(8)]
 
 @pytest.fixture(scope="module")
 def ours() -> mujoco.MjModel:
-    return mujoco.MjModel.from_xml_path(str(ASSETS / "lift.xml"))
+    return compile_scene(panda.ARM, "lift")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
     with pytest.raises(SpecError, match="juggle"):
         make_task("juggle")
     with pytest.raises(SpecError, match="juggle"):
-        make_expert("juggle", SimRobot().spec)
+        make_expert("juggle", SimRobot())
 
 
 def test_unconnected_robot_says_so() -> None:
@@ -98,7 +98,7 @@ def test_a_stop_keeps_place_and_gripper(level: StopLevel) -> None:
 @pytest.mark.parametrize(("task", "noise", "longest"), [("lift", 0.0, 20), ("lift", 0.15, 50), ("reach", 0.0, 8)])
 def test_the_scripted_expert_succeeds(task: str, noise: float, longest: int) -> None:
     robot = _connected(task)
-    expert = make_expert(task, robot.spec, noise=noise)
+    expert = make_expert(task, robot, noise=noise)
     results = [_episode(robot, task, seed, expert) for seed in range(60)]
     assert sum(done for done, _ in results) >= 59
     assert max(steps for done, steps in results if done) <= longest
@@ -141,7 +141,7 @@ def test_starts_are_drawn_from_the_seed_and_spread_over_the_table() -> None:
 def test_the_safety_kernel_lets_the_expert_work_and_a_wild_policy_trips_no_joint_limit() -> None:
     robot, rng = _connected(), np.random.default_rng(0)
     kernel = SafetyKernel(robot.spec)
-    expert = make_expert("lift", robot.spec)
+    expert = make_expert("lift", robot)
     low, high = robot.spec.action.low, robot.spec.action.high
     seen = Reason(0)
 

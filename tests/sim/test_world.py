@@ -18,7 +18,7 @@ CUBE = np.array([0.5, 0.03, 0.02])
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World("lift", 0.1)
+    return World(panda.ARM, "lift", 0.1)
 
 
 def _grip(world: World, yaw: float = 0.0) -> None:
@@ -75,7 +75,7 @@ def test_the_same_actions_give_the_same_numbers(world: World) -> None:
 
     first = run(world)
     assert (first == run(world)).all()
-    assert (first == run(World("lift", 0.1))).all()
+    assert (first == run(World(panda.ARM, "lift", 0.1))).all()
 
 
 @pytest.mark.parametrize("yaw", [0.0, 0.25, -0.25])
@@ -148,6 +148,6 @@ def test_a_diverged_simulation_says_so_and_a_reset_mends_it(world: World, tmp_pa
 
 def test_unknown_scenes_and_odd_periods_are_refused() -> None:
     with pytest.raises(SpecError, match="no scene 'kitchen'"):
-        World("kitchen", 0.1)
+        World(panda.ARM, "kitchen", 0.1)
     with pytest.raises(SpecError, match="whole number"):
-        World("lift", 1 / 30)
+        World(panda.ARM, "lift", 1 / 30)
