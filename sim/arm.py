@@ -68,7 +68,7 @@ class Arm:
         cube_places: where its centre lies at the start, x and y.
         cube_lost: where it is still within reach, x and y.
         targets: the places to be reached.
-        tracked, tracked_from_tool_m: where the tracker sees the object, in the base frame, and how far from the tool along
+        tracked, tracked_from_tool_m: where the tracker sees the object, in the base frame, and from the tool, along
             each axis.
     """
 

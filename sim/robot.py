@@ -38,8 +38,8 @@ class SimRobotConfig:
         scene: ``lift`` (a cube on a table) or ``reach`` (a target in the air).
         rate_hz: control periods a second of simulated time; a period is a whole number of 2 ms physics steps.
         step_max_m: the longest step of the tool along each axis in one control period; None for the model's own.
-        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's own; the
-            table's top is z = 0.
+        workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's own;
+            the table's top is z = 0.
         cameras: of ``front`` and ``wrist``, those that the robot has.
         image_height, image_width: pixels of each camera.
     """
@@ -217,7 +217,8 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
     The action may swing from bound to bound: acceleration is limited by the arm's own dynamics.
     """
     arm, box = config.arm, config.workspace
-    n, swing = len(arm.joints), 2 * (config.step_max_m or arm.step_max_m)
+    n, more = len(arm.joints), 1.001  # than from bound to bound, which float32 may round up
+    swing = more * 2 * (config.step_max_m or arm.step_max_m)
     return SafetyLimits(
         workspace_low=box.low,
         workspace_high=box.high,
@@ -227,7 +228,7 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
         joint_high=arm.joint_high_rad,
         joint_velocity=tuple(range(n, 2 * n)),
         joint_velocity_max=arm.joint_speed_max_rad_s,
-        action_rate_max=(swing, swing, swing, arm.gripper.width_max_m),
+        action_rate_max=(swing, swing, swing, more * arm.gripper.width_max_m),
     )
 
 

@@ -1,9 +1,9 @@
 """The published constants of the UR5e with a Robotiq 2F-85; tests compare them with the compiled model.
 
 Sources: Universal Robots, "DH parameters for calculations of kinematics and dynamics" and "Max. joint torques"; UR5e
-User Manual (ranges, speeds) and Universal Robots' own ROS description, which keeps the elbow within half a turn. Robotiq,
-2F-85 Instruction Manual (stroke 85 mm, closing speed 20 to 150 mm/s, force 20 to 235 N). Angles in rad, lengths in m,
-frame: ROS's ``base_link``, x ahead, z up (the controller's own base frame is turned by half a turn about z).
+User Manual (ranges, speeds); Universal Robots' ROS description, which keeps the elbow within half a turn. Robotiq,
+2F-85 Instruction Manual (stroke 85 mm, speed 20 to 150 mm/s, force 20 to 235 N). Angles in rad, lengths in m, frame:
+ROS's ``base_link``, x ahead, z up (the controller's own base frame is turned by half a turn about z).
 """
 
 from __future__ import annotations

@@ -28,6 +28,9 @@ SCENES = ("lift", "reach")
 SPEED_SHARE = 0.8
 """Joint targets move at this share of the maker's limits at most: all joints slow down together, so the path stays."""
 
+JOINT_MARGIN_RAD = 0.04
+"""Joint targets keep this far from the ends of the joints' ranges, which the arm may overshoot."""
+
 _DAMPING = 0.01
 _POSTURE_GAIN = 0.5
 _STEP_MAX_RAD = 0.3
@@ -92,7 +95,9 @@ class World:
         self._fingers = [(self.model.joint(name).qposadr[0], share) for name, share in arm.gripper.joints]
         self._tool = self.model.site("tool").id
         self._object = self.model.body("object").id
-        self._home, self._low, self._high = map(np.array, (arm.home_rad, arm.joint_low_rad, arm.joint_high_rad))
+        self._home = np.array(arm.home_rad)
+        self._low = np.array(arm.joint_low_rad) + JOINT_MARGIN_RAD
+        self._high = np.array(arm.joint_high_rad) - JOINT_MARGIN_RAD
         self._speed_max = SPEED_SHARE * np.array(arm.joint_speed_max_rad_s)
         self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
         self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.turn_damping**2] * 3)

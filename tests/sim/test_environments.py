@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 
 import sim  # noqa: F401  registers the environments
 
-IDS = ["user_sim/PandaLift-v0", "user_sim/PandaReach-v0"]
+IDS = [f"user_sim/{model}{task}-v0" for model in ("Panda", "SO101", "UR5e") for task in ("Lift", "Reach")]
 
 
 @pytest.mark.parametrize("name", IDS)
