@@ -1,4 +1,4 @@
-"""The simulated arm's pace, against bare MuJoCo on the same motion. ``python -m benchmarks.simulation``"""
+"""The simulated arms' pace, against bare MuJoCo on the same motion. ``python -m benchmarks.simulation``"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.harness import Row, compare, report
 from sim.experts import make_expert
 from sim.rendering import make_cameras
-from sim.robot import SimRobot, SimRobotConfig
+from sim.robot import ARMS, SimRobot, SimRobotConfig
 from sim.scenes import make_task
 
 GOAL = 12  # the demo, whose robot this is
@@ -27,10 +27,10 @@ SUBSTEPS = 50
 class Lifting:
     """The scripted expert lifts cubes over and over: the mix of free motion and contact that training sees."""
 
-    def __init__(self, cameras: int) -> None:
-        self.robot: SimRobot = SimRobot(SimRobotConfig())
+    def __init__(self, model: str, cameras: int) -> None:
+        self.robot: SimRobot = SimRobot(SimRobotConfig(model=model))
         self.robot.connect()
-        self._task = make_task("lift")
+        self._task = make_task("lift", self.robot.config.arm)
         self._expert = make_expert("lift", self.robot)
         self._rng = np.random.default_rng(0)
         self._cameras = list(make_cameras(self.robot).values())[:cameras]
@@ -65,11 +65,10 @@ class Lifting:
 class Bare:
     """MuJoCo alone: the same model holding a cube, the same number of physics steps, its own renderer."""
 
-    def __init__(self, model: mujoco.MjModel, qpos: np.ndarray | None = None, cameras: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: mujoco.MjModel, held: mujoco.MjData | None = None, cameras: tuple[str, ...] = ()) -> None:
         self._model, self._data, self._cameras = model, mujoco.MjData(model), cameras
-        if qpos is not None:
-            self._data.qpos[:] = qpos
-            self._data.act[:7] = qpos[:7]
+        if held is not None:
+            self._data.qpos[:], self._data.act[:] = held.qpos, held.act
         self._renderer = mujoco.Renderer(model, 128, 128) if cameras else None
 
     def rate(self) -> float:
@@ -92,14 +91,17 @@ class Bare:
             self._renderer.close()
 
 
-def held_cube() -> tuple[mujoco.MjModel, np.ndarray]:
+def held_cube(name: str) -> tuple[mujoco.MjModel, mujoco.MjData]:
     """The lift scene with the cube between the closed fingers."""
-    robot = SimRobot(SimRobotConfig(cameras=()))
+    robot = SimRobot(SimRobotConfig(model=name, cameras=()))
     robot.connect()
-    robot.world.reset(np.array([0.5, 0.0, 0.02]), np.array([0.5, 0.0, 0.02]))
+    arm = robot.config.arm
+    x, y = np.mean(arm.cube_places, axis=0)
+    height = arm.cube_edge_m / 2
+    robot.world.reset(np.array([x, y, max(height, arm.workspace.low[2])]), np.array([x, y, height]))
     for _ in range(8):
         robot.command(np.zeros(4, np.float32))
-    return robot.world.model, robot.world.data.qpos.copy()
+    return robot.world.model, robot.world.data
 
 
 def physics_peers() -> dict[str, Callable[[], float]]:
@@ -112,21 +114,26 @@ def physics_peers() -> dict[str, Callable[[], float]]:
 
 
 def rows() -> list[Row]:
-    """Physics alone, then control periods without and with cameras."""
-    model, qpos = held_cube()
-    bare = Bare(model, qpos)
+    """The Panda's physics alone, then control periods without and with cameras; the other arms' without."""
+    model, held = held_cube("panda")
+    bare = Bare(model, held)
     result = [
         compare(
             "physics, cube in the grip", bare.physics, bare.physics, goal=GOAL, unit="steps/s", peers=physics_peers()
         )
     ]
-    for count, views in enumerate(((), ("front",), ("front", "wrist"))):
-        ours, bound = Lifting(count), Bare(model, qpos, views)
-        name = f"control periods of {SUBSTEPS} steps, {count} camera{'' if count == 1 else 's'}"
-        result.append(compare(name, ours.rate, bound.rate, goal=GOAL, unit="periods/s"))
-        ours.close()
-        bound.close()
-    return result
+    result += [periods("panda", views) for views in ((), ("front",), ("front", "wrist"))]
+    return result + [periods(name, ()) for name in ARMS if name != "panda"]
+
+
+def periods(name: str, views: tuple[str, ...]) -> Row:
+    """Control periods of the arm called `name`, with those cameras."""
+    ours, bound = Lifting(name, len(views)), Bare(*held_cube(name), views)
+    title = f"{name}: control periods of {SUBSTEPS} steps, {len(views)} camera{'' if len(views) == 1 else 's'}"
+    row = compare(title, ours.rate, bound.rate, goal=GOAL, unit="periods/s")
+    ours.close()
+    bound.close()
+    return row
 
 
 if __name__ == "__main__":
