@@ -61,14 +61,13 @@ def until(condition: Callable[[], object], what: str, within_s: float = 60.0) ->
 class Robot:
     """A robot's end, whose control loop swaps when asked."""
 
-    def __init__(self, site: Site, name: str, limits: TunnelLimits = QUICK) -> None:
+    def __init__(self, site: Site, name: str, limits: TunnelLimits = QUICK, config: InletConfig | None = None) -> None:
         self.name = name
+        config = config or InletConfig()
         self.swapper = PolicySwapper(Numbered)
         self.client = site.client(name, "robot", limits)
         keys, state = site.run / "keys", site.run / "edge" / name
-        self.inlet = WeightsInlet(
-            self.client, self.swapper, InletConfig(), keys, state, Governor(InletConfig().governor)
-        )
+        self.inlet = WeightsInlet(self.client, self.swapper, config, keys, state, Governor(config.governor))
 
     def __enter__(self) -> Robot:
         self.inlet.start()
@@ -259,6 +258,21 @@ def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: Site) -> No
             scalars = site.gateway._weights.scalars()
             assert scalars["staleness_s/one"] == 0 and 0 < scalars["staleness_s/one/up_to_30"] <= 1
         one.client.close()
+
+
+def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(site: Site) -> None:
+    with site.serving(), Robot(site, "one", config=InletConfig(hold_behind=1)) as one:
+        publisher = site.publisher()
+        assert not one.inlet.too_old(), "there are none yet"
+        publish(publisher, weights(1), 1, one)
+        for version in (2, 3):
+            publisher.publish(weights(version), version, updates=version)
+        until(lambda: one.inlet.receiver.newest == 3, "it has heard of the third, and does not swap meanwhile")
+        assert one.inlet.too_old() and one.swapper.version == 1
+        until(lambda: one.acts_with(3), "it acts with the third")
+        assert not one.inlet.too_old()
+        until(lambda: one.inlet.scalars()["weights/version"] == 3, "its metrics say so")
+        assert {"weights/fetch_ms", "weights/refused", "governor/share"} <= one.inlet.scalars().keys()
 
 
 @pytest.mark.parametrize(("count", "most"), [(0, 3), (1, 1), (5, 1), (100, 8), (7, 8), (3, 2)])

@@ -19,6 +19,7 @@ from user_sys.codec import Array
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import latest
+from user_sys.learner.publishing import WeightsSink
 from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner, LearnerConfig
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
@@ -102,12 +103,13 @@ class Bench:
         checkpoints: str = "a",
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        sink: WeightsSink | None = None,
     ) -> Learner:
         return Learner(
             config,
             SPEC,
             StoreReader.open(self.folder / "store"),
-            publish=Sink(self.published),
+            publish=sink or Sink(self.published),
             report=lambda count, scalars: self.reported.append((count, scalars)),
             checkpoint_dir=self.folder / checkpoints,
             seed=seed,
@@ -231,3 +233,47 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
+
+
+class Behind:
+    """Robots that are four versions behind until it was asked fifty times; remembers when updates were made."""
+
+    def __init__(self) -> None:
+        self.asked, self.updated_at = 0, list[int]()
+
+    @property
+    def lead(self) -> int:
+        self.asked += 1
+        return 4 if self.asked <= 50 else 0
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        assert self.updated_at
+
+    def observe(self, seconds: float) -> None:
+        self.updated_at.append(self.asked)
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+
+def test_the_learner_waits_for_robots_that_are_too_far_behind_and_then_goes_on(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    behind = Behind()
+    config = replace(CONFIG, publish=PublishConfig(every_updates=1, max_lead=3), max_updates=5)
+    bench.learner(config, sink=behind).run(threading.Event())
+    assert len(behind.updated_at) == 5 and min(behind.updated_at) > 50, "no update before the robots had caught up"
+
+
+def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    moved = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9), max_updates=25)
+    bench.train(moved, "moved")
+    assert [published.updates for published in bench.published] == [10, 20, 25], "each tenth update, and at the end"
+    bench.published.clear()
+    far = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e9), max_updates=25)
+    bench.train(far, "far")
+    assert [published.updates for published in bench.published] == [10, 25], "the first has nothing to be compared with"
+    bench.published.clear()
+    ends = replace(CONFIG, publish=PublishConfig(every_s=0.0, at_episode_ends=True), max_updates=5)
+    bench.train(ends, "ends")
+    assert [published.updates for published in bench.published] == [1, 5]

@@ -35,10 +35,12 @@ class StatusPublisher:
         episode: Callable[[], str],
         note: Callable[[], str],
         refused_realtime: str,
+        weights: Callable[[], dict[str, float]],
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
         self._running_episode, self._note, self._refused_realtime = episode, note, refused_realtime
         self.previews = Previews(client.offer_preview)
+        self._weights_scalars = weights
         self._lock = threading.Lock()
         self._watched_until = self._picture_period_s = 0.0
         self._next_picture: dict[str, float] = {}
@@ -70,7 +72,7 @@ class StatusPublisher:
             self.publish(real_time=decision is None or decision.phase is not Phase.POLICY)
         if now >= self._next_link:
             self._next_link = now + LINK_PERIOD_S
-            scalars = self._client.scalars() | self._outbox.scalars()
+            scalars = self._client.scalars() | self._outbox.scalars() | self._weights_scalars()
             self._client.send(MetricsReport(node=self._robot, count=self._step, scalars=scalars))
         if tick.frames and now < self._watched_until:
             self._show(tick, now)

@@ -145,6 +145,7 @@ class Session:
             lambda: self._recorder.episode,
             self._said,
             driver.refused_realtime,
+            self._weights.scalars,
         )
         self._note = ""
         self._dropped_before = outbox.dropped.episodes

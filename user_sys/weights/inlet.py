@@ -119,6 +119,19 @@ class WeightsInlet:
         acting = self._swapper.version
         return 0 < self._config.hold_behind < self.receiver.newest - acting and acting != NO_VERSION
 
+    def scalars(self) -> dict[str, float]:
+        """For the metrics: the link, what was refused, the stages of the newest version, the governor's decisions."""
+        receiver = self.receiver
+        return {
+            "weights/version": float(receiver.version),
+            "weights/link_mb_per_s": receiver.link_bytes_per_s / 1e6,
+            "weights/damaged": float(receiver.damaged),
+            "weights/refused": float(receiver.refused),
+            "weights/abandoned": float(receiver.abandoned),
+            **{f"weights/{stage}_ms": 1e3 * seconds for stage, seconds in receiver.stages.items()},
+            **self._governor.scalars(),
+        }
+
     def _run(self) -> None:
         wait_s = 0.0
         try:
