@@ -18,11 +18,12 @@ endif
 INSTALLED_RUN := .venv/.installed-run
 INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
+INSTALLED_FRANKA := .venv-franka/.installed
 INSTALLED_BENCH := .venv-bench/.installed
 STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot lint format types bench bench-store bench-tunnel bench-weights wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka lint format types bench bench-store bench-tunnel bench-weights wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +52,9 @@ chaos-store: $(INSTALLED_DEV)  ## kill, fill up, damage and cut off an experienc
 test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## with LeRobot itself: data sets both ways; its robots, by our driver, in its environment
 	$(BIN)/pytest -m lerobot tests/interchange $(ARGS)
 	HF_HUB_OFFLINE=1 .venv-lerobot/bin/python -m pytest -m lerobot tests/robots $(ARGS)
+
+test-franka: $(INSTALLED_FRANKA)  ## the Franka driver with franky itself, on a simulation of the arm's protocol by others
+	.venv-franka/bin/python -m pytest -m franka tests/robots/test_franka.py $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -93,6 +97,10 @@ $(INSTALLED_RUN): $(PINS)
 
 $(INSTALLED_LEROBOT): pyproject.toml .ci/set-up .ci/lerobot-overrides
 	@.ci/set-up --lerobot
+	@touch $@
+
+$(INSTALLED_FRANKA): pyproject.toml .ci/set-up
+	@.ci/set-up --franka
 	@touch $@
 
 # Without the peers the benchmarks run all the same, and say which are missing.

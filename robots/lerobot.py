@@ -23,8 +23,9 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
+from robots.device_thread import DeviceThread
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
-from robots.lerobot_plugins import DeviceThread, build, has_setting
+from robots.lerobot_plugins import build, has_setting
 
 CONNECT_DEADLINE_S = 30.0
 TRIES = 3

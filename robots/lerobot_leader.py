@@ -13,8 +13,9 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
+from robots.device_thread import DeviceThread
 from robots.lerobot_features import FeatureConfig, Features
-from robots.lerobot_plugins import DeviceThread, build
+from robots.lerobot_plugins import build
 
 CONNECT_DEADLINE_S = 30.0
 

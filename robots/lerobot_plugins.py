@@ -1,25 +1,20 @@
-"""LeRobot's own side of the driver: its registries and plugins, and a thread that waits for a device in our stead.
+"""LeRobot's own side of the driver: its registries and plugins.
 
 LeRobot (0.4.4 or later; ``pip install 'user-sys[lerobot]'``) is imported when a device is built, not before.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from hal.errors import HardwareLost, SpecError
+from hal.errors import SpecError
 
 Kind = Literal["robot", "camera", "teleoperator"]
-
-T = TypeVar("T")
 
 
 @cache
@@ -95,46 +90,3 @@ def has_setting(kind: Kind, name: str, setting: str) -> bool:
     """Whether the device's config has a field called `setting`."""
     choices = _registries()[kind][0].get_known_choices()
     return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})
-
-
-class DeviceThread:
-    """Carries out a device's calls one after the other, each with a deadline, so that a plugin that hangs is noticed.
-
-    After a call that missed its deadline the device is lost: every later call is refused.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._hung = ""
-        threading.Thread(target=self._run, name=f"lerobot {name}", daemon=True).start()
-
-    def call(self, deed: str, function: Callable[[], T], deadline_s: float) -> T:
-        """What `function` returns.
-
-        Raises:
-            HardwareLost: it raised, whatever it was, or did not return in time; the message says which.
-        """
-        if self._hung:
-            raise HardwareLost(f"{self._name} has hung since {self._hung}")
-        future: Future[T] = Future()
-        self._calls.put((future, function))
-        try:
-            return future.result(deadline_s)
-        except Exception as error:  # of the plugin; and of the deadline, which is no error of the plugin
-            if not future.done():
-                self._hung = deed
-                raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
-            raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
-
-    def end(self) -> None:
-        """Lets the thread end once it is idle."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            try:
-                future.set_result(function())
-            except BaseException as error:  # handed over to whoever waits
-                future.set_exception(error)

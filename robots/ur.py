@@ -27,7 +27,8 @@ from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.robotiq import RobotiqConfig, RobotiqGripper
-from robots.ur_link import LinkConfig, Reading, UrLink
+from robots.steps import advance
+from robots.ur_link import LinkConfig, UrLink
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
 TURN = 2 * np.pi  # the range of every joint, to either side
@@ -140,7 +141,7 @@ def _state_spec(config: UrConfig) -> ArraySpec:
         *((f"{name}.pos", "rad", TURN) for name in JOINTS),
         *((f"{name}.vel", "rad/s", TURN) for name in JOINTS),
         *((f"tool_{axis}", "m", REACH_M) for axis in "xyz"),
-        *((f"tool_r{axis}", "rad", np.pi) for axis in "xyz"),
+        *((f"tool_{of}{axis}", "1", 1.0) for of in "xy" for axis in "xyz"),
         *((f"force_{axis}", "N", FORCE_RANGE_N) for axis in "xyz"),
     ]
     low, high = [-bound for _, _, bound in parts], [bound for _, _, bound in parts]
@@ -159,7 +160,7 @@ def _limits(config: UrConfig) -> SafetyLimits:
         keep_out=config.keep_out,
         tool_position=(12, 13, 14),
         tool_speed_max=None if joints else config.tool_speed,
-        tool_force=(18, 19, 20),
+        tool_force=(21, 22, 23),
         tool_force_max=config.force_max,
         joint_position=tuple(range(6)),
         joint_low=config.joint_low,
@@ -210,7 +211,8 @@ class UrRobot(Robot):
         if age_s > self.spec.limits.stale_after_s:
             raise StaleObservation(f"UR at {self.config.host}: the newest reading is {age_s:.3f} s old")
         width = [self._gripper.width_m] if self._gripper else []
-        state = np.concatenate([reading.q, reading.qd, reading.pose, reading.force, width]).astype(np.float32)
+        place = (reading.pose[:3], tool_axes(reading.pose[3:]))
+        state = np.concatenate([reading.q, reading.qd, *place, reading.force, width]).astype(np.float32)
         return Observation({STATE: state}, reading.t_capture_ns)
 
     def command(self, action: Array) -> Array:
@@ -220,7 +222,9 @@ class UrRobot(Robot):
         if link.at_rest:
             link.wake()
         applied = np.clip(action, self._low, self._high)
-        target, applied[: self._moves] = self._advance(link.read(), applied[: self._moves])
+        reading = link.read()
+        measured = reading.q if self._joints else reading.pose
+        target, applied[: self._moves] = advance(self._target, measured, applied[: self._moves], self._lead)
         link.servo(target, self.spec.period_s, self._joints)
         self._target = target
         if self._gripper:
@@ -258,13 +262,18 @@ class UrRobot(Robot):
             raise HardwareLost(f"UR at {self.config.host} is not connected")
         return self._link
 
-    def _advance(self, reading: Reading, step: Array) -> tuple[Array, Array]:
-        """The target after `step`, as far as the arm keeps up, and the step that this makes."""
-        n, measured = self._moves, reading.q if self._joints else reading.pose
-        base: Array = measured if self._target is None else self._target
-        target: Array = base.copy()
-        target[:n] = np.clip(base[:n] + step, measured[:n] - self._lead, measured[:n] + self._lead)
-        return target, target[:n] - base[:n]
+
+def tool_axes(rotation: Array) -> Array:
+    """The directions of the tool's x and y axis, (6,), from its rotation vector (3,): they change continuously, while a
+    rotation vector leaps to its opposite near half a turn, where tools that point down are."""
+    angle = float(np.linalg.norm(rotation))
+    axis = rotation / angle if angle > 0 else np.zeros(3)
+    turned = [  # Rodrigues' formula
+        unit * np.cos(angle) + np.cross(axis, unit) * np.sin(angle) + axis * (axis @ unit) * (1 - np.cos(angle))
+        for unit in np.eye(3)[:2]
+    ]
+    axes: Array = np.concatenate(turned)
+    return axes
 
 
 class UrTask(AttendedTask):

@@ -85,7 +85,13 @@ class PolicyConfig:
     features: tuple[str, ...] = ()
 
 
-_BUILT_IN = {"sim": "sim.scenes", "fake": "robots.fake", "lerobot": "robots.lerobot", "ur": "robots.ur"}
+_BUILT_IN = {
+    "sim": "sim.scenes",
+    "fake": "robots.fake",
+    "lerobot": "robots.lerobot",
+    "franka": "robots.franka",
+    "ur": "robots.ur",
+}
 """Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
 
 _INPUTS = {

@@ -16,7 +16,7 @@ from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
 from hal.station import StationRequest
 from robots.robotiq import RobotiqConfig
-from robots.ur import UrConfig, UrRobot, make_station
+from robots.ur import UrConfig, UrRobot, make_station, tool_axes
 from robots.ur_link import ControllersClock
 from user_sys.compose import RobotConfig, build_station
 
@@ -81,7 +81,7 @@ def test_steps_of_the_tool_move_it_straight_and_keep_its_rotation(controller: Si
         applied = sum(robot.command(np.array([0.01, -0.005, 0.02], np.float32)) for _ in range(3))
         goal = before[12:15] + applied
         eventually(lambda: bool(np.abs(state(robot)[12:15] - goal).max() < 1e-3), "the tool did not get there")
-        assert np.abs(state(robot)[15:18] - before[15:18]).max() < 1e-3
+        assert np.abs(state(robot)[15:21] - before[15:21]).max() < 1e-3
         assert controller.begun(SERVOL) > 0
 
 
@@ -236,7 +236,7 @@ def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
     with arm(controller) as robot:
         kernel = SafetyKernel(robot.spec)
         observation = robot.observe()
-        assert observation.arrays[STATE][18:21].tolist() == [0, 0, 80]
+        assert observation.arrays[STATE][21:24].tolist() == [0, 0, 80]
         down, up = (kernel.filter(np.array([0, 0, dz], np.float32), observation) for dz in (-0.01, 0.01))
         assert down.applied is not None and down.applied[2] == 0
         assert up.applied is not None and up.applied[2] > 0
@@ -255,6 +255,13 @@ def test_an_arm_has_the_cameras_that_its_options_name() -> None:
     assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
     with pytest.raises(SpecError, match=r"cameras\.wrist: unknown option 'with'; did you mean 'width'"):
         make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
+
+
+def test_a_tool_that_points_down_is_told_continuously() -> None:
+    down = tool_axes(np.array([np.pi - 1e-6, 0.0, 0.0]))
+    assert down == pytest.approx([1, 0, 0, 0, -1, 0], abs=1e-5)
+    assert tool_axes(np.array([-np.pi + 1e-6, 0.0, 0.0])) == pytest.approx(down, abs=1e-5)
+    assert tool_axes(np.zeros(3)).tolist() == [1, 0, 0, 0, 1, 0]
 
 
 def test_times_of_capture_follow_the_controllers_clock_and_forget_its_drift() -> None:

@@ -1,0 +1,56 @@
+"""A thread that waits for a device in our stead, for libraries whose calls may hang."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from hal.errors import HardwareLost
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """Carries out a device's calls one after the other, each with a deadline, so that a library that hangs is noticed.
+
+    After a call that missed its deadline the device is lost: every later call is refused.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._hung = ""
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, deed: str, function: Callable[[], T], deadline_s: float) -> T:
+        """What `function` returns.
+
+        Raises:
+            HardwareLost: it raised, whatever it was, or did not return in time; the message says which.
+        """
+        if self._hung:
+            raise HardwareLost(f"{self._name} has hung since {self._hung}")
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        try:
+            return future.result(deadline_s)
+        except Exception as error:  # of the device; and of the deadline, which is no error of the device
+            if not future.done():
+                self._hung = deed
+                raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
+            raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
+
+    def end(self) -> None:
+        """Lets the thread end once it is idle."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # handed over to whoever waits
+                future.set_exception(error)

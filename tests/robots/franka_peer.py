@@ -1,0 +1,28 @@
+"""A simulated FR3 in a process of its own: ``python franka_peer.py HOST``. franky-sim speaks libfranka's protocol.
+
+Orders come on stdin, a line each: ``set NAME VALUE`` puts a value of its own into the state that is sent, such as
+``set robot_mode 4``, a reflex.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+from franky_sim import SimulationServer, franka_robot_server
+from franky_sim.mujoco_simulator import MujocoSimulator
+
+sent: dict[str, object] = {}
+simulated = franka_robot_server.FrankaRobotServer.robot_state.fget
+franka_robot_server.FrankaRobotServer.robot_state = property(lambda self: dataclasses.replace(simulated(self), **sent))
+
+with MujocoSimulator(enable_visualization=False) as simulator:
+    simulator.add_robot()
+    with SimulationServer(simulator, hostname_candidates=[sys.argv[1]]) as server:
+        server.run_async()
+        print("ready", flush=True)
+        for line in sys.stdin:
+            _, name, value = line.split(maxsplit=2)
+            sent[name] = json.loads(value)
+            print("done", flush=True)

@@ -1,0 +1,169 @@
+"""The Franka driver with franky itself on an independent simulation of the robot's protocol: ``make test-franka``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hal.conformance import RobotConformance
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array
+from hal.station import StationRequest
+from robots.franka import FrankaConfig, FrankaRobot, make_station
+
+pytestmark = pytest.mark.franka
+PEER = Path(__file__).with_name("franka_peer.py")
+DEADLINE_S = 60.0
+PATIENT = {"rate_hz": 10.0, "answer_within_s": 30.0, "stale_after_s": 30.0, "realtime": False}
+REFLEX, USER_STOPPED = 4, 5
+_numbers = itertools.count(64)
+
+
+class SimulatedArm:
+    def __init__(self) -> None:
+        pid = os.getpid()
+        self.host = f"127.{64 + next(_numbers) % 128}.{pid >> 8 & 255}.{pid & 255 or 1}"
+        command = [sys.executable, str(PEER), self.host]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.await_line("ready")
+
+    def set(self, name: str, value: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"set {name} {json.dumps(value)}\n")
+        self.process.stdin.flush()
+        self.await_line("done")
+
+    def await_line(self, wanted: str) -> None:
+        assert self.process.stdout is not None
+        while True:
+            assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the arm says nothing"
+            if self.process.stdout.readline().strip() == wanted:
+                return
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def simulated() -> Iterator[SimulatedArm]:
+    found = SimulatedArm()
+    yield found
+    found.close()
+
+
+def arm(simulated: SimulatedArm, **options: object) -> FrankaRobot:
+    return FrankaRobot(FrankaConfig(host=simulated.host, **{**PATIENT, **options}))  # type: ignore[arg-type]
+
+
+def state(robot: FrankaRobot) -> Array:
+    return robot.observe().arrays[STATE]
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.02)
+
+
+def stands(robot: FrankaRobot) -> bool:
+    """By its angles: the simulation does not report speeds of 0 when it is late."""
+    before = state(robot)[:7]
+    time.sleep(0.2)
+    return bool(np.abs(state(robot)[:7] - before).max() < 1e-3)
+
+
+class TestArmByToolSteps(RobotConformance):
+    @pytest.fixture(autouse=True)
+    def _arm(self, simulated: SimulatedArm) -> None:
+        self.simulated = simulated
+
+    def make_robot(self) -> Robot:
+        return arm(self.simulated)
+
+    def same_place(self, before: Observation, after: Observation) -> bool:
+        return bool(np.abs(before.arrays[STATE] - after.arrays[STATE])[:7].max() < 1e-2)
+
+
+def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: SimulatedArm) -> None:
+    with arm(simulated) as robot:
+        before = state(robot)
+        applied = sum(robot.command(np.array([0.01, 0.0, -0.01], np.float32)) for _ in range(4))
+        goal = before[14:17] + applied
+        eventually(lambda: bool(np.abs(state(robot)[14:17] - goal).max() < 5e-3), "the tool did not get there")
+        assert np.abs(state(robot)[17:23] - before[17:23]).max() < 0.05
+
+
+def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: SimulatedArm) -> None:
+    with arm(simulated, action="joint_delta") as robot:
+        before, step = state(robot)[6], np.array([0, 0, 0, 0, 0, 0, 0.05], np.float32)
+        for _ in range(4):
+            robot.command(step)
+        eventually(lambda: abs(state(robot)[6] - before - 0.2) < 0.02, "the joint did not get there")
+        robot.command(10 * step)
+        robot.stop(StopLevel.HOLD)
+        eventually(lambda: stands(robot), "the arm did not stand still")
+        robot.command(step)
+
+
+@pytest.mark.parametrize(("mode", "words"), [(REFLEX, "a reflex"), (USER_STOPPED, "the user stop")])
+def test_a_reflex_is_told_and_never_recovered(simulated: SimulatedArm, mode: int, words: str) -> None:
+    robot = arm(simulated)
+    with robot:
+        simulated.set("robot_mode", mode)
+        with pytest.raises(HardwareLost, match=f"{words}.*; a person must clear it"):
+            eventually(lambda: robot.observe() is None, "it was not told")
+    with pytest.raises(HardwareLost, match=words):
+        robot.connect()
+    simulated.set("robot_mode", 1)
+    with robot:
+        robot.observe()
+
+
+def test_an_arm_that_is_killed_is_lost(simulated: SimulatedArm) -> None:
+    with arm(simulated) as robot:
+        robot.command(np.array([0.01, 0, 0], np.float32))
+        simulated.process.kill()
+        with pytest.raises(HardwareLost, match=simulated.host):
+            eventually(lambda: robot.observe() is None, "the loss was not told")
+    with pytest.raises(HardwareLost, match="connecting failed"):
+        robot.connect()
+
+
+def test_a_frozen_arm_is_stale_or_lost(simulated: SimulatedArm) -> None:
+    with arm(simulated, stale_after_s=None, answer_within_s=None) as robot:
+        simulated.process.send_signal(signal.SIGSTOP)
+        with pytest.raises((StaleObservation, HardwareLost)):
+            eventually(lambda: robot.observe() is None, "nothing was told")
+
+
+def test_the_safety_kernel_does_not_press_on(simulated: SimulatedArm) -> None:
+    simulated.set("O_F_ext_hat_K", [0.0, 0.0, 35.0, 0.0, 0.0, 0.0])
+    with arm(simulated) as robot:
+        observation = robot.observe()
+        assert observation.arrays[STATE][23:26].tolist() == [0, 0, 35]
+        verdict = SafetyKernel(robot.spec).filter(np.array([0, 0, -0.01], np.float32), observation)
+        assert verdict.applied is not None and verdict.applied[2] == 0
+
+
+def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
+    with pytest.raises(SpecError, match="dynamics is 2"):
+        make_station(StationRequest("franka-0", "free", {"host": "10.0.0.2", "dynamics": 2.0}))
