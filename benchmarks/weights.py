@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.harness import Row, compare, report
 from benchmarks.weights_ends import Holder, Pair, adapted, changed, floats, large, pushing, updated
+from benchmarks.weights_fleet import fleet_row
 from benchmarks.weights_peers import BareCurve, GrpcPeer, RayPeer
 from benchmarks.weights_steps import step_rows
 from user_sys.codec import Array
@@ -28,13 +29,15 @@ from user_sys.weights.state import build_state
 from user_sys.weights.swap import PolicySwapper
 
 SWAPS_S = 10.0
+ROBOT = "panda-0"
 STAGES = ("fetch", "decode", "load")
 
 
 def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -> list[Row]:
     """A full push against its bytes over bare CURVE, the peers' way of doing it, and where the time went."""
     with ExitStack() as stack:
-        push, weights = stack.enter_context(pushing(make)), make()
+        pushes, weights = stack.enter_context(pushing(make)), make()
+        robot = stack.enter_context(pushes.robot(ROBOT))
         bare, grpc = BareCurve(), GrpcPeer(weights)
         stack.callback(bare.close)
         stack.callback(grpc.close)
@@ -43,15 +46,15 @@ def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -
             ray = RayPeer(weights)
             stack.callback(ray.close)
             peers["Ray object store"] = lambda: 1e3 * ray.push()
-        payload = bytes(push.sizes.full_bytes)
+        payload = bytes(pushes.sizes.full_bytes)
         stages: list[Mapping[str, float]] = []
 
         def pushed_ms() -> float:
-            seconds = push.seconds()
-            stages.append({**push.stages, "all": seconds})
+            seconds = pushes.seconds([ROBOT], [robot])
+            stages.append({**robot.stages, "all": seconds})
             return 1e3 * seconds
 
-        title = f"{name} ({push.sizes.full_bytes / 1e6:,.1f} MB)"
+        title = f"{name} ({pushes.sizes.full_bytes / 1e6:,.1f} MB)"
         row = compare(
             f"full push, wire to applied, {title}; bound: bytes over CURVE",
             pushed_ms,
@@ -77,10 +80,10 @@ def _stage_rows(title: str, pushes: Sequence[Mapping[str, float]]) -> list[Row]:
 
 def small_change_rows(name: str, make: Callable[[], Pair]) -> list[Row]:
     """A push of what changed: its size against a full parcel, and its time; both versions in turn."""
-    with pushing(make) as push:
-        push.seconds()
-        times = [1e3 * push.seconds() for _ in range(8)]
-        sizes = push.sizes
+    with pushing(make) as pushes, pushes.robot(ROBOT) as robot:
+        pushes.seconds([ROBOT], [robot])
+        times = [1e3 * pushes.seconds([ROBOT], [robot]) for _ in range(8)]
+        sizes = pushes.sizes
     smaller = sizes.full_bytes / sizes.delta_bytes
     return [
         Row(10, f"{name}: full / payload, codec {sizes.codec}", "times", smaller, 40.0, smaller / 40,
@@ -138,7 +141,7 @@ def main() -> None:
     rows = [swap_row()]
     rows += push_rows("MLP", partial(floats, 1, 8), ray)
     rows += push_rows("CNN", partial(floats, 20, 40), ray)
-    rows += step_rows()
+    rows += [fleet_row(), *step_rows()]
     if not options.small:
         rows += push_rows("450M bf16", partial(large, 450_000_000), ray) + large_rows(450_000_000)
     report("weights", rows)

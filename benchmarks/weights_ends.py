@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,7 +18,7 @@ from user_sys.codec import Array
 from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsOffer, WeightsRequest
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import Keyring, new_keypair
+from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
 from user_sys.tunnel.server import TunnelServer
 from user_sys.tunnel.session import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -152,27 +152,32 @@ def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder
     with TunnelServer("tcp://127.0.0.1:0", keys, Keyring(Path(folder)), gateway) as gateway.server:
         pipe.send((gateway.server.endpoint, keys.public, _sizes(full, pair)))
         with pipe:
-            while _told(pipe):
+            while names := _told(pipe):
                 if pair is None or gateway.version == NO_VERSION:
                     offer = gateway.offer(state, full)
                 elif gateway.version % 2 == 0:
                     offer = gateway.offer(pair.after, pair.there)
                 else:
                     offer = gateway.offer(pair.before, pair.back)
-                until_s = time.perf_counter() + DEADLINE_S
-                while not gateway.server.peers():
-                    assert time.perf_counter() < until_s, "no robot has come"
-                    time.sleep(1e-3)
+                _await_peers(gateway.server, names)
                 started_s = time.perf_counter()
-                assert gateway.server.send("panda-0", offer)
+                assert all([gateway.server.send(name, offer) for name in names])
                 pipe.send(started_s)
 
 
-def _told(pipe: Connection) -> bool:
+def _await_peers(server: TunnelServer, names: tuple[str, ...]) -> None:
+    until_s = time.perf_counter() + DEADLINE_S
+    while not {peer.name for peer in server.peers()} >= set(names):
+        assert time.perf_counter() < until_s, f"{names} have not all come"
+        time.sleep(1e-3)
+
+
+def _told(pipe: Connection) -> tuple[str, ...]:
+    """To whom the next version goes; nobody once the pipe is closed."""
     try:
-        return bool(pipe.recv())
+        return tuple(pipe.recv())
     except EOFError:
-        return False
+        return ()
 
 
 @dataclass(frozen=True)
@@ -191,24 +196,17 @@ def _sizes(full: Parcel, pair: Pair | None) -> Sizes:
     return Sizes(full.info.size_bytes, pair.there.info.size_bytes, pair.there.info.codec, pair.encode_s)
 
 
-class Push:
-    """This process's end of it."""
+class Robot:
+    """A robot's receiving end and the policy that it loads, in this process."""
 
-    def __init__(self, pipe: Connection, sizes: Sizes, swapper: PolicySwapper, inlet: WeightsInlet) -> None:
-        self.sizes = sizes
-        self._pipe, self._swapper, self._inlet = pipe, swapper, inlet
+    def __init__(self, swapper: PolicySwapper, inlet: WeightsInlet) -> None:
+        self.swapper, self._inlet = swapper, inlet
 
-    def seconds(self) -> float:
-        """Has the next version pushed; from the gateway's offer to the swap."""
-        version, until_s = self._swapper.version + 1, time.perf_counter() + DEADLINE_S
-        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 1e11))
-        self._pipe.send(True)
-        started_s = float(self._pipe.recv())
-        while self._swapper.swap_if_ready() != version:
-            time.sleep(poll_s)
-            assert time.perf_counter() < until_s, "the push did not arrive"
-            self._inlet.raise_failure()
-        return time.perf_counter() - started_s
+    def acts_with(self, version: int) -> bool:
+        """Swaps if it can."""
+        self._inlet.raise_failure()
+        self.swapper.swap_if_ready()
+        return self.swapper.version == version
 
     @property
     def stages(self) -> Mapping[str, float]:
@@ -216,24 +214,51 @@ class Push:
         return self._inlet.receiver.stages
 
 
+class Pushes:
+    """The gateway's process as seen from here."""
+
+    def __init__(self, pipe: Connection, endpoint: str, public_key: str, sizes: Sizes, folder: Path) -> None:
+        self.endpoint, self.sizes = endpoint, sizes
+        self._pipe, self._public_key, self._folder = pipe, public_key, folder
+        self._keys: dict[str, KeyPair] = {}
+        self._version = NO_VERSION
+
+    @contextmanager
+    def robot(self, name: str, endpoint: str = "") -> Iterator[Robot]:
+        """Connects a robot, by another way to the gateway where `endpoint` is given."""
+        if name not in self._keys:
+            self._keys[name] = new_keypair()
+            Keyring(self._folder).allow(self._keys[name].public, name, "robot")
+        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=name)
+        swapper, config = PolicySwapper(Holder), InletConfig(governor=GovernorConfig(enabled=False))
+        with TunnelClient(endpoint or self.endpoint, self._keys[name], self._public_key, hello) as client:
+            client.wait_open(DEADLINE_S)
+            with WeightsInlet(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
+                yield Robot(swapper, inlet)
+
+    def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:
+        """Offers the next version to the robots called `names`; until the last of those `awaited` acts with it."""
+        self._version += 1
+        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 1e11))
+        self._pipe.send(tuple(names))
+        started_s = float(self._pipe.recv())
+        left = list(awaited)
+        while left := [robot for robot in left if not robot.acts_with(self._version)]:
+            time.sleep(poll_s)
+            assert time.perf_counter() < started_s + DEADLINE_S, "the push did not arrive"
+        return time.perf_counter() - started_s
+
+
 @contextmanager
-def pushing(make: Callable[[], Pair | dict[str, Array]]) -> Iterator[Push]:
-    """Both ends; `make` is called in the gateway's process."""
+def pushing(make: Callable[[], Pair | dict[str, Array]]) -> Iterator[Pushes]:
+    """A gateway's process; `make` is called there."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        robot = new_keypair()
-        Keyring(Path(folder)).allow(robot.public, "panda-0", "robot")
         ours, theirs = context.Pipe()
         gateway = context.Process(target=_serve, args=(theirs, make, folder), daemon=True)
         gateway.start()
         theirs.close()
         stack.callback(gateway.join, DEADLINE_S)
         stack.enter_context(ours)
-        endpoint, public_key, sizes = ours.recv()
-        hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="panda-0")
-        client = stack.enter_context(TunnelClient(endpoint, robot, public_key, hello))
-        client.wait_open(10)
-        swapper, config = PolicySwapper(Holder), InletConfig(governor=GovernorConfig(enabled=False))
-        inlet = WeightsInlet(client, swapper, config, Path(folder), None, Governor(config.governor))
-        yield Push(ours, sizes, swapper, stack.enter_context(inlet))
+        yield Pushes(ours, *ours.recv(), Path(folder))
