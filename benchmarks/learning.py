@@ -1,6 +1,6 @@
 """The demo's peer: plain RLPD in one process, without tunnel or fleet: acting and training take turns.
 
-    python -m benchmarks.learning --task lift --seeds 0 1 2
+    python -m benchmarks.learning --model panda --task lift --seeds 0 1 2
 
 It says what the algorithm needs by itself: seconds, environment steps and updates until 95 of 100 evaluation episodes
 succeed, each deterministic and from a start not trained on. Evaluations are not counted as training time. Robot,
@@ -49,8 +49,8 @@ GLANCE, EPISODES, WANTED = 20, 100, 95
 class Arm:
     """A robot behind its safety kernel, and the episode that it is in."""
 
-    def __init__(self, task: str) -> None:
-        station = build_station(RobotConfig(name="plain", task=task), cameras=False)
+    def __init__(self, model: str, task: str) -> None:
+        station = build_station(RobotConfig(name="plain", task=task, options={"model": model}), cameras=False)
         assert station.expert is not None
         self.spec, self.expert, self._task = station.robot.spec, station.expert, station.task
         self._ticks: list[Tick] = []
@@ -111,8 +111,9 @@ class Result:
 class PlainLoop:
     """Acting and training in turns, in one thread."""
 
-    def __init__(self, task: str, seed: int, config: LearnerConfig) -> None:
-        self._config, self._arm, self._test, self._seed = config, Arm(task), Arm(task), 1_000 * seed
+    def __init__(self, model: str, task: str, seed: int, config: LearnerConfig) -> None:
+        self._config, self._seed = config, 1_000 * seed
+        self._arm, self._test = Arm(model, task), Arm(model, task)
         spec = self._arm.spec
         self._learner = Rlpd(config.algorithm, spec, seed=seed)
         self._policy, self._judge = MlpPolicy(spec, seed=seed), MlpPolicy(spec, seed=seed)
@@ -194,9 +195,9 @@ class PlainLoop:
             start += 1
 
 
-def rows_of(task: str, seed: int, result: Result) -> list[Row]:
+def rows_of(model: str, task: str, seed: int, result: Result) -> list[Row]:
     """The cost of the goal; where it was not reached, how far the loop came, and no time."""
-    name = f"plain RLPD, {task}, seed {seed}"
+    name = f"plain RLPD, {model}, {task}, seed {seed}"
     share = Row(
         GOAL,
         f"{name}: success after {result.seconds:.0f} s of training",
@@ -217,6 +218,7 @@ def rows_of(task: str, seed: int, result: Result) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="panda", choices=["panda", "so101", "ur5e"])
     parser.add_argument("--task", default="lift", choices=["lift", "reach"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
@@ -226,8 +228,8 @@ def main() -> None:
     rows: list[Row] = []
     for seed in options.seeds:
         print(f"seed {seed}", flush=True)
-        loop = PlainLoop(options.task, seed, LearnerConfig())
-        rows += rows_of(options.task, seed, loop.run(options.limit_s))
+        loop = PlainLoop(options.model, options.task, seed, LearnerConfig())
+        rows += rows_of(options.model, options.task, seed, loop.run(options.limit_s))
         loop.close()
     report("learning", rows)
 
