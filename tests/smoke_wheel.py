@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
-DRIVE_S = 60.0
+DRIVE_S = 300.0
 HEAVY = ("torch", "ray", "mujoco", "gymnasium", "matplotlib", "fastapi", "wandb", "tensorboard", "pyarrow", "av")
 LIGHT_MODULES = (
     "hal.conformance",
@@ -114,7 +114,7 @@ def process(folder: Path, *command: object) -> Iterator[None]:
         yield
     finally:
         running.terminate()
-        if running.wait(60):
+        if running.wait(DRIVE_S):
             raise SystemExit(f"{' '.join(map(str, command))[:200]}: exit status {running.returncode}")
 
 

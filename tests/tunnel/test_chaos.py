@@ -22,15 +22,16 @@ from user_sys.edge.outbox import Outbox
 from user_sys.gateway import GatewayConfig
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.states import TunnelState
 
-HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=0.4, backoff_max_s=0.03)
+HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=1.5, backoff_max_s=0.03)
 ALERT = replace(CONFIG, tunnel=replace(QUICK, stuck_after_s=0.6))
 NEVER = LinkBreak(1 << 40)
 HANDSHAKE_BYTES = 1100  # what a connection sends until its session is open, rounded up
 FIRST_BEATS_BYTES = 2000  # by then every connection of an idle session has gone on from its handshake to beats
 MID_FRAME_BYTES = 100_000  # of the chunks, while the other connections carry beats
-DRAIN_S = 30.0
+DRAIN_S = 120.0
 MAX_GROWTH_MB = 50
 Way = Literal["up", "down"]
 
@@ -61,7 +62,7 @@ class Rehearsal:
 
     def survive(self, *breaks: LinkBreak, chunks: int = 3) -> None:
         """A new session meets `breaks`, notices, and another goes on where it stood."""
-        self.robot.wait_open(20)
+        self.robot.wait_open(120)
         before = self.robot.counters["lost"]
         self.link.arm(*breaks)
         self.link.reset()
@@ -71,7 +72,9 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsal(run: Path, config: LinkConfig | None = None, gateway: GatewayConfig = CONFIG) -> Iterator[Rehearsal]:
+def rehearsal(
+    run: Path, config: LinkConfig | None = None, gateway: GatewayConfig = CONFIG, limits: TunnelLimits = HASTY
+) -> Iterator[Rehearsal]:
     prepare(run)
     with (
         serving(run, gateway) as site,
@@ -80,7 +83,7 @@ def rehearsal(run: Path, config: LinkConfig | None = None, gateway: GatewayConfi
     ):
         keys = load_keypair(run / "keys" / "panda-0.key")
         public = site.address.public_key
-        with TunnelClient(link.endpoint, keys, public, hello("panda-0"), outbox=outbox, limits=HASTY) as robot:
+        with TunnelClient(link.endpoint, keys, public, hello("panda-0"), outbox=outbox, limits=limits) as robot:
             yield Rehearsal(site, link, outbox, robot)
 
 
@@ -174,7 +177,7 @@ def test_what_was_stored_although_its_acknowledgement_was_lost_is_not_stored_twi
 
 def test_a_half_open_connection_is_given_up(tmp_path: Path) -> None:
     with rehearsal(tmp_path) as there:
-        there.robot.wait_open(20)
+        there.robot.wait_open(120)
         there.link.half_open()
         there.record(10)
         until(lambda: there.robot.state is not TunnelState.OPEN, "the silence is noticed")
@@ -210,12 +213,12 @@ def test_a_long_storm_of_resets(tmp_path: Path) -> None:
 
 def reconnects(run: Path, times: int) -> None:
     with rehearsal(run) as there:
-        there.robot.wait_open(20)
+        there.robot.wait_open(120)
         threads, descriptors, before_mb = threading.active_count(), _descriptors(), _resident_mb()
         for count in range(times):
             there.link.reset()
             until(lambda count=count: there.robot.counters["lost"] > count, "the loss is noticed")
-            there.robot.wait_open(20)
+            there.robot.wait_open(120)
             there.record()
         there.require_all_once()
         assert threading.active_count() <= threads
@@ -267,12 +270,13 @@ def test_a_day_without_a_gateway_is_made_up_for(tmp_path: Path) -> None:
 
 
 def test_slow_lorises_are_shown_out_and_hold_nobody_up(tmp_path: Path) -> None:
-    with rehearsal(tmp_path) as there:
-        there.robot.wait_open(20)
+    strict = replace(CONFIG, tunnel=replace(QUICK, handshake_s=2.0))
+    with rehearsal(tmp_path, gateway=strict, limits=QUICK) as there:
+        there.robot.wait_open(120)
         host, _, port = there.site.address.endpoint.removeprefix("tcp://").rpartition(":")
-        lorises = [socket.create_connection((host, int(port)), 5) for _ in range(50)]
+        lorises = [socket.create_connection((host, int(port)), 60) for _ in range(50)]
         fed = {loris.fileno(): loris for loris in lorises}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while fed:
             assert time.monotonic() < deadline, f"{len(fed)} are still there"
             there.record()

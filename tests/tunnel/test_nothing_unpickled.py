@@ -23,7 +23,7 @@ def work(first):
         learner = site.client("learner")
         for index in range(first, first + 20):
             outbox.append(chunk(index))
-        assert robot.drain(20) == 0
+        assert robot.drain(120) == 0
         robot.close()
 
 with tempfile.TemporaryDirectory() as folder:

@@ -38,10 +38,10 @@ def test_a_rotation_cuts_nobody_off_until_its_overlap_is_over(tmp_path: Path) ->
         new = load_keypair(tmp_path / "keys" / "panda-0.key")
         assert new != old
         assert not _ends(client, within_s=0.8), "the old key is good for a day"
-        dial(site, "panda-0", new).wait_open(10)
+        dial(site, "panda-0", new).wait_open(120)
         until(lambda: client.state is TunnelState.REFUSED, "its newer self has taken over")
         again = dial(site, "panda-0", old)
-        again.wait_open(10)
+        again.wait_open(120)
         keys(tmp_path, "allow", "panda-0", "--role=robot", f"--public={new_keypair().public}")
         until(lambda: again.state is TunnelState.REFUSED, "a key that is out is cut off at once")
 
@@ -55,10 +55,10 @@ def test_revoking_cuts_a_connected_peer_off_and_keeps_it_out(tmp_path: Path) -> 
     with serving(tmp_path) as site:
         client, other = site.client("panda-0"), site.client("panda-1")
         keys(tmp_path, "revoke", "panda-0")
-        until(lambda: client.state is TunnelState.REFUSED, "the revoked peer is cut off", 2)
+        until(lambda: client.state is TunnelState.REFUSED, "the revoked peer is cut off")
         assert "revoked" in client.reason
         with pytest.raises(Refused, match="does not allow this key"):
-            dial(site, "panda-0", load_keypair(tmp_path / "keys" / "panda-0.key")).wait_open(10)
+            dial(site, "panda-0", load_keypair(tmp_path / "keys" / "panda-0.key")).wait_open(120)
         assert other.state is TunnelState.OPEN
 
 
@@ -72,12 +72,12 @@ def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> 
         near = TunnelClient(site.address.endpoint, lab, site.address.public_key, hello("panda-0"), limits=QUICK)
         site.clients += [far, near]
         far.start()
-        far.wait_open(10)
+        far.wait_open(120)
         near.start()
         with pytest.raises(Refused, match="belongs to the relay 'lab', not to the robot 'panda-0'"):
-            near.wait_open(10)
+            near.wait_open(120)
         keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-1")
-        until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once", 2)
+        until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once")
 
 
 def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: P
     with serving(tmp_path) as site:
         site.client("panda-0").close()
         with pytest.raises(Refused):
-            dial(site, "panda-1", stranger).wait_open(10)
+            dial(site, "panda-1", stranger).wait_open(120)
         with pytest.raises(Refused):
-            dial(site, "panda-1", pairs["panda-0"]).wait_open(10)
+            dial(site, "panda-1", pairs["panda-0"]).wait_open(120)
         site.client("panda-1")
         keys(tmp_path, "revoke", "panda-1")
-        until(lambda: "revoked" in (tmp_path / "audit.jsonl").read_text(), "the revocation is noted", 5)
+        until(lambda: "revoked" in (tmp_path / "audit.jsonl").read_text(), "the revocation is noted")
     noted = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     found = {(line["event"], line.get("peer"), line["key"]): line for line in noted}
     assert found["opened", "panda-0", fingerprint(pairs["panda-0"].public)]["role"] == "robot"

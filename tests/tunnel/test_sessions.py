@@ -61,7 +61,7 @@ class Bench:
 
     def open(self, name: str, **claims: object) -> TunnelClient:
         client = self.dial(name, **claims)  # type: ignore[arg-type]
-        client.wait_open(10)
+        client.wait_open(120)
         return client
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def test_a_key_that_is_not_allowed_gets_nothing_and_the_log_names_it(
 ) -> None:
     stranger = new_keypair()
     with caplog.at_level(logging.WARNING), pytest.raises(Refused, match="does not allow this key"):
-        bench.dial("panda-0", stranger).wait_open(10)
+        bench.dial("panda-0", stranger).wait_open(120)
     until(lambda: stranger.public in caplog.text, "the log names the key")
     assert "address=localhost" in caplog.text
     assert bench.handler.opened == [] and bench.handler.messages == []
@@ -110,34 +110,35 @@ def test_a_revoked_key_loses_its_session_and_gets_no_other(bench: Bench, caplog:
     assert "revoked" in client.reason
     assert "revoked" in caplog.text and bench.keys["panda-0"].public in caplog.text
     with pytest.raises(Refused):
-        bench.dial("panda-0").wait_open(10)
+        bench.dial("panda-0").wait_open(120)
     assert [name for name, _ in bench.handler.closed] == ["panda-0"]
 
 
 def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: Bench) -> None:
     keys = new_keypair()
     with pytest.raises(Refused):
-        bench.dial("panda-9", keys, role="robot").wait_open(10)
+        bench.dial("panda-9", keys, role="robot").wait_open(120)
     bench.ring.allow(keys.public, "panda-9", "robot")
-    bench.dial("panda-9", keys, role="robot").wait_open(10)
+    bench.dial("panda-9", keys, role="robot").wait_open(120)
 
 
 def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: Bench) -> None:
     client = bench.dial("panda-0", server_key=new_keypair().public)
-    with pytest.raises(LinkDown, match="public key"):
+    until(lambda: "public key" in client.reason, "it says what may be wrong")
+    with pytest.raises(LinkDown):
         client.wait_open(0.3)
     assert bench.handler.opened == []
 
 
 def test_another_protocol_version_is_refused_and_both_are_named(bench: Bench) -> None:
     with pytest.raises(Refused, match=rf"version {PROTOCOL_VERSION}, this peer 99"):
-        bench.dial("panda-0", protocol=99).wait_open(10)
+        bench.dial("panda-0", protocol=99).wait_open(120)
 
 
 @pytest.mark.parametrize(("name", "role"), [("panda-1", "robot"), ("panda-0", "console"), ("panda-0", "learner")])
 def test_a_key_can_claim_no_other_name_or_role(bench: Bench, name: str, role: str) -> None:
     with pytest.raises(Refused, match="belongs to the robot 'panda-0'"):
-        bench.dial(name, bench.keys["panda-0"], role=role).wait_open(10)
+        bench.dial(name, bench.keys["panda-0"], role=role).wait_open(120)
 
 
 def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench) -> None:
@@ -179,7 +180,7 @@ def test_a_newer_session_of_the_same_key_ends_the_older(bench: Bench) -> None:
 def dealer(bench: Bench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
     """A connection of panda-0's key that says what a test wants."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger, socket.rcvtimeo = 0, 10_000
+        socket.linger, socket.rcvtimeo = 0, 120_000
         keys = bench.keys["panda-0"]
         socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         socket.curve_serverkey = bench.server_keys.public.encode()
@@ -264,8 +265,10 @@ def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Benc
     endpoint = bench.server.endpoint
     bench.server.close()
     client = TunnelClient(endpoint, bench.keys["panda-0"], bench.server_keys.public, hello("panda-0"), limits=QUICK)
-    with client, pytest.raises(LinkDown, match="nothing listens there"):
-        client.wait_open(0.2)
+    with client:
+        until(lambda: "nothing listens there" in client.reason, "it says what is wrong")
+        with pytest.raises(LinkDown, match="nothing listens there"):
+            client.wait_open(0.2)
     assert client.state is TunnelState.CLOSED
     client.close()
     with pytest.raises(TunnelError):

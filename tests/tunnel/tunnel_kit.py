@@ -29,11 +29,12 @@ from user_sys.tunnel.server import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
 
 PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
-QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=2.0, handshake_s=2.0, backoff_min_s=0.01, backoff_max_s=0.1)
+# No peer is taken for dead because the machine is busy; a test whose subject is silence has limits of its own.
+QUICK = TunnelLimits(heartbeat_s=0.05, dead_after_s=60.0, handshake_s=60.0, backoff_min_s=0.01, backoff_max_s=0.1)
 CONFIG = GatewayConfig(tunnel=QUICK, report_s=0.05, retry_s=0.02)
 
 
-def until(condition: Callable[[], object], what: str, within_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, within_s: float = 120.0) -> None:
     """Polls until `condition` holds; fails with `what` after a deadline."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -105,7 +106,7 @@ class Site:
         self.clients.append(client)
         client.start()
         if wait:
-            client.wait_open(10)
+            client.wait_open(120)
         return client
 
 
@@ -132,7 +133,7 @@ def serving(run: Path, config: GatewayConfig = CONFIG) -> Iterator[Site]:
         for client in site.clients:
             client.close()
         stop.set()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
         assert not failures, failures
 
