@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-END_S = 240.0  # by then what is waited for has come, however busy the machine
+END_S = 600.0  # by then what is waited for has come, however busy the machine
 LEAVE_S = 120.0  # what Ray's processes may take to vanish after their driver has left
 
 

@@ -82,6 +82,7 @@ def require_summary(run: Path) -> dict[str, object]:
     return summary
 
 
+@pytest.mark.timeout(3600)
 def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "fleet"
     with train(tmp_path, "fleet.yaml", "--name", "fleet", seconds=600.0) as launch:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,8 @@ def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: Bench) -> 
 def test_a_silent_client_is_found_by_its_heartbeat(bench: Bench) -> None:
     client = bench.open("panda-0")
     until(lambda: bench.server.peers(), "open")
-    client._limits = client._limits.__class__(heartbeat_s=60)  # a client that falls silent
+    bench.server._limits = replace(QUICK, dead_after_s=1.0)
+    client._limits = replace(QUICK, heartbeat_s=600.0)  # a client that falls silent
     until(lambda: bench.handler.closed, "the silence is seen")
     assert "silent" in bench.handler.closed[0][1]
 
