@@ -67,6 +67,7 @@ class Change(enum.StrEnum):
     """What became of a resource, or (the last two) of a probe."""
 
     APPEARED = "appeared"
+    ABSENT = "absent"
     CHANGED = "changed"
     DEGRADED = "degraded"
     RECOVERED = "recovered"
@@ -254,10 +255,12 @@ class Discoverer:
 
 
 def what_changed(before: ResourceRecord | None, now: ResourceRecord) -> Change | None:
-    """The news in `now`; None where there is none. What is lost from the start is no news until it comes."""
+    """The news in `now`; None where there is none. ABSENT is what is known and was not there from the start."""
     lost = now.health is Health.LOST
-    if before is None or before.health is Health.LOST:
-        return None if lost else Change.APPEARED if before is None else Change.RETURNED
+    if before is None:
+        return Change.ABSENT if lost else Change.APPEARED
+    if before.health is Health.LOST:
+        return None if lost else Change.RETURNED
     if lost:
         return Change.VANISHED
     if now.trouble != before.trouble:

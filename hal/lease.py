@@ -79,8 +79,11 @@ class LeaseTable:
         held = [robot for robot, entry in self._entries.items() if entry.holder is not None]
         self._deadline_ns = dict.fromkeys(held, self._next_deadline())
 
-    def acquire(self, robot: str, holder: str) -> Lease:
-        """Gives `robot` to `holder` under a new token.
+    def acquire(self, robot: str, holder: str, floor: int = 0) -> Lease:
+        """Gives `robot` to `holder` under a new token, greater than all before it and than `floor`.
+
+        `floor` is the newest token that the robot's driver has seen, from another table perhaps: a robot that goes
+        from one run to another is fenced against the first one's sessions too.
 
         `holder` names one session for a person to read and stays the same when that session restarts: a holder that
         acquires again takes over from its former self at once.
@@ -97,7 +100,7 @@ class LeaseTable:
         entry = self._entries.get(robot, _Entry(token=0, holder=None))
         if entry.holder is not None and entry.holder != holder:
             raise LeaseHeld(f"{robot} is driven by {entry.holder} for at least {self._seconds_left(robot):.1f} s more")
-        fresh = _Entry(token=entry.token + 1, holder=holder)
+        fresh = _Entry(token=max(entry.token, floor) + 1, holder=holder)
         self._store(robot, fresh)
         self._deadline_ns[robot] = self._next_deadline()
         logger.info("lease.acquired robot=%s holder=%s token=%d", robot, holder, fresh.token)
@@ -185,10 +188,16 @@ class LeaseTable:
 class Fence:
     """The driver process's memory of the newest token; survives its restart. One thread calls it."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Raises LeaseError when the file at `path` cannot be read; None keeps the token in memory."""
-        self._path = path
-        self._newest = _read_token(path)
+    def __init__(self, *paths: Path) -> None:
+        """Args:
+            paths: files that hold the token, each written at every new one: one that lasts, and one that the drivers
+                of this robot share on this machine, whichever run they belong to. None keep the token in memory.
+
+        Raises:
+            LeaseError: a file cannot be read.
+        """
+        self._paths = paths
+        self._newest = max(map(_read_token, paths), default=0)
 
     @property
     def newest(self) -> int:
@@ -205,8 +214,8 @@ class Fence:
             return
         if token <= self._newest:
             raise StaleToken(f"token {token} is too old: this robot has been driven under token {self._newest}")
-        if self._path is not None:
-            replace_durably(self._path, str(token).encode())
+        for path in self._paths:
+            replace_durably(path, str(token).encode())
         self._newest = token
 
 
@@ -256,6 +265,16 @@ class MachineLock:
             return True
         finally:
             os.close(handle)
+
+    def owner(self) -> str:
+        """Who has it, in words, e.g. ``pid 4711 for runs/demo/edge/panda-0``; empty where nobody does. Never waits."""
+        if not self.held():
+            return ""
+        try:
+            said = ((self._folder or runtime_folder()) / f"{self._robot}.lock").read_text(errors="replace").strip()
+        except OSError:  # released, and removed by a person
+            return ""
+        return said or "another process"
 
     def release(self) -> None:
         """Gives the lock back; harmless where it is not taken. The file stays, or two could lock two files."""
@@ -315,8 +334,8 @@ def _read_table(path: Path | None) -> _Table:
     return table
 
 
-def _read_token(path: Path | None) -> int:
-    if path is None or not path.exists():
+def _read_token(path: Path) -> int:
+    if not path.exists():
         return 0
     try:
         return int(path.read_bytes())

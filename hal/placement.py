@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from hal.errors import PlacementError
+from hal.placement_words import explain
+from hal.request import Request
 from hal.resource import Health, Kind, ResourceRecord
 
-_GB = 1_000_000_000
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` resources of one sort. Empty fields ask for nothing in particular."""
-
-    kind: Kind
-    count: int = 1
-    model: str = ""
-    memory_bytes: int = 0
-    capabilities: tuple[str, ...] = ()
-    labels: dict[str, str] = {}
-
-    def admits(self, record: ResourceRecord) -> bool:
-        """True where the record is what is asked for, whatever its health."""
-        return (
-            record.kind is self.kind
-            and self.model in ("", record.model)
-            and record.memory_bytes >= self.memory_bytes
-            and set(self.capabilities) <= set(record.capabilities)
-            and self.labels.items() <= record.labels.items()
-        )
-
-    def __str__(self) -> str:
-        """In words and without the count, e.g. ``gpu with 24.0 GB``."""
-        demands = [f"{self.memory_bytes / _GB:.1f} GB"] * bool(self.memory_bytes) + list(self.capabilities)
-        demands += [f"{name}={value}" for name, value in sorted(self.labels.items())]
-        return f"{self.kind}{f' {self.model}' * bool(self.model)}{' with ' * bool(demands)}{', '.join(demands)}"
+MAX_COMBINATIONS = 10_000
+"""Of places for groups that are to be near each other, and of ways to share out processors: beyond them it is given up.
+A fleet of a hundred nodes and a job with two groups stay within it."""
 
 
 @dataclass(frozen=True)
@@ -49,51 +26,114 @@ class Placement:
 
 
 def place(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Placement:
-    """Finds distinct, ready records for all `requests`, if that is possible at all.
+    """Finds ready records for all `requests`, if that is possible at all; only computers are given out more than once.
 
     Among the free records that fit, the one with the least memory and then the first by name is preferred.
 
     Raises:
-        PlacementError: not all can be met at once; says what was asked, what there is, and what is missing.
+        PlacementError: not all can be met at once; says why as a colleague would.
     """
+    found = _search(requests, records)
+    if found is None:
+        raise PlacementError(_explain(requests, records))
+    return found
+
+
+def _search(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Placement | None:
     pool = sorted((r for r in records if r.health is Health.READY), key=lambda r: (r.memory_bytes, r.name))
+    groups = sorted({(request.near, request.near_by) for request in requests if request.near})
+    places = [_places(group, requests, pool) for group in groups]
+    for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
+        where = {group: place for (group, _), place in zip(groups, chosen, strict=True)}
+        if (placement := _match(requests, pool, where)) is not None:
+            return placement
+    return None
+
+
+def _places(group: tuple[str, str], requests: Sequence[Request], pool: Sequence[ResourceRecord]) -> list[str]:
+    """Where every request of the group finds something, by name."""
+    members = [request for request in requests if (request.near, request.near_by) == group]
+    each = [{member.place_of(record) for record in pool if member.admits(record)} for member in members]
+    return sorted(set.intersection(*each))
+
+
+def _match(requests: Sequence[Request], pool: Sequence[ResourceRecord], where: Mapping[str, str]) -> Placement | None:
+    """Whole resources and shares of computers are independent of each other once the places are chosen."""
     slots = [index for index, request in enumerate(requests) for _ in range(request.count)]
+
+    def fits(slot: int, record: ResourceRecord) -> bool:
+        request = requests[slots[slot]]
+        return request.admits(record) and (not request.near or request.place_of(record) == where[request.near])
+
+    whole = [slot for slot, index in enumerate(slots) if requests[index].kind is not Kind.COMPUTE]
+    shared = [slot for slot, index in enumerate(slots) if requests[index].kind is Kind.COMPUTE]
     taker: dict[int, int] = {}  # position in the pool -> slot
-    unmet = [slot for slot in range(len(slots)) if not _assign(slot, requests, slots, pool, taker, set())]
-    if unmet:
-        raise PlacementError(_explain(requests, records, Counter(slots[slot] for slot in unmet)))
-    chosen = {slot: pool[position] for position, slot in taker.items()}
+    if not all(_assign(slot, pool, fits, taker, set()) for slot in whole):
+        return None
+    shares = _share_out(shared, [requests[slots[slot]] for slot in shared], pool, fits)
+    if shares is None:
+        return None
+    chosen = {slot: pool[position] for position, slot in taker.items()} | shares
     return Placement(
         tuple(tuple(chosen[s] for s, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
     )
 
 
-def _assign(
-    slot: int,
-    requests: Sequence[Request],
-    slots: Sequence[int],
-    pool: Sequence[ResourceRecord],
-    taker: dict[int, int],
-    tried: set[int],
-) -> bool:
+Fits = Callable[[int, ResourceRecord], bool]
+
+
+def _assign(slot: int, pool: Sequence[ResourceRecord], fits: Fits, taker: dict[int, int], tried: set[int]) -> bool:
     """One augmenting path of Kuhn's algorithm: where no record is free, one may move to another slot that it fits."""
     for position in sorted(range(len(pool)), key=taker.__contains__):
-        if position in tried or not requests[slots[slot]].admits(pool[position]):
+        if position in tried or not fits(slot, pool[position]):
             continue
         tried.add(position)
-        if position not in taker or _assign(taker[position], requests, slots, pool, taker, tried):
+        if position not in taker or _assign(taker[position], pool, fits, taker, tried):
             taker[position] = slot
             return True
     return False
 
 
-def _explain(requests: Sequence[Request], records: Sequence[ResourceRecord], missing: Counter[int]) -> str:
-    asked = " and ".join(f"{request.count} x {request}" for request in requests)
-    there = "; ".join(f"{request}: {_inventory(request, records)}" for request in requests)
-    lacking = " and ".join(f"{number} x {requests[index]}" for index, number in sorted(missing.items()))
-    return f"asked for {asked}; there is {there}; missing {lacking}"
+def _share_out(
+    slots: Sequence[int], requests: Sequence[Request], pool: Sequence[ResourceRecord], fits: Fits
+) -> dict[int, ResourceRecord] | None:
+    """A computer for each slot, none beyond its processors and memory: the hungriest first, by trial."""
+    order = sorted(range(len(slots)), key=lambda i: (-requests[i].cores, -requests[i].memory_bytes, i))
+    free = {record.name: (record.cores, record.memory_bytes) for record in pool if record.kind is Kind.COMPUTE}
+    left = itertools.count()
+
+    def fill(depth: int) -> dict[int, ResourceRecord] | None:
+        if depth == len(order):
+            return {}
+        request, slot = requests[order[depth]], slots[order[depth]]
+        for record in pool:
+            if not fits(slot, record) or next(left) > MAX_COMBINATIONS:
+                continue
+            cores, memory_bytes = free[record.name]
+            if cores < request.cores or memory_bytes < request.memory_bytes:
+                continue
+            free[record.name] = (cores - request.cores, memory_bytes - request.memory_bytes)
+            if (rest := fill(depth + 1)) is not None:
+                return {slot: record, **rest}
+            free[record.name] = (cores, memory_bytes)
+        return None
+
+    return fill(0)
 
 
-def _inventory(request: Request, records: Sequence[ResourceRecord]) -> str:
-    fitting = sorted((r.name, r.health) for r in records if request.admits(r))
-    return ", ".join(f"{name} ({health})" for name, health in fitting) or "none"
+def _explain(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> str:
+    alone = [_search([request], records) is not None for request in requests]
+    missing = [request for request, possible in zip(requests, alone, strict=True) if not possible]
+    return explain(requests, missing or requests, records, together=not missing, relief=_relief(requests, records))
+
+
+def _relief(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
+    """The resources each of which, were it free alone, would make the whole job possible."""
+    found = []
+    for number, record in enumerate(records):
+        if record.health is Health.READY or not any(request.admits(record) for request in requests):
+            continue
+        freed = msgspec.structs.replace(record, health=Health.READY)
+        if _search(requests, [*records[:number], freed, *records[number + 1 :]]) is not None:
+            found.append(record)
+    return sorted(found, key=lambda record: record.name)

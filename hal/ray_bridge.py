@@ -50,6 +50,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_raylet_start_wait_time_s": "180",  # a busy machine takes longer than Ray's own minute
 }
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""

@@ -1,13 +1,13 @@
-"""The registry: which resources there are now, how they fare, and who has them.
+"""The registry: which resources there are now, how they fare, and who has them. It survives its own restart.
 
-Health is a state machine; a change that is not listed here raises:
+The health of a resource follows from three facts, each kept where it belongs; the first that applies counts:
 
 ============= ==================================================================================================
-READY         -> LEASED (`lease`), DRAINING (`drain`), QUARANTINED (`quarantine`), LOST (no heartbeat)
-LEASED        -> READY (`release`, or the lease ends), DRAINING, QUARANTINED and LOST (both end the lease)
-DRAINING      -> READY (`restore`), QUARANTINED, LOST. A lease in force goes on; no new one is given
-QUARANTINED   -> READY (`restore`), by a person only. It stays quarantined however often it comes and goes
-LOST          -> READY (a heartbeat, or it announces itself again), QUARANTINED
+QUARANTINED   a person ordered it (`hal.standing`), or it failed too often. Its lease ends. Only a person lifts it
+LOST          it was silent for too long. Its lease lapses: its holder may have it back where nobody took it since
+DRAINING      a person ordered it. The lease in force goes on; no other is given
+LEASED        a lease is in force (`hal.lease`)
+READY         none of these
 ============= ==================================================================================================
 """
 
@@ -15,114 +15,117 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
+from hal.diary import Diary, What
+from hal.durable import replace_durably
 from hal.errors import LeaseError, RegistryError
 from hal.lease import Lease, LeaseTable
 from hal.resource import Health, ResourceRecord
+from hal.standing import Order, OrderBook
 
 logger = logging.getLogger(__name__)
 
 LOST_AFTER_S = 5.0
+FAULT_WINDOW_S = 60.0
+MAX_FAULTS = 10  # within that time; one more is a quarantine
 _NS = 1_000_000_000
-
-_LEGAL = {
-    Health.READY: {Health.LEASED, Health.DRAINING, Health.QUARANTINED, Health.LOST},
-    Health.LEASED: {Health.READY, Health.DRAINING, Health.QUARANTINED, Health.LOST},
-    Health.DRAINING: {Health.READY, Health.QUARANTINED, Health.LOST},
-    Health.QUARANTINED: {Health.READY},
-    Health.LOST: {Health.READY, Health.QUARANTINED},
-}
+_NAME = "the registry"
 
 
 class Registry:
     """The resources of a run. One thread calls it and calls `expire` at least once a second."""
 
     def __init__(
-        self, leases: LeaseTable, clock: Callable[[], int] = time.monotonic_ns, lost_after_s: float = LOST_AFTER_S
+        self,
+        leases: LeaseTable,
+        folder: Path,
+        clock: Callable[[], int] = time.monotonic_ns,
+        lost_after_s: float = LOST_AFTER_S,
     ) -> None:
-        """Args:
-        leases: who drives what; the registry is the only one to change it.
-        clock: nanoseconds that only grow.
-        lost_after_s: a resource that is silent for longer is lost and its lease ends.
-        """
-        self._leases = leases
-        self._clock = clock
-        self._lost_after_ns = round(lost_after_s * _NS)
-        self._records: dict[str, ResourceRecord] = {}
-        self._seen_ns: dict[str, int] = {}
+        """Knows again what it knew before a restart; what does not announce itself then is lost.
 
-    def announce(self, record: ResourceRecord) -> ResourceRecord:
-        """Enters a resource, or takes one back that was lost; returns it with its present health.
-
-        What is described may have changed, health and note stay: a quarantine outlives a reconnection, and so does a
-        lease that is in force, e.g. from before the registry's restart.
-        """
-        known = self._records.get(record.name)
-        leased = self._leases.lease(record.name) is not None
-        if known is None or known.health is Health.LOST:
-            health = Health.LEASED if leased else Health.READY
-            entered = msgspec.structs.replace(record, health=health, note="")
-            logger.info("resource.found name=%s model=%s node=%s by=%s", *_identity(record), record.found_by)
-        else:
-            entered = msgspec.structs.replace(record, health=known.health, note=known.note)
-        self._records[record.name] = entered
-        self._seen_ns[record.name] = self._clock()
-        return entered
-
-    def heartbeat(self, name: str) -> None:
-        """Says that the resource is there; one that was lost is ready again. Raises RegistryError: never announced."""
-        if self.record(name).health is Health.LOST:
-            self._move(name, Health.READY)
-        self._seen_ns[name] = self._clock()
-
-    def lost(self, name: str) -> None:
-        """The resource is gone and its lease lapses; a quarantined one stays quarantined. Harmless where it is lost."""
-        record = self.record(name)
-        self._leases.lapse(name)
-        if record.health not in (Health.LOST, Health.QUARANTINED):
-            self._move(name, Health.LOST)
-
-    def expire(self) -> tuple[str, ...]:
-        """Ends leases that ran out and finds the resources that fell silent; returns those lost now, by name."""
-        for robot in self._leases.expire():
-            self._freed(robot)
-        silent_since = self._clock() - self._lost_after_ns
-        silent = tuple(
-            name
-            for name, record in sorted(self._records.items())
-            if self._seen_ns[name] < silent_since and record.health not in (Health.LOST, Health.QUARANTINED)
-        )
-        for name in silent:
-            self.lost(name)
-        return silent
-
-    def drain(self, name: str, person: str, why: str = "") -> None:
-        """Lets the lease in force end in its own time and gives no other. Raises RegistryError."""
-        self._move(name, Health.DRAINING, _note(person, why))
-
-    def quarantine(self, name: str, person: str, why: str = "") -> None:
-        """Takes the resource out of use at once; a lease in force ends. Raises RegistryError."""
-        self._move(name, Health.QUARANTINED, _note(person, why))
-        self._leases.revoke(name)
-
-    def restore(self, name: str, person: str) -> None:
-        """Puts a resource that was drained or quarantined back into use.
+        Args:
+            leases: who drives what; the registry is the only one to change it.
+            folder: of ``registry.json`` (what is known), ``orders.json`` (`hal.standing`) and ``drivers.jsonl``
+                (`hal.diary`).
+            clock: nanoseconds that only grow.
+            lost_after_s: a resource that is silent for longer is lost and its lease ends.
 
         Raises:
-            RegistryError: it is neither, or no person is named.
+            RegistryError: a file there is damaged.
         """
-        if self.record(name).health not in (Health.DRAINING, Health.QUARANTINED):
-            raise RegistryError(f"{name} is {self.record(name).health}: there is nothing to restore")
-        logger.info("resource.restored name=%s %s", name, _note(person, ""))
-        self._move(name, Health.READY)
-        if self._leases.lease(name) is not None:
-            self._move(name, Health.LEASED)
+        self._leases, self._clock = leases, clock
+        self._path = folder / "registry.json"
+        self._book = OrderBook(folder / "orders.json")
+        self._diary = Diary(folder / "drivers.jsonl")
+        self._lost_after_ns = round(lost_after_s * _NS)
+        self._known = {record.name: record for record in read_registry(folder)}
+        self._seen_ns = dict.fromkeys(self._known, clock())
+        self._lost: set[str] = set()
+        self._faults: dict[str, deque[tuple[int, str]]] = {}
+        self._orders: dict[str, Order] = {}
+        self._held = {name: lease for name in self._known if (lease := leases.lease(name)) is not None}
+        self._shown: tuple[ResourceRecord, ...] = ()
+        self._obey()
 
-    def lease(self, name: str, holder: str) -> Lease:
-        """Gives the resource to `holder`.
+    def announce(self, record: ResourceRecord) -> ResourceRecord:
+        """Enters a resource, or takes one back that was lost, or says that it is there; returns it as it is now.
+
+        What is described may have changed; a quarantine outlives a reconnection, and so does a lease that is in force,
+        e.g. from before the registry's restart.
+        """
+        name = record.name
+        if name not in self._known or name in self._lost:
+            logger.info(
+                "resource.found name=%s model=%s node=%s by=%s", name, record.model, record.node, record.found_by
+            )
+        self._lost.discard(name)
+        self._known[name] = record
+        self._seen_ns[name] = self._clock()
+        return self.record(name)
+
+    def fault(self, name: str, text: str) -> None:
+        """The resource failed: it dropped out, or a camera froze. One that does so too often is quarantined.
+
+        Raises:
+            RegistryError: never announced.
+        """
+        self._require(name)
+        faults = self._faults.setdefault(name, deque(maxlen=MAX_FAULTS + 1))
+        faults.append((self._clock(), text))
+        logger.warning("resource.fault name=%s: %s", name, text)
+        if len(self._recent(name)) > MAX_FAULTS:
+            why = f"{len(faults)} faults within {FAULT_WINDOW_S:g} s, the last: {text}"
+            self._book.give(name, "quarantined", _NAME, why)
+            faults.clear()
+            self._obey()
+
+    def expire(self) -> tuple[str, ...]:
+        """Ends leases that ran out, obeys new orders, and finds what fell silent; returns that by name."""
+        for robot in self._leases.expire():
+            self._ended(robot, "lapsed", "it was not renewed in time")
+        try:
+            self._obey()
+        except RegistryError as error:  # found while it runs: what stood before goes on standing
+            logger.error("registry.orders_unreadable %s", error)
+        silent_since = self._clock() - self._lost_after_ns
+        silent = tuple(
+            name for name in sorted(self._known) if name not in self._lost and self._seen_ns[name] < silent_since
+        )
+        self._lost.update(silent)
+        for name in silent:
+            self._leases.lapse(name)
+            self._ended(name, "lapsed", "the robot is silent")
+        self._keep()
+        return silent
+
+    def lease(self, name: str, holder: str, floor: int = 0) -> Lease:
+        """Gives the resource to `holder`, under a token greater than every one before it and than `floor`.
 
         Raises:
             LeaseHeld: another session has it; names the holder.
@@ -132,13 +135,9 @@ class Registry:
         self.expire()
         record = self.record(name)
         if record.health not in (Health.READY, Health.LEASED):
-            raise LeaseError(
-                f"{name} is {record.health}{': ' + record.note if record.note else ''}; it cannot be leased"
-            )
-        lease = self._leases.acquire(name, holder)
-        if record.health is Health.READY:
-            self._move(name, Health.LEASED)
-        return lease
+            note = f" {record.note}" if record.note else ""
+            raise LeaseError(f"{name} is {record.health}{note}; it cannot be leased")
+        return self._granted(self._leases.acquire(name, holder, floor), "granted")
 
     def renew(self, name: str, token: int) -> Lease:
         """Extends a lease, or gives one that ran out back to its holder where the robot is free still.
@@ -152,46 +151,99 @@ class Registry:
         record = self.record(name)
         if self._leases.lease(name) is None and record.health is not Health.READY:
             raise LeaseError(f"{name} is {record.health}; its lease has ended and cannot be renewed")
-        lease = self._leases.renew(name, token)
-        if record.health is Health.READY:
-            self._move(name, Health.LEASED)
-        return lease
+        return self._granted(self._leases.renew(name, token), "reinstated")
 
     def release(self, name: str, token: int) -> None:
         """Gives the resource back. Raises as `renew` does."""
         self.expire()
-        self.record(name)
+        self._require(name)
         self._leases.release(name, token)
-        self._freed(name)
+        self._ended(name, "released")
+        self._keep()
 
     def record(self, name: str) -> ResourceRecord:
         """The resource as it is now. Raises RegistryError and lists the names there are."""
-        if name not in self._records:
-            raise RegistryError(f"no resource {name!r}; there are {sorted(self._records)}")
-        return self._records[name]
+        known = self._require(name)
+        health, note = self._health(name)
+        faults = self._recent(name)
+        trouble = f"{len(faults)} fault(s) of late, the last: {faults[-1]}" if faults else known.trouble
+        return msgspec.structs.replace(known, health=health, note=note, trouble=trouble)
 
     def snapshot(self) -> tuple[ResourceRecord, ...]:
-        """All resources, lost ones too, by name."""
-        return tuple(self._records[name] for name in sorted(self._records))
+        """Every resource that was ever announced, by name."""
+        return tuple(self.record(name) for name in sorted(self._known))
 
-    def _freed(self, name: str) -> None:
-        record = self._records.get(name)
-        if record is not None and record.health is Health.LEASED:
-            self._move(name, Health.READY)
+    def _health(self, name: str) -> tuple[Health, str]:
+        order, lease = self._orders.get(name), self._leases.lease(name)
+        if order is not None and order.health is Health.QUARANTINED:
+            return Health.QUARANTINED, order.note
+        if name in self._lost:
+            return Health.LOST, ""
+        if order is not None:
+            return Health.DRAINING, order.note
+        return (Health.READY, "") if lease is None else (Health.LEASED, f"by {lease.holder}")
 
-    def _move(self, name: str, health: Health, note: str = "") -> None:
-        record = self.record(name)
-        if health not in _LEGAL[record.health]:
-            raise RegistryError(f"{name} is {record.health}; it cannot become {health}")
-        self._records[name] = msgspec.structs.replace(record, health=health, note=note)
-        logger.info("resource.health name=%s was=%s is=%s %s", name, record.health, health, note)
+    def _recent(self, name: str) -> list[str]:
+        since = self._clock() - round(FAULT_WINDOW_S * _NS)
+        return [text for when, text in self._faults.get(name, ()) if when >= since]
+
+    def _require(self, name: str) -> ResourceRecord:
+        if name not in self._known:
+            raise RegistryError(f"no resource {name!r}; there are {sorted(self._known)}")
+        return self._known[name]
+
+    def _obey(self) -> None:
+        """Takes in what people have ordered since the last time."""
+        before, self._orders = self._orders, self._book.read()
+        for name, order in self._orders.items():
+            if before.get(name) == order:
+                continue
+            self._diary.write(order.what, name, why=order.note)
+            if order.health is Health.QUARANTINED:
+                self._leases.revoke(name)
+                self._ended(name, "revoked", order.note)
+        for name in before.keys() - self._orders.keys():
+            self._faults.pop(name, None)
+            self._diary.write("restored", name)
+
+    def _granted(self, lease: Lease, what: What) -> Lease:
+        if self._held.get(lease.robot) != lease:
+            self._diary.write(what, lease.robot, holder=lease.holder, token=lease.token)
+        self._held[lease.robot] = lease
+        self._keep()
+        return lease
+
+    def _ended(self, name: str, what: What, why: str = "") -> None:
+        lease = self._held.pop(name, None)
+        if lease is not None:
+            self._diary.write(what, name, holder=lease.holder, token=lease.token, why=why)
+
+    def _keep(self) -> None:
+        """Writes down what has changed. A full disk costs the list its freshness, not the robots their leases."""
+        now = tuple(msgspec.structs.replace(record, load=0.0) for record in self.snapshot())
+        if now == self._shown:
+            return
+        for record in now:
+            before = next((old for old in self._shown if old.name == record.name), None)
+            if before is not None and before.health is not record.health:
+                logger.info(
+                    "resource.health name=%s was=%s is=%s %s", record.name, before.health, record.health, record.note
+                )
+        self._shown = now
+        try:
+            replace_durably(self._path, msgspec.json.encode(now))
+        except OSError as error:
+            logger.error("registry.not_kept %s", error)
 
 
-def _identity(record: ResourceRecord) -> tuple[str, str, str]:
-    return record.name, record.model, record.node
-
-
-def _note(person: str, why: str) -> str:
-    if not person.strip():
-        raise RegistryError("only a named person can drain, quarantine or restore a resource: give the name")
-    return f"by {person}: {why}" if why else f"by {person}"
+def read_registry(folder: Path) -> tuple[ResourceRecord, ...]:
+    """What a registry of that folder knows, or knew last. Raises RegistryError: the file is damaged."""
+    path = folder / "registry.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[ResourceRecord, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RegistryError(
+            f"the registry's file {path} cannot be read ({error}); delete it: robots enter anew"
+        ) from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
+from user_sys.hardware.grammar import add_hardware
 from user_sys.store.verbs.grammar import add_store
 from user_sys.tunnel import keys_cli
 
@@ -156,7 +157,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     }
     _add_evaluate(verbs)
     add_store(verbs)
-    _add_hardware(verbs)
+    add_hardware(verbs)
     _add_weights(verbs)
     keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
     return parser, named
@@ -272,14 +273,6 @@ def _add_evaluate(verbs: Any) -> None:
     verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
     verb.add_argument("--json", action="store_true", help="for other programs")
     verb.set_defaults(runs=("user_sys.results", "evaluate_main"))
-
-
-def _add_hardware(verbs: Any) -> None:
-    hardware = verbs.add_parser("hardware", help="look at robots and GPUs")
-    orders = hardware.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
-    listing = orders.add_parser("list", help="what this machine has")
-    listing.add_argument("--json", action="store_true", help="for other programs")
-    listing.set_defaults(runs=("user_sys.launch", "hardware_main"))
 
 
 def _add_weights(verbs: Any) -> None:

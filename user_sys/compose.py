@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hal.discovery import Probe, installed_probes, lazily
+from hal.doctor import Library
 from hal.errors import SpecError
+from hal.probes import configured_robots
 from hal.spec import RobotSpec
 from hal.station import (
     Station,
@@ -43,6 +45,8 @@ class RobotConfig:
         options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
         teleoperators: input devices on the robot's computer, each with its ``kind`` (gamepad, keyboard, spacemouse,
             lerobot) and its own settings.
+        address: ``HOST:PORT`` of a robot that is reached over a network; discovery looks whether something listens.
+        labels: facts that placement may ask for, such as ``site``.
         link: an emulated network between a run's gateway and the robot's session (`sim.link_config.LinkConfig`); empty
             is none.
     """
@@ -56,6 +60,8 @@ class RobotConfig:
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
     teleoperators: tuple[dict[str, Any], ...] = ()
+    address: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
     link: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,13 +113,30 @@ _PROBES: dict[str, tuple[str, str]] = {"lerobot": ("robots.lerobot_probe", "prob
 """Probes of our drivers, by module and function (`hal.discovery`)."""
 
 
-def probes() -> dict[str, Probe]:
-    """Everything that looks for hardware on this computer: the hardware layer's, our drivers', installed packages'."""
+LIBRARIES = (
+    Library("mujoco", "the driver sim", "user-sys[sim]"),
+    Library("lerobot", "the driver lerobot", "user-sys[lerobot]"),
+    Library("pygame", "gamepads", "user-sys[devices]"),
+    Library("pyspacemouse", "SpaceMice", "user-sys[devices]"),
+)
+"""What our drivers and input devices import when they are used."""
+
+
+def probes(robots: Sequence[RobotConfig] = ()) -> dict[str, Probe]:
+    """Everything that looks for hardware: for the robots that a config names, the hardware layer's own probes, our
+    drivers', and those of installed packages. Raises ConfigError: a robot that cannot be built."""
+    found: dict[str, Probe] = {}
+    if robots:
+        found["config"] = configured_robots(
+            {robot.name: robot_spec(robot) for robot in robots},
+            addresses={robot.name: robot.address for robot in robots if robot.address},
+            labels={robot.name: robot.labels for robot in robots},
+        )
 
     def loader(module: str, function: str) -> Callable[[], Any]:
         return lambda: getattr(import_module(module), function)
 
-    return installed_probes() | {name: lazily(loader(*where)) for name, where in _PROBES.items()}
+    return found | installed_probes() | {name: lazily(loader(*where)) for name, where in _PROBES.items()}
 
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import socket
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from hal.discovery import discover
-from hal.probes import configured_robots
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
 from hal.resource import local_node
 from hal.spec import RobotSpec
@@ -26,6 +23,7 @@ from user_sys.compose import link_settings, probes, robot_spec
 from user_sys.config import load, save
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
+from user_sys.edge.driver_wire import WAITING
 from user_sys.errors import RunError, WireError
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
@@ -88,19 +86,6 @@ def _launch(args: Namespace, verb: str) -> int:
     if summary.success < config.evaluation.required:
         console.print(f"this is below the {config.evaluation.required:.0%} that the configuration requires")
         return 1
-    return 0
-
-
-def hardware_main(args: Namespace) -> int:
-    """``user-sys hardware list``: what this machine has."""
-    records = discover(probes()).records
-    if args.json:
-        Console().print_json(json.dumps([json.loads(record.to_json()) for record in records]))
-        return 0
-    table = Table("name", "kind", "model", "node", "health", "found by", box=None)
-    for record in records:
-        table.add_row(record.name, record.kind, record.model, record.node, record.health, record.found_by)
-    Console().print(table)
     return 0
 
 
@@ -191,6 +176,7 @@ class Run:
         self._cluster: Cluster | None = None
         self._failed: set[str] = set()
         self._missing: dict[str, str] = {}  # robots that never came up, and why
+        self._waits: dict[str, str] = {}  # robots that others drive, as it was told
         self._nodes: tuple[Node, ...] = ()
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
@@ -251,7 +237,7 @@ class Run:
         )
 
     def _start_cluster(self) -> Cluster:
-        records = discover({"config": configured_robots(self._specs), **probes()}).records
+        records = discover(probes(self._config.robots)).records
         settings = self._config.ray
         if settings.address:
             return connect(settings.address)
@@ -350,17 +336,25 @@ class Run:
         """Tells of robots whose driver ends by itself at each start. Raises RunError when there is no other."""
         for robot in self._config.robots:
             status = statuses[f"{robot.name}-driver"]
+            words = last_words(self._folder.log(f"{robot.name}-driver"))
             gone = status.restarts >= STARTS_OF_A_ROBOT - 1 and (status.last_exit or 0) > 0
             if robot.name in self.monitor.heard:
                 self._missing.pop(robot.name, None)
+            elif words.startswith(WAITING):
+                self._tell_of_wait(robot.name, f"{robot.name} waits: {words.removeprefix(WAITING)}", display)
             elif gone and robot.name not in self._missing:
                 path = self._folder.log(f"{robot.name}-driver")
                 self._missing[robot.name] = (
-                    f"{robot.name} cannot be driven: {last_words(path) or 'it said nothing here'}; see {path}"
+                    f"{robot.name} cannot be driven: {words or 'it said nothing here'}; see {path}"
                 )
                 display.say(self._missing[robot.name])
         if self._missing and len(self._missing) == len(self._config.robots):
             raise RunError("; ".join(self._missing.values()))
+
+    def _tell_of_wait(self, robot: str, text: str, display: ProgressDisplay) -> None:
+        if self._waits.get(robot) != text:
+            self._waits[robot] = text
+            display.say(text)
 
     def _guests(self) -> int:
         """Robots that came in from computers of their own and are connected still."""

@@ -6,7 +6,7 @@ frame with bulk bytes. Each channel decodes only its own union, so a message on 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -80,11 +80,15 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
 
 
 class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
-    """A session asks to drive `robot`, or renews when `token` is the one it holds."""
+    """A session asks to drive `robot`, or renews when `token` is the one it holds.
+
+    `floor` is the newest token that the robot's driver has seen: what is granted must be greater.
+    """
 
     robot: str
     holder: str
     token: int = 0
+    floor: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
@@ -145,6 +149,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
 
     `dropped_episodes`: given up by its outbox for want of room, since the outbox was made.
     `refused_realtime`: what its driver asked the system for and was refused, so that its control rate may waver.
+    `faults`: how often its hardware failed since its session started; `note` tells of the last.
     """
 
     robot: str
@@ -160,6 +165,7 @@ class RobotStatus(Message, frozen=True, kw_only=True, tag="robot-status"):
     safety_interventions: int
     dropped_episodes: int = 0
     refused_realtime: str = ""
+    faults: int = 0
     note: str = ""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hal.request import Request
+from hal.resource import Kind
 from user_sys.compose import PolicyConfig, RobotConfig, link_command, require_unique_names
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.outbox import OutboxConfig
@@ -16,6 +18,7 @@ from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.learner.service import LearnerConfig
 from user_sys.metrics import LoggingConfig
+from user_sys.needs import NeedConfig
 from user_sys.weights.inlet import InletConfig
 
 
@@ -52,13 +55,14 @@ class RayConfig:
 class RunConfig:
     """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
 
-    `robots` are those that the run itself drives; others come in over the tunnel.
+    `robots` are those that the run itself drives; others come in over the tunnel. `needs` is what it needs besides.
     """
 
     name: str = ""
     runs: Path = Path("runs")
     seed: int = 0
     robots: tuple[RobotConfig, ...] = ()
+    needs: tuple[NeedConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
@@ -74,6 +78,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_unique_names(self.robots)
+
+    def requests(self) -> tuple[Request, ...]:
+        """The robots that it names, and its needs, as one request for placement."""
+        named = [Request(kind=Kind.ROBOT, name=robot.name) for robot in self.robots]
+        return (*named, *(need.request() for need in self.needs))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from edge_kit import END_S, RIGHT, STILL, NodeProcess, driver_process, error_lines, until
 
-from hal.errors import HalError, HardwareLost, SpecError, StaleToken
+from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError, StaleToken
 from hal.safety import Reason
 from user_sys.codec import encode_packet
 from user_sys.compose import RobotConfig
@@ -214,14 +214,41 @@ def test_talk_that_commands_nothing_does_not_put_the_hold_off(driver: NodeProces
         until(lambda: chatty.describe() or driver.log.count("watchdog.hold") > before, "it holds while somebody talks")
 
 
-def test_a_second_driver_process_is_told_who_has_the_robot(driver: NodeProcess, tmp_path: Path) -> None:
+def test_of_two_runs_with_one_arm_one_waits_and_is_told_why_and_the_first_ones_zombie_is_refused_by_token(
+    driver: NodeProcess, tmp_path: Path
+) -> None:
     driver.says("watchdog.hold")
-    with driver_process(tmp_path / "other", FAKE) as second:
-        assert second.process.wait(END_S) == CANNOT_RUN
-        (line,) = error_lines(second.log)
-        assert f"fake-0 is driven on this machine by pid {driver.process.pid}" in line and str(tmp_path) in line
-    with session(1) as client:
-        assert client.command(STILL).applied is not None
+    with (
+        RemoteDriver("fake-0", token=5) as zombie,
+        RemoteDriver("fake-0", owner=str(tmp_path / "other")) as waiting,
+        driver_process(tmp_path / "other", FAKE) as second,
+    ):
+        zombie.attach()
+        assert zombie.command(STILL).applied is not None
+        second.says(f"robot.waiting fake-0 is driven on this machine by pid {driver.process.pid} for {tmp_path}")
+        with pytest.raises(LeaseHeld, match=f"fake-0 is driven on this machine for {tmp_path}"):
+            waiting.describe()
+        waiting.token = 6
+        with pytest.raises(LeaseHeld):
+            waiting.attach()
+        assert zombie.command(STILL).applied is not None, "who waits disturbs nobody"
+        driver.process.send_signal(signal.SIGTERM)
+        assert driver.process.wait(60) == 0
+        second.says("watchdog.hold")
+        until(lambda: _described(waiting), "the second run has its turn", 60)
+        assert waiting.newest_token == 5, "the first run's token is known to the second one's driver"
+        waiting.attach()
+        with pytest.raises(StaleToken, match="token 5 is too old: this robot has been driven under token 6"):
+            zombie.command(RIGHT)
+        assert waiting.command(STILL).applied is not None
+
+
+def _described(driver: RemoteDriver) -> bool:
+    try:
+        driver.describe(1.0)
+        return True
+    except (HardwareLost, LeaseHeld):
+        return False
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,12 @@ def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
     assert found.failures == {"stuck": "it has not answered within 0.05 s"}
 
 
-def test_load_is_no_news_and_what_was_never_there_neither() -> None:
+def test_load_is_no_news_and_what_is_known_and_not_there_is_told_once() -> None:
     assert what_changed(ARM, msgspec.structs.replace(ARM, load=0.5)) is None
     assert what_changed(ARM, msgspec.structs.replace(ARM, memory_bytes=1)) is Change.CHANGED
-    assert what_changed(None, msgspec.structs.replace(ARM, health=Health.LOST)) is None
+    gone = msgspec.structs.replace(ARM, health=Health.LOST)
+    assert what_changed(None, gone) is Change.ABSENT
+    assert what_changed(gone, msgspec.structs.replace(gone, trouble="still")) is None
 
 
 def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_says_of_itself() -> None:

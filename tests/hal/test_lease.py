@@ -183,7 +183,7 @@ def test_a_fence_remembers_across_a_restart(tmp_path: Path) -> None:
 
 def test_a_fence_without_a_session_admits_nothing() -> None:
     with pytest.raises(StaleToken):
-        Fence(None).admit(0)
+        Fence().admit(0)
 
 
 def test_a_damaged_fence_is_never_opened(tmp_path: Path) -> None:
@@ -248,3 +248,21 @@ def test_whether_a_machine_lock_is_held_can_be_asked_without_taking_it(tmp_path:
     assert not asker.held()
     with asker:
         assert asker.held()
+
+
+def test_tokens_grow_beyond_what_the_driver_has_seen_of_another_run(clock: Clock) -> None:
+    table = LeaseTable(None, clock=clock)
+    assert table.acquire("panda-0", "run b", floor=41).token == 42
+    table.release("panda-0", 42)
+    assert table.acquire("panda-0", "run b", floor=7).token == 43
+
+
+def test_a_fence_knows_what_the_robots_drivers_share_and_what_lasts(tmp_path: Path) -> None:
+    Fence(tmp_path / "a", tmp_path / "shared").admit(7)
+    other = Fence(tmp_path / "b", tmp_path / "shared")
+    assert other.newest == 7
+    with pytest.raises(StaleToken):
+        other.admit(6)
+    other.admit(8)
+    (tmp_path / "shared").unlink()
+    assert Fence(tmp_path / "b", tmp_path / "shared").newest == 8

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hal.diary import read_diary
 from hal.errors import LeaseError, LeaseHeld, RegistryError, StaleToken
 from hal.lease import LeaseTable
-from hal.registry import Registry
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, Registry
 from hal.resource import Health, Kind, ResourceRecord
+from hal.standing import OrderBook
 
+GPU = ResourceRecord(kind=Kind.GPU, name="gpu", model="x", node="desk")
 ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
 
 
@@ -29,10 +32,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def registry(clock: Clock) -> Registry:
-    registry = Registry(LeaseTable(None, ttl_s=10, clock=clock), clock, lost_after_s=5)
+def registry(clock: Clock, tmp_path: Path) -> Registry:
+    registry = Registry(LeaseTable(None, ttl_s=10, clock=clock), tmp_path, clock, lost_after_s=5)
     registry.announce(ARM)
     return registry
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> OrderBook:
+    """What a person writes into, from another process perhaps."""
+    return OrderBook(tmp_path / "orders.json")
 
 
 def health(registry: Registry) -> Health:
@@ -52,7 +61,7 @@ def test_a_lease_that_runs_out_makes_the_robot_ready(registry: Registry, clock: 
     registry.lease("panda-0", "alice")
     for _ in range(3):
         clock.now_s += 4
-        registry.heartbeat("panda-0")
+        registry.announce(ARM)
         registry.expire()
     assert health(registry) is Health.READY
     assert registry.lease("panda-0", "bob").token == 2
@@ -62,15 +71,15 @@ def test_renewal_keeps_the_lease(registry: Registry, clock: Clock) -> None:
     lease = registry.lease("panda-0", "alice")
     for _ in range(5):
         clock.now_s += 4
-        registry.heartbeat("panda-0")
+        registry.announce(ARM)
         assert registry.renew("panda-0", lease.token) == lease
 
 
 def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Registry, clock: Clock) -> None:
     lease = registry.lease("panda-0", "alice")
-    registry.announce(ResourceRecord(kind=Kind.GPU, name="gpu", model="x", node="desk"))
+    registry.announce(GPU)
     clock.now_s += 4
-    registry.heartbeat("gpu")
+    registry.announce(GPU)
     clock.now_s += 2
     assert registry.expire() == ("panda-0",)
     assert registry.expire() == ()
@@ -79,14 +88,14 @@ def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Regis
         registry.renew("panda-0", lease.token)
     with pytest.raises(LeaseError, match="panda-0 is lost"):
         registry.lease("panda-0", "alice")
-    registry.heartbeat("panda-0")
+    registry.announce(ARM)
     assert health(registry) is Health.READY
     assert registry.lease("panda-0", "alice").token > lease.token
 
 
-def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(registry: Registry) -> None:
-    registry.lost("panda-0")
-    registry.lost("panda-0")
+def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(registry: Registry, clock: Clock) -> None:
+    clock.now_s += 60
+    assert registry.expire() == ("panda-0",)
     moved = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="bench")
     assert registry.announce(moved).health is Health.READY
     assert registry.record("panda-0").node == "bench"
@@ -98,16 +107,16 @@ def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
     lease = registry.lease("panda-0", "alice")
     clock.now_s += 3600
     assert registry.expire() == ("panda-0",)
-    registry.heartbeat("panda-0")
+    registry.announce(ARM)
     assert registry.renew("panda-0", lease.token) == lease
     assert health(registry) is Health.LEASED
     clock.now_s += 3600
     registry.expire()
-    registry.heartbeat("panda-0")
+    registry.announce(ARM)
     newer = registry.lease("panda-0", "bob")
     clock.now_s += 3600
     registry.expire()
-    registry.heartbeat("panda-0")
+    registry.announce(ARM)
     with pytest.raises(StaleToken):
         registry.renew("panda-0", lease.token)
     assert registry.renew("panda-0", newer.token) == newer
@@ -119,67 +128,143 @@ def test_a_reconnection_keeps_the_lease(registry: Registry) -> None:
     registry.renew("panda-0", lease.token)
 
 
-def test_a_lease_survives_the_registrys_restart(tmp_path: Path, clock: Clock) -> None:
-    path = tmp_path / "leases.json"
-    registry = Registry(LeaseTable(path, clock=clock), clock)
+def test_leases_and_what_is_known_survive_the_registrys_restart(tmp_path: Path, clock: Clock) -> None:
+    leases = tmp_path / "leases.json"
+    registry = Registry(LeaseTable(leases, clock=clock), tmp_path, clock)
     registry.announce(ARM)
+    registry.announce(GPU)
     lease = registry.lease("panda-0", "alice")
-    registry = Registry(LeaseTable(path, clock=clock), clock)
-    assert registry.announce(ARM).health is Health.LEASED
+    registry = Registry(LeaseTable(leases, clock=clock), tmp_path, clock)
+    assert [(r.name, r.health, r.note) for r in registry.snapshot()] == [
+        ("gpu", Health.READY, ""),
+        ("panda-0", Health.LEASED, "by alice"),
+    ]
+    assert registry.renew("panda-0", lease.token) == lease
+    clock.now_s += 6
+    registry.announce(ARM)
+    assert registry.expire() == ("gpu",), "it did not announce itself again"
     assert registry.renew("panda-0", lease.token) == lease
 
 
-def test_a_quarantine_ends_the_lease_and_lasts_until_a_person_lifts_it(registry: Registry, clock: Clock) -> None:
+def test_a_quarantine_ends_the_lease_and_lasts_until_a_person_lifts_it(
+    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+) -> None:
     lease = registry.lease("panda-0", "alice")
-    registry.quarantine("panda-0", "carol", "oil on the floor")
-    for step in (lambda: registry.lost("panda-0"), lambda: registry.announce(ARM), registry.expire):
+    book.give("panda-0", "quarantined", "carol", "oil on the floor")
+    for step in (registry.expire, lambda: registry.announce(ARM), registry.expire):
         step()
         clock.now_s += 60
         assert health(registry) is Health.QUARANTINED
-    with pytest.raises(LeaseError, match="quarantined: by carol: oil on the floor"):
+    restarted = Registry(LeaseTable(None, clock=clock), tmp_path, clock)
+    assert health(restarted) is Health.QUARANTINED
+    with pytest.raises(LeaseError, match="panda-0 is quarantined by carol: oil on the floor"):
         registry.lease("panda-0", "alice")
     with pytest.raises(LeaseError):
         registry.renew("panda-0", lease.token)
-    registry.restore("panda-0", "carol")
-    registry.heartbeat("panda-0")
+    book.lift("panda-0", "carol")
+    registry.announce(ARM)
     assert registry.lease("panda-0", "alice").token > lease.token
 
 
-def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry) -> None:
+def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry, book: OrderBook) -> None:
     lease = registry.lease("panda-0", "alice")
-    registry.drain("panda-0", "carol", "maintenance")
+    book.give("panda-0", "draining", "carol", "maintenance")
     registry.renew("panda-0", lease.token)
     registry.release("panda-0", lease.token)
     assert health(registry) is Health.DRAINING
-    with pytest.raises(LeaseError, match="draining"):
+    with pytest.raises(LeaseError, match="draining by carol: maintenance"):
         registry.lease("panda-0", "bob")
-    registry.restore("panda-0", "carol")
+    book.lift("panda-0", "carol")
+    registry.expire()
     assert health(registry) is Health.READY
 
 
-def test_lifting_a_drain_gives_the_running_session_its_lease_back(registry: Registry) -> None:
+def test_lifting_a_drain_leaves_the_running_session_its_lease(registry: Registry, book: OrderBook) -> None:
     lease = registry.lease("panda-0", "alice")
-    registry.drain("panda-0", "carol")
-    registry.restore("panda-0", "carol")
+    book.give("panda-0", "draining", "carol")
+    registry.expire()
+    book.lift("panda-0", "carol")
+    registry.expire()
     assert health(registry) is Health.LEASED
     registry.release("panda-0", lease.token)
 
 
-def test_steps_that_the_health_does_not_allow_raise(registry: Registry) -> None:
-    with pytest.raises(RegistryError, match="nothing to restore"):
-        registry.restore("panda-0", "carol")
-    registry.quarantine("panda-0", "carol")
-    for step in (registry.drain, registry.quarantine):
-        with pytest.raises(RegistryError, match="cannot become"):
-            step("panda-0", "carol")
+def test_an_order_has_a_person_and_lifting_needs_one_that_stands(book: OrderBook) -> None:
+    with pytest.raises(RegistryError, match="nothing to lift"):
+        book.lift("panda-0", "carol")
     with pytest.raises(RegistryError, match="named person"):
-        registry.restore("panda-0", " ")
+        book.give("panda-0", "draining", " ")
+    book.give("panda-0", "draining", "carol")
+    with pytest.raises(RegistryError, match="named person"):
+        book.lift("panda-0", "")
+
+
+def test_damaged_orders_stop_a_start_and_change_nothing_while_it_runs(
+    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+) -> None:
+    book.give("panda-0", "quarantined", "carol")
+    registry.expire()
+    book.path.write_bytes(b"{")
+    registry.expire()
+    assert health(registry) is Health.QUARANTINED
+    with pytest.raises(RegistryError, match="cannot be read"):
+        Registry(LeaseTable(None, clock=clock), tmp_path, clock)
+
+
+def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_then_is_not(
+    registry: Registry, book: OrderBook, clock: Clock
+) -> None:
+    for _ in range(MAX_FAULTS):
+        registry.fault("panda-0", "camera front froze")
+        clock.now_s += 1
+    assert (health(registry), registry.record("panda-0").trouble) == (
+        Health.READY,
+        "10 fault(s) of late, the last: camera front froze",
+    )
+    clock.now_s += FAULT_WINDOW_S
+    registry.announce(ARM)
+    assert registry.record("panda-0").trouble == ""
+    for _ in range(MAX_FAULTS + 1):
+        registry.fault("panda-0", "it dropped out")
+    assert health(registry) is Health.QUARANTINED
+    assert registry.record("panda-0").note == "by the registry: 11 faults within 60 s, the last: it dropped out"
+    book.lift("panda-0", "carol")
+    registry.expire()
+    assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")
+
+
+def test_who_drove_what_when_can_be_read_afterwards(
+    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+) -> None:
+    first = registry.lease("panda-0", "alice")
+    registry.renew("panda-0", first.token)
+    registry.release("panda-0", first.token)
+    second = registry.lease("panda-0", "bob")
+    clock.now_s += 3600
+    registry.expire()
+    registry.announce(ARM)
+    registry.renew("panda-0", second.token)
+    book.give("panda-0", "quarantined", "carol", "oil")
+    registry.expire()
+    book.lift("panda-0", "carol")
+    registry.expire()
+    diary = read_diary(tmp_path / "drivers.jsonl")
+    assert [(e.what, e.holder, e.token, e.why) for e in diary] == [
+        ("granted", "alice", 1, ""),
+        ("released", "alice", 1, ""),
+        ("granted", "bob", 2, ""),
+        ("lapsed", "bob", 2, "it was not renewed in time"),
+        ("reinstated", "bob", 2, ""),
+        ("quarantined", "", 0, "by carol: oil"),
+        ("revoked", "bob", 2, "by carol: oil"),
+        ("restored", "", 0, ""),
+    ]
+    assert all(entry.resource == "panda-0" and entry.unix_s > 1.7e9 for entry in diary)
 
 
 def test_an_unknown_resource_raises_and_names_those_that_there_are(registry: Registry) -> None:
     for call in (
-        lambda: registry.heartbeat("ur-0"),
-        lambda: registry.lost("ur-0"),
+        lambda: registry.fault("ur-0", "it froze"),
         lambda: registry.lease("ur-0", "alice"),
         lambda: registry.renew("ur-0", 1),
         lambda: registry.release("ur-0", 1),

@@ -32,6 +32,7 @@ class RemoteDriver:
     Attributes:
         spec, task: known after `describe` or `attach`.
         refused_realtime: what the driver process asked of the system in vain; empty where it has all that it wants.
+        newest_token: the newest token that the driver has seen.
         real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
         reduced: a person drives or is near: the safety kernel allows ``limits.reduced_speed`` of each speed only.
     """
@@ -39,11 +40,13 @@ class RemoteDriver:
     spec: RobotSpec
     task: TaskCard
 
-    def __init__(self, robot: str, *, token: int = 0) -> None:
-        self.robot, self.token = robot, token
+    def __init__(self, robot: str, *, token: int = 0, owner: str = "") -> None:
+        """`owner`: the state folder of the robot; a driver that drives it for another is not attached to."""
+        self.robot, self.token, self._owner = robot, token, owner
         self.session = f"pid {os.getpid()}"
         self.real_time = self.reduced = False
         self.refused_realtime = ""
+        self.newest_token = 0
         self._socket: zmq.Socket[bytes] | None = None
         self._address = endpoint(robot)
         self._life_sign = MachineLock(robot)  # the driver process has it as long as it lives
@@ -64,12 +67,13 @@ class RemoteDriver:
 
         Raises:
             StaleToken: a newer session has the robot.
+            LeaseHeld: the robot is driven for another run.
             HardwareLost: no driver process answers within the deadline.
         """
         self._introduce("attach", deadline_s)
 
     def describe(self, deadline_s: float = REPLY_DEADLINE_S) -> None:
-        """Learns spec and task without a token. Raises HardwareLost as `attach` does."""
+        """Learns spec and task without a token. Raises LeaseHeld and HardwareLost as `attach` does."""
         self._introduce("describe", deadline_s)
 
     def _introduce(self, order: Order, deadline_s: float) -> None:
@@ -77,6 +81,7 @@ class RemoteDriver:
         if reply.spec is None or reply.task is None:
             raise HardwareLost(f"the driver of {self.robot} did not say what it drives")
         self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
+        self.newest_token = reply.newest_token
 
     def reset(self, seed: int) -> Tick:
         return self._tick(*self._ask("reset", seed=seed))
@@ -119,6 +124,7 @@ class RemoteDriver:
             real_time=self.real_time,
             reduced=self.reduced,
             person=person,
+            owner=self._owner if order in ("describe", "attach") else "",
         )
         socket.send(encode_packet(request, arrays or {}))
         self._await_reply(socket, order, deadline_s)

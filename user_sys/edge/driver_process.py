@@ -8,11 +8,14 @@ When the robot itself is lost the process says so and ends with exit status 4: i
 starting is connecting. Nothing of the lost connection lives on in it; e-stop latch and fence are on the disk. What the
 robot does while nobody is connected is its own safe state. Exit status 2 says that starting again will not help.
 
+Where another run of this machine drives the robot, it waits for its turn and says for whom.
+
 It imports no torch, opens no network connection, and listens on one socket in a folder that only its user can enter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -24,8 +27,8 @@ from pathlib import Path
 
 import zmq
 
-from hal.errors import HalError, HardwareLost, SpecError
-from hal.lease import Fence, MachineLock
+from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError
+from hal.lease import Fence, MachineLock, runtime_folder
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, Array
 from hal.station import Station
@@ -34,7 +37,7 @@ from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
-from user_sys.edge.driver_wire import Reply, Request, TaskCard, endpoint
+from user_sys.edge.driver_wire import WAITING, Reply, Request, TaskCard, endpoint
 from user_sys.edge.realtime import claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -45,6 +48,7 @@ MAX_REQUEST_BYTES = 1 << 20
 MAX_WAITING = 32  # requests that came in the middle of a control period
 SLEEP_NS = 2_000_000  # the end of a control period is slept through: polling counts in milliseconds
 LINGER_MS = 200  # for the last reply
+TURN_EVERY_S = 0.5
 CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
 
 
@@ -62,14 +66,16 @@ class DriverServer:
         fence: Fence,
         address: str,
         clock: Callable[[], int] = time.monotonic_ns,
+        owner: str = "",
     ) -> None:
         """Args:
         fence: remembers the newest session's token.
         address: of the local socket.
         clock: nanoseconds; control periods and the watchdog go by it.
+        owner: the state folder that the robot is driven for; sessions of another are refused.
         """
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
-        self._clock = clock
+        self._clock, self._owner = clock, owner
         self._period_ns = int(driver.spec.period_s * 1e9)
         self._next_ns = self._hold_at_ns = clock()
         self._held = 0
@@ -141,6 +147,8 @@ class DriverServer:
         if request.order == "e-stop":
             self._driver.emergency_stop(request.person)
             return Reply(), {}
+        if request.owner and self._owner and request.owner != self._owner:
+            raise LeaseHeld(f"{self._station.name} is driven on this machine for {self._owner}")
         if request.order == "describe":
             return self._card(), {}
         self._fence.admit(request.token)
@@ -155,7 +163,12 @@ class DriverServer:
     def _card(self) -> Reply:
         task = self._station.task
         card = TaskCard(name=task.name, sentence=task.sentence, max_steps=task.max_steps)
-        return Reply(spec=self._driver.spec, task=card, refused_realtime=self.refused_realtime)
+        return Reply(
+            spec=self._driver.spec,
+            task=card,
+            refused_realtime=self.refused_realtime,
+            newest_token=self._fence.newest,
+        )
 
     def _advance(
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
@@ -231,7 +244,7 @@ def main(argv: list[str]) -> int:
     """Runs one robot's driver until SIGTERM. `argv`: the robot's YAML file and its state folder.
 
     The exit status is 0; `ROBOT_LOST` when the robot does not answer or went away; `CANNOT_RUN` for everything else
-    that is told in one line: a configuration that cannot be used, or another process that drives the robot.
+    that is told in one line, such as a configuration that cannot be used.
     """
     configure_logging()
     try:
@@ -247,7 +260,14 @@ def main(argv: list[str]) -> int:
 
 def _run(config: RobotConfig, state: Path) -> None:
     state.mkdir(parents=True, exist_ok=True)
-    with MachineLock(config.name, holder=f"driver process of {state.resolve()}"):
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    lock = MachineLock(config.name, holder=f"for {state.resolve()}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        if not _await_turn(lock, stop):
+            return
         station = build_station(config)
         kernel = SafetyKernel(station.robot.spec, latch_path=state / "e-stop.json")
         driver = Driver(
@@ -258,9 +278,10 @@ def _run(config: RobotConfig, state: Path) -> None:
             frame_stride=config.frame_stride,
             teleoperators=station.teleoperators,
         )
-        server = DriverServer(driver, station, Fence(state / "fence.json"), endpoint(config.name))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: server.stop.set())
+        server = DriverServer(
+            driver, station, _fence(config.name, state), endpoint(config.name), owner=str(state.resolve())
+        )
+        server.stop = stop
         try:
             driver.connect()
             if config.real_time and config.realtime == "auto":
@@ -268,6 +289,26 @@ def _run(config: RobotConfig, state: Path) -> None:
             server.run()
         finally:
             driver.close()
+
+
+def _await_turn(lock: MachineLock, stop: threading.Event) -> bool:
+    """Takes the lock; waits while another run of this machine drives the robot, and says so. False: stopped first."""
+    said = ""
+    while not stop.is_set():
+        try:
+            lock.acquire()
+            return True
+        except LeaseHeld as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("%s%s", WAITING, said)
+            stop.wait(TURN_EVERY_S)
+    return False
+
+
+def _fence(robot: str, state: Path) -> Fence:
+    """Remembers across restarts, and across runs that drive the robot in turns on this machine."""
+    return Fence(state / "fence.json", runtime_folder() / f"{robot}.fence")
 
 
 def _claim(config: RobotConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError, StaleObservation, StaleToken
+from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleObservation, StaleToken
 from hal.lease import runtime_folder
 from hal.spec import RobotSpec
 from hal.task import Outcome
@@ -15,16 +15,21 @@ from user_sys.errors import RunError
 
 MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108, ZeroMQ appends a few
 
+WAITING = "robot.waiting "
+"""How a driver's log line starts whose words say for whom the robot is driven while it waits for its turn."""
+
 Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm"]
 
 ERRORS: dict[str, type[HalError]] = {
-    kind.__name__: kind for kind in (StaleToken, SpecError, HardwareLost, StaleObservation, EmergencyStopped, HalError)
+    kind.__name__: kind
+    for kind in (StaleToken, LeaseHeld, SpecError, HardwareLost, StaleObservation, EmergencyStopped, HalError)
 }
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One order. `token` fences it; ``e-stop`` is obeyed from anyone. ``command`` carries the array ``action``.
 
+    `owner` is the state folder of the session's robot: the driver of another run refuses to be attached to.
     `reduced` asks for the speed that is allowed while a person drives or is near.
     """
 
@@ -35,6 +40,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     real_time: bool = False
     reduced: bool = False
     person: str = ""
+    owner: str = ""
 
 
 class TaskCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +54,7 @@ class TaskCard(msgspec.Struct, frozen=True, kw_only=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it).
 
+    `newest_token` is the newest that the driver has seen, under whichever run.
     `hand` says what the array ``hand`` is, where a person's hand is on an input device.
     """
 
@@ -56,6 +63,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     spec: RobotSpec | None = None
     task: TaskCard | None = None
     refused_realtime: str = ""
+    newest_token: int = 0
     t_capture_ns: int = 0
     t_command_ns: int = 0
     reasons: int = 0

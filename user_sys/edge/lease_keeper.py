@@ -24,8 +24,9 @@ class LeaseKeeper:
     with a newer one appears. What ends the session is a refusal.
     """
 
-    def __init__(self, robot: str, holder: str, client: TunnelClient) -> None:
-        self._robot, self._holder, self._client = robot, holder, client
+    def __init__(self, robot: str, holder: str, client: TunnelClient, floor: int = 0) -> None:
+        """`floor`: the newest token that the robot's driver has seen, of another run perhaps."""
+        self._robot, self._holder, self._client, self._floor = robot, holder, client, floor
         self._token = 0
         self._renew_at = 0.0
         self._ttl_s = 0.0
@@ -42,7 +43,7 @@ class LeaseKeeper:
         said = ""
         while not leaving.is_set():
             self._require_tunnel()
-            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder))
+            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder, floor=self._floor))
             answer = self._answer(ASK_EVERY_S)
             if isinstance(answer, LeaseGrant):
                 self._take(answer)

@@ -38,6 +38,7 @@ class StatusPublisher:
         weights: Callable[[], dict[str, float]],
     ) -> None:
         self._robot, self._client, self._outbox, self._authority = robot, client, outbox, authority
+        self.faults = 0  # of the hardware, in this session
         self._running_episode, self._note, self._refused_realtime = episode, note, refused_realtime
         self.previews = Previews(client.offer_preview)
         self._weights_scalars = weights
@@ -95,6 +96,7 @@ class StatusPublisher:
                 safety_interventions=self._interventions,
                 dropped_episodes=self._outbox.dropped.episodes,
                 refused_realtime=self._refused_realtime,
+                faults=self.faults,
                 note=self._note(),
             )
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hal.errors import HalError, HardwareLost, LeaseError
+from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld
 from user_sys.compose import PolicyConfig, make_policy
 from user_sys.config import load
 from user_sys.edge.authority import Authority
@@ -186,6 +186,7 @@ class Session:
         except HalError as error:
             log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
             self._note = f"the robot is lost: {error}"
+            self._publisher.faults += 1
             self._publisher.publish()
             self._attach_again()
             return
@@ -301,16 +302,17 @@ def main(argv: list[str]) -> int:
 def _run(config: SessionConfig) -> None:
     outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox.max_bytes, when_full=config.outbox.when_full)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
-    with RemoteDriver(config.robot) as driver:
-        driver.describe(DRIVER_DEADLINE_S)
+    leaving = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: leaving.set())
+    with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
+        if not _await_driver(driver, leaving):
+            return
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
         )
         with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox) as client:
-            leaving = threading.Event()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: leaving.set())
-            lease = LeaseKeeper(config.robot, config.holder, client)
+            lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
             with SessionReporter(config.robot, client, outbox) as reporter:
                 driver.token = lease.acquire(leaving)
                 try:
@@ -333,6 +335,25 @@ def _go_first(config: SessionConfig) -> None:
     elif refused := take_turns_first(LOOP_PRIORITY):
         log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
         prefer_latency()
+
+
+def _await_driver(driver: RemoteDriver, leaving: threading.Event) -> bool:
+    """Learns what the driver drives; waits while that works for another run. False: `leaving` was set first.
+
+    Raises:
+        HardwareLost: no driver process answers.
+    """
+    said = ""
+    while not leaving.is_set():
+        try:
+            driver.describe(DRIVER_DEADLINE_S)
+            return True
+        except LeaseHeld as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("session.waiting %s", said)
+            leaving.wait(DRIVER_RETRY_S)
+    return False
 
 
 def _start(config: SessionConfig, recorded: int, count: int) -> int:

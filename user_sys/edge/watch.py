@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
+from user_sys.edge.driver_wire import WAITING
 from user_sys.edge.session_report import Doing, SessionReport, read_report
 from user_sys.edge.stations import station_argv
 from user_sys.logs import last_words
@@ -55,6 +56,8 @@ def condition(
             code = status.last_exit or 0
             why = f"killed by signal {-code}" if code < 0 else words[name] or "it said nothing"
             return Condition(f"{name} {why}", f"its {name} process has ended and is started again: {why}")
+    if words["driver"].startswith(WAITING):
+        return Condition(words["driver"], f"waits: {words['driver'].removeprefix(WAITING)}")
     if report is None:
         return Condition("starting", "its processes start")
     if report.link == TunnelState.OPEN.value:

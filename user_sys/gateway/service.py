@@ -16,7 +16,7 @@ import msgspec
 from hal.durable import replace_durably
 from hal.errors import HalError, LeaseError
 from hal.lease import LeaseTable
-from hal.registry import Registry
+from hal.registry import MAX_FAULTS, Registry
 from hal.resource import Kind, ResourceRecord
 from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
@@ -91,7 +91,7 @@ class Gateway:
         endpoint = _endpoint(config.endpoint, run_dir)
         self._lock = threading.Lock()
         self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
-        self._registry = Registry(self._leases)
+        self._registry = Registry(self._leases, run_dir)
         self._writer = StoreWriter.open(run_dir / "store")
         self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
@@ -103,6 +103,7 @@ class Gateway:
         self._weights = WeightsDesk(Shelf(run_dir / "weights"), self.server.send, config.weights_kept)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
+        self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
 
     def run(self, stop: threading.Event) -> None:
         """Serves until `stop` is set, then commits what has arrived and closes. Blocks.
@@ -233,8 +234,25 @@ class Gateway:
                 self.server.send(message.robot, message)
             case StopRun():
                 self._stop(message)
-            case OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
+            case RobotStatus():
+                self._count_faults(message)
                 self._tell_consoles(message)
+            case OperatorReply() | EpisodeReport() | MetricsReport():
+                self._tell_consoles(message)
+
+    def _count_faults(self, status: RobotStatus) -> None:
+        before = self._faults.get(status.robot, 0)
+        self._faults[status.robot] = status.faults
+        if status.faults == before or not self._is_robot(status.robot):
+            return
+        try:
+            with self._lock:
+                for _ in range(
+                    min(status.faults - before if status.faults > before else status.faults, MAX_FAULTS + 1)
+                ):
+                    self._registry.fault(status.robot, status.note or "its hardware failed")
+        except (HalError, OSError) as error:
+            logger.error("gateway.fault_not_kept robot=%s: %s", status.robot, error)
 
     def _tell_consoles(self, message: AnyMessage) -> None:
         for console in self.server.peers("console"):
@@ -268,7 +286,7 @@ class Gateway:
                 if request.token:
                     lease = self._registry.renew(request.robot, request.token)
                 else:
-                    lease = self._registry.lease(request.robot, request.holder)
+                    lease = self._registry.lease(request.robot, request.holder, request.floor)
         except (HalError, OSError) as error:
             return LeaseRefusal(robot=request.robot, reason=str(error))
         return LeaseGrant(robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s)

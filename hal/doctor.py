@@ -1,0 +1,297 @@
+"""What keeps this computer from driving robots well, and how to mend it.
+
+It looks only: it opens no device and changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import enum
+import errno
+import grp
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hal.lease import runtime_folder
+from hal.station import installed_drivers, load_driver
+
+MIN_FREE_BYTES = 5_000_000_000
+MIN_SHARED_BYTES = 200_000_000  # Ray's object store lies there
+MIN_RTPRIO = 20
+MAX_CLOCK_ERROR_S = 0.05
+MAX_SOCKET_FOLDER_BYTES = 60  # a robot's name and a suffix follow; a socket's path has at most 107 bytes
+MAX_DEVICES = 64  # of one sort
+_STA_UNSYNC = 0x40  # adjtimex(2)
+_UNLIMITED = resource.RLIM_INFINITY
+
+
+class Verdict(enum.StrEnum):
+    """OK; ADVICE: it works, and could work better, or something optional is missing; PROBLEM: it does not work."""
+
+    OK = "ok"
+    ADVICE = "advice"
+    PROBLEM = "problem"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check found. `mend` says what to do; empty where there is nothing to do."""
+
+    check: str
+    verdict: Verdict
+    says: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A vendor's library: the module to import, what it is for, and what to install."""
+
+    module: str
+    purpose: str
+    install: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where to look.
+
+    Attributes:
+        root: of the file system; a test looks elsewhere.
+        may_use: whether this user may read and write a device.
+        folder: where runs are to be written.
+        ports: to be listened on, by what for.
+        libraries: of the drivers, optional each.
+    """
+
+    root: Path = Path("/")
+    may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    folder: Path = Path(".")
+    ports: Mapping[str, int] = field(default_factory=dict)
+    libraries: Sequence[Library] = ()
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """Every check, in the order in which a person would look. Takes a second or two."""
+    checks = (_drivers, _libraries, _gpus, _devices, _cameras, _clock, _realtime, _drawing, _ports, _disk, _runtime)
+    for check in checks:
+        yield from check(machine)
+
+
+def _ok(check: str, says: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.OK, says=says)
+
+
+def _advice(check: str, says: str, mend: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.ADVICE, says=says, mend=mend)
+
+
+def _problem(check: str, says: str, mend: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.PROBLEM, says=says, mend=mend)
+
+
+def _drivers(_: Machine) -> Iterator[Finding]:
+    for name in installed_drivers():
+        try:
+            load_driver(name)
+            yield _ok("drivers", f"the installed driver {name} loads")
+        except Exception as error:  # a foreign package may fail in any way
+            yield _problem("drivers", str(error), "reinstall or update the package that brings it")
+
+
+def _libraries(machine: Machine) -> Iterator[Finding]:
+    for library in machine.libraries:
+        if importlib.util.find_spec(library.module) is not None:
+            yield _ok("libraries", f"{library.module} is there, for {library.purpose}")
+        else:
+            says = f"{library.module} is not there; {library.purpose} needs it"
+            yield _advice("libraries", says, f"pip install '{library.install}'")
+
+
+def _gpus(machine: Machine) -> Iterator[Finding]:
+    if not (machine.root / "proc/driver/nvidia/version").exists():
+        yield _ok("gpu", "no NVIDIA driver is loaded: this computer computes on its processors")
+        return
+    if importlib.util.find_spec("pynvml") is None:
+        yield _problem("gpu", "there is an NVIDIA driver, and nvidia-ml-py is missing", "pip install nvidia-ml-py")
+        return
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        yield _ok("gpu", f"{pynvml.nvmlDeviceGetCount()} NVIDIA GPU(s), driver {pynvml.nvmlSystemGetDriverVersion()}")
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        mend = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
+        yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", mend)
+
+
+_DEVICES = {
+    "serial": (("ttyUSB*", "ttyACM*"), "motor buses"),
+    "video": (("video*",), "cameras"),
+    "input": (("input/event*", "hidraw*"), "keyboards, gamepads and SpaceMice"),
+}
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    for check, (patterns, purpose) in _DEVICES.items():
+        found = [path for pattern in patterns for path in sorted((machine.root / "dev").glob(pattern))][:MAX_DEVICES]
+        refused = [path for path in found if not machine.may_use(path)]
+        if not found:
+            yield _ok(check, f"none is attached ({purpose})")
+        elif not refused:
+            yield _ok(check, f"{_names(machine, found)} may be used")
+        for group in sorted({_group(path) for path in refused}):
+            mine = [path for path in refused if _group(path) == group]
+            yield _problem(check, f"{_names(machine, mine)} may not be used by you ({purpose})", _permit(group))
+
+
+def _names(machine: Machine, paths: Sequence[Path]) -> str:
+    return ", ".join(f"/{path.relative_to(machine.root)}" for path in paths)
+
+
+def _group(path: Path) -> str:
+    gid = path.stat().st_gid
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _permit(group: str) -> str:
+    if group == "root":
+        return 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
+    return f"sudo usermod -aG {group} $USER, then log in again"
+
+
+def _cameras(machine: Machine) -> Iterator[Finding]:
+    names = sorted((machine.root / "sys/class/video4linux").glob("video*/name"))
+    cameras = [f"/dev/{path.parent.name} ({path.read_text(errors='replace').strip()})" for path in names[:MAX_DEVICES]]
+    yield _ok("cameras", ", ".join(cameras) or "the kernel knows no camera (V4L2)")
+    for path in names[:MAX_DEVICES]:
+        if not (machine.root / "dev" / path.parent.name).exists():
+            says = f"the kernel knows {path.parent.name}, and /dev/{path.parent.name} is missing"
+            yield _problem("cameras", says, f"in a container, pass it through: --device /dev/{path.parent.name}")
+
+
+class _Timex(ctypes.Structure):
+    """The head of struct timex, and room for the rest; adjtimex(2)."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    ]
+
+
+def read_clock() -> tuple[bool, float]:
+    """Whether the kernel's clock is kept by a time server, and its greatest error, s. Raises OSError."""
+    timex, libc = _Timex(), ctypes.CDLL(None, use_errno=True)
+    if libc.adjtimex(ctypes.byref(timex)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return not timex.status & _STA_UNSYNC, timex.maxerror / 1e6
+
+
+def _clock(_: Machine) -> Iterator[Finding]:
+    mend = "let a time server keep it: sudo timedatectl set-ntp true, or install chrony"
+    try:
+        kept, error_s = read_clock()
+    except OSError as error:
+        yield _advice("clock", f"whether a time server keeps the clock is not known: {error.strerror}", mend)
+        return
+    if kept and error_s <= MAX_CLOCK_ERROR_S:
+        yield _ok("clock", f"kept by a time server, at most {error_s * 1e3:.0f} ms off")
+    elif kept:
+        yield _advice("clock", f"kept by a time server, and up to {error_s * 1e3:.0f} ms off", "give it a few minutes")
+    else:
+        says = "no time server keeps the clock: times of robots at several computers will not agree"
+        yield _advice("clock", says, mend)
+
+
+def _realtime(machine: Machine) -> Iterator[Finding]:
+    for name, which, least, entry in (
+        ("real-time priority", resource.RLIMIT_RTPRIO, MIN_RTPRIO, f"rtprio {MIN_RTPRIO}"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, _UNLIMITED, "memlock unlimited"),
+    ):
+        limit, _ = resource.getrlimit(which)
+        if os.geteuid() == 0 or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
+            yield _ok("real time", f"{name} may be claimed")
+        else:
+            mend = f"add '@realtime - {entry}' to /etc/security/limits.d/realtime.conf, join that group, log in again"
+            yield _advice("real time", f"{name} is limited to {limit}; the control rate may waver under load", mend)
+    governors = {path.read_text().strip() for path in (machine.root / "sys").glob(_GOVERNORS)}
+    if "powersave" in governors:
+        mend = "sudo cpupower frequency-set -g performance, while robots work"
+        yield _advice("real time", "processors save power, and wake up late", mend)
+
+
+_GOVERNORS = "devices/system/cpu/cpu*/cpufreq/scaling_governor"
+
+
+def _drawing(_: Machine) -> Iterator[Finding]:
+    try:
+        ctypes.CDLL("libEGL.so.1")
+        yield _ok("drawing", "EGL is there: simulated cameras can be drawn")
+    except OSError:
+        says = "EGL is missing: simulated cameras cannot be drawn"
+        yield _advice("drawing", says, "sudo apt-get install libegl1 libegl-mesa0")
+
+
+def _ports(machine: Machine) -> Iterator[Finding]:
+    for purpose, port in machine.ports.items():
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+            yield _ok("ports", f"port {port} is free ({purpose})")
+        except OSError as error:
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
+            yield _advice("ports", f"port {port} {why} ({purpose})", f"end what uses it (ss -ltnp 'sport = :{port}')")
+
+
+def _disk(machine: Machine) -> Iterator[Finding]:
+    folder = machine.folder.resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK):
+        yield _problem("disk", f"{there} may not be written", "choose another folder with --runs")
+    elif free < MIN_FREE_BYTES:
+        yield _problem("disk", f"{free / 1e9:.1f} GB are free in {there}", "make room, or choose another with --runs")
+    else:
+        yield _ok("disk", f"{free / 1e9:.0f} GB are free in {there}")
+    shared = machine.root / "dev/shm"
+    if shared.exists() and shutil.disk_usage(shared).total < MIN_SHARED_BYTES:
+        size = shutil.disk_usage(shared).total / 1e6
+        yield _problem("disk", f"/dev/shm has {size:.0f} MB; Ray needs more", "in a container: --shm-size=1g")
+
+
+def _runtime(_: Machine) -> Iterator[Finding]:
+    folder = runtime_folder()
+    if len(os.fsencode(str(folder))) > MAX_SOCKET_FOLDER_BYTES:
+        yield _problem(
+            "sockets", f"the path {folder} is too long for sockets", "set USER_SYS_RUNTIME_DIR to a shorter one"
+        )
+        return
+    owner = _owner(folder)
+    if owner is not None and (owner.st_uid != os.getuid() or owner.st_mode & 0o022):
+        yield _problem("sockets", f"others may write {folder}", "set USER_SYS_RUNTIME_DIR to a folder of your own")
+        return
+    yield _ok("sockets", f"local sockets and locks lie in {folder}")
+
+
+def _owner(folder: Path) -> Any:
+    try:
+        return folder.lstat()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,120 @@
+"""What people have ordered about resources: who may not be used, since when, why and on whose word. A file of its own.
+
+Whoever may write the file gives orders, whether or not a registry runs: a registry that runs obeys within a second, one
+that starts later obeys from the start. Orders stand until a person lifts them, whatever the resource does meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hal.durable import replace_durably
+from hal.errors import RegistryError
+from hal.resource import Health
+
+logger = logging.getLogger(__name__)
+
+LOCK_WITHIN_S = 5.0
+
+What = Literal["quarantined", "draining"]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A resource is quarantined: not used at all; or draining: the session at work may finish, no other gets it."""
+
+    what: What
+    by: str
+    why: str = ""
+    since_unix_s: float = 0.0
+
+    @property
+    def health(self) -> Health:
+        return Health(self.what)
+
+    @property
+    def note(self) -> str:
+        """E.g. ``by ana: the gripper sticks``."""
+        return f"by {self.by}: {self.why}" if self.why else f"by {self.by}"
+
+
+class _Page(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = 1
+    orders: dict[str, Order] = {}
+
+
+class OrderBook:
+    """Any process and thread may use it at any time; each change is on the disk before a method returns."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since 1970."""
+        self.path = path
+        self._clock = clock
+
+    def read(self) -> dict[str, Order]:
+        """The orders that stand, by resource. Raises RegistryError: the file is damaged; a person has to look."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=_Page).orders
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RegistryError(
+                f"the orders in {self.path} cannot be read ({error}); look, mend or delete it"
+            ) from None
+
+    def give(self, name: str, what: What, by: str, why: str = "") -> Order:
+        """Quarantines or drains `name`; of two orders about it the newer stands. Raises RegistryError: no person."""
+        order = Order(what=what, by=_person(by), why=why.strip(), since_unix_s=self._clock())
+        with self._locked():
+            self._write({**self.read(), name: order})
+        logger.warning("resource.ordered name=%s %s %s", name, what, order.note)
+        return order
+
+    def lift(self, name: str, by: str) -> Order:
+        """Puts `name` back into use and returns the order that stood. Raises RegistryError: none stands; no person."""
+        person = _person(by)
+        with self._locked():
+            orders = self.read()
+            if name not in orders:
+                raise RegistryError(f"{name} is neither quarantined nor draining: there is nothing to lift")
+            order = orders.pop(name)
+            self._write(orders)
+        logger.warning("resource.restored name=%s by %s; it was %s %s", name, person, order.what, order.note)
+        return order
+
+    def _write(self, orders: dict[str, Order]) -> None:
+        replace_durably(self.path, msgspec.json.encode(_Page(orders=orders)))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(handle, time.monotonic() + LOCK_WITHIN_S)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, deadline_s: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise RegistryError("the file of orders is held by another process; try again") from None
+            time.sleep(0.01)
+
+
+def _person(name: str) -> str:
+    if not name.strip():
+        raise RegistryError("only a named person can quarantine, drain or restore a resource: give the name")
+    return name.strip()

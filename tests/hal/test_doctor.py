@@ -1,0 +1,82 @@
+"""What the doctor says of computers that lack something, and how it says to mend it."""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hal.doctor import Finding, Library, Machine, Verdict, examine
+
+MINE = grp.getgrgid(os.getgid()).gr_name
+
+
+def findings(machine: Machine, check: str) -> list[Finding]:
+    return [finding for finding in examine(machine) if finding.check == check]
+
+
+def make(root: Path, *paths: str) -> None:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("HD Webcam\n")
+
+
+def test_devices_that_this_user_may_not_use_are_named_with_the_group_that_may(tmp_path: Path) -> None:
+    make(tmp_path, "dev/ttyUSB0", "dev/ttyACM0", "dev/video0", "dev/hidraw0")
+    machine = Machine(root=tmp_path, may_use=lambda path: path.name in ("video0", "ttyACM0"))
+    (serial,) = findings(machine, "serial")
+    assert serial.verdict is Verdict.PROBLEM and serial.says == "/dev/ttyUSB0 may not be used by you (motor buses)"
+    assert MINE == "root" or serial.mend == f"sudo usermod -aG {MINE} $USER, then log in again"
+    (video,) = findings(machine, "video")
+    assert (video.verdict, video.says) == (Verdict.OK, "/dev/video0 may be used")
+    (entered,) = findings(machine, "input")
+    assert entered.verdict is Verdict.PROBLEM and "/dev/hidraw0" in entered.says
+
+
+def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> None:
+    make(tmp_path, "sys/class/video4linux/video0/name", "sys/class/video4linux/video2/name", "dev/video0")
+    known, missing = findings(Machine(root=tmp_path), "cameras")
+    assert known.says == "/dev/video0 (HD Webcam), /dev/video2 (HD Webcam)"
+    assert (
+        missing.verdict is Verdict.PROBLEM and missing.mend == "in a container, pass it through: --device /dev/video2"
+    )
+
+
+def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_path: Path) -> None:
+    make(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").write_text("powersave\n")
+    libraries = (Library("no_such_module", "the driver x", "user-sys[x]"), Library("json", "everything", "python"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        machine = Machine(root=tmp_path, ports={"the console": port}, libraries=libraries)
+        found = {(f.check, f.says): f for f in examine(machine)}
+    assert (
+        found["ports", f"port {port} is in use (the console)"].mend == f"end what uses it (ss -ltnp 'sport = :{port}')"
+    )
+    missing = found["libraries", "no_such_module is not there; the driver x needs it"]
+    assert (missing.verdict, missing.mend) == (Verdict.ADVICE, "pip install 'user-sys[x]'")
+    assert found["libraries", "json is there, for everything"].verdict is Verdict.OK
+    assert found["real time", "processors save power, and wake up late"].verdict is Verdict.ADVICE
+
+
+def test_a_runtime_folder_that_others_may_write_or_whose_path_is_too_long_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r").chmod(0o777)
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "r"))
+    machine = Machine(root=tmp_path)
+    said = findings(machine, "sockets")[0].says
+    assert said.startswith("others may write") or said.endswith("too long for sockets")
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", "/tmp/" + 60 * "x")
+    (long,) = findings(machine, "sockets")
+    assert long.verdict is Verdict.PROBLEM and long.mend == "set USER_SYS_RUNTIME_DIR to a shorter one"
+
+
+def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(tmp_path: Path) -> None:
+    found = list(examine(Machine(folder=tmp_path)))
+    assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "sockets"} <= {f.check for f in found}
+    assert all(finding.says and (finding.mend or finding.verdict is Verdict.OK) for finding in found)

@@ -1,0 +1,157 @@
+"""``user-sys hardware`` as a person and as a program read it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from run_kit import until, user_sys
+
+from hal.lease import LeaseTable, MachineLock
+from hal.registry import Registry
+from hal.resource import Kind, ResourceRecord
+from user_sys.cli import main
+from user_sys.run_folder import create
+from user_sys.topology import RunConfig
+
+JOB = """
+robots:
+  - {name: left, driver: fake, task: reach, labels: {site: lab}}
+  - {name: right, driver: fake, task: reach, address: "127.0.0.1:1"}
+console: {port: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as folder:
+        monkeypatch.setenv("USER_SYS_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder whose gateway has known a robot."""
+    folder, _ = create(RunConfig(runs=tmp_path / "runs"), "demo", "tcp://127.0.0.1:5999")
+    registry = Registry(LeaseTable(None), folder.path)
+    registry.announce(ResourceRecord(kind=Kind.ROBOT, name="far-0", model="panda", node="10.0.0.7", found_by="tunnel"))
+    registry.lease("far-0", "edge on cart")
+    return folder.path
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
+    assert main(["hardware", *map(str, argv)]) == status
+    return capsys.readouterr().out
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> Any:
+    return json.loads(said(capsys, *argv, "--json", status=status))
+
+
+def test_the_list_has_this_computer_the_configs_robots_and_those_that_the_run_knows(
+    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    assert rows["left"]["health"] == "ready" and rows["left"]["labels"]["site"] == "lab"
+    assert (rows["right"]["health"], rows["right"]["trouble"]) == (
+        "lost",
+        "nothing answers at 127.0.0.1:1: Connection refused",
+    )
+    assert (rows["far-0"]["health"], rows["far-0"]["note"], rows["far-0"]["node"]) == (
+        "leased",
+        "by edge on cart",
+        "10.0.0.7",
+    )
+    assert any(row["kind"] == "compute" and row["cores"] >= 1 for row in rows.values())
+    assert "left" in said(capsys, "list", job)
+
+
+def test_a_robot_that_a_driver_process_has_is_shown_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MachineLock("left", "for runs/other/edge/left"):
+        rows = {row["name"]: row for row in told(capsys, "list", job)}
+        why = told(capsys, "explain", job, status=1)["why"]
+    assert rows["left"]["health"] == "leased" and rows["left"]["note"].endswith("for runs/other/edge/left")
+    assert "left is driven by pid" in why and "right is not there" in why
+
+
+def test_explain_says_where_a_job_would_run_or_why_not(
+    job: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "explain", job, status=1) == (
+        "The job asks for the robot left and the robot right. right is not there (nothing answers at 127.0.0.1:1: "
+        "Connection refused). It would fit if right were free.\n"
+    )
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\nneeds: [{kind: compute, cores: 1}]\n")
+    placed = told(capsys, "explain", job)
+    assert placed["possible"] is True
+    assert [row["asked"] for row in placed["placement"]] == ["the robot left", "one computer with 1 processor"]
+    assert said(capsys, "explain", job).startswith("The job can run now.\n  the robot left: left on ")
+    job.write_text("needs: [{kind: robot, model: panda}]\n")
+    assert said(capsys, "explain", job, "--run", run, status=1) == (
+        "The job asks for one robot of model panda. One would do, but none is free: far-0 is driven by edge on cart. "
+        "It would fit if far-0 were free.\n"
+    )
+
+
+def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(job: Path, tmp_path: Path) -> None:
+    with user_sys(tmp_path, "hardware", "watch", job, "--json") as launch:
+        until(lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are told of", 120)
+        launch.interrupt()
+        assert launch.wait() == 130
+        events = {(e["record"] or {}).get("name"): e for e in map(json.loads, launch.out.splitlines())}
+    assert (events["left"]["change"], events["right"]["change"]) == ("appeared", "absent")
+
+
+def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = told(capsys, "doctor", job, status=1)
+    (problem,) = [finding for finding in findings if finding["check"] == "robots" and finding["verdict"] == "problem"]
+    assert problem["says"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
+    assert problem["mend"].startswith("switch it on")
+    assert "-> switch it on" in said(capsys, "doctor", job, status=1)
+
+
+def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--run", run, "--by", "carol")
+    assert "far-0 is quarantined by carol: oil" in said(capsys, "quarantine", "far-0", *given, "--reason", "oil")
+    registry = Registry(LeaseTable(None), run)
+    assert registry.record("far-0").note == "by carol: oil"
+    assert said(capsys, "restore", "far-0", *given) == "far-0 is back in use; it was quarantined by carol: oil\n"
+    registry.expire()
+    assert registry.record("far-0").note == ""
+    said(capsys, "drain", "far-0", *given)
+    registry.expire()
+    assert registry.record("far-0").health == "draining"
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["quarantine", "far-9", "--run", "{run}"], "knows no far-9; there is far-0"),
+        (["restore", "far-0", "--run", "{run}"], "far-0 is neither quarantined nor draining"),
+        (["drain", "far-0", "--run", "nowhere"], "nowhere is not a run folder"),
+        (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], why: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", *(word.format(run=run) for word in argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+
+
+def test_the_needs_of_a_config_are_checked(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write_text("needs: [{kind: gpu, count: 0}]\n")
+    assert main(["hardware", "explain", str(job)]) == 2
+    assert "count must be at least 1" in capsys.readouterr().err
+    assert msgspec.json.encode(RunConfig().requests()) == b"[]"

@@ -1,0 +1,234 @@
+"""What the orders of ``user-sys hardware`` do."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hal.discovery import Change, Discoverer, Event, discover
+from hal.doctor import Finding, Machine, Verdict, examine
+from hal.errors import PlacementError
+from hal.lease import MachineLock
+from hal.placement import Placement, place
+from hal.placement_words import asked, listed
+from hal.registry import read_registry
+from hal.resource import Health, Kind, ResourceRecord
+from hal.standing import OrderBook, What
+from user_sys.compose import LIBRARIES, RobotConfig, probes
+from user_sys.config import load
+from user_sys.errors import RunError
+from user_sys.run_folder import CARD
+from user_sys.topology import RunConfig
+
+EVENT_WAIT_S = 0.5
+IMPOSSIBLE = 1  # the exit status where a job cannot be placed, or something does not work
+_MARKS = {Verdict.OK: ("ok", "green"), Verdict.ADVICE: ("advice", "yellow"), Verdict.PROBLEM: ("problem", "red")}
+_NEWS = {
+    Change.APPEARED: "green",
+    Change.RETURNED: "green",
+    Change.RECOVERED: "green",
+    Change.DEGRADED: "yellow",
+    Change.ABSENT: "red",
+    Change.VANISHED: "red",
+    Change.PROBE_FAILED: "red",
+}
+
+
+def list_main(args: Namespace) -> int:
+    """``user-sys hardware list``: this computer, the robots of a config, and those that a run's gateway knows."""
+    found = discover(probes(_robots(args.config)))
+    records = _with_run(map(in_use, found.records), args.run)
+    if args.json:
+        _print_json([json.loads(record.to_json()) for record in records])
+        return 0
+    console = Console()
+    console.print(_table(records))
+    for probe, failure in sorted(found.failures.items()):
+        console.print(Text(f"the probe {probe} failed: {failure}", style="red"))
+    return 0
+
+
+def watch_main(args: Namespace) -> NoReturn:
+    """``user-sys hardware watch``: one line an event, until Ctrl-C."""
+    console = Console()
+    with Discoverer(probes(_robots(args.config))) as discoverer:
+        while True:
+            event = discoverer.next_event(EVENT_WAIT_S)
+            if event is None:
+                continue
+            if args.json:
+                print(msgspec.json.encode({"unix_s": time.time(), **msgspec.to_builtins(event)}).decode(), flush=True)
+            else:
+                console.print(_line(event), soft_wrap=True)
+
+
+def doctor_main(args: Namespace) -> int:
+    """``user-sys hardware doctor``: the exit status is 1 where something does not work."""
+    config = _config(args.config)
+    ports = {"the console": config.console.port} if config.console.enabled and config.console.port else {}
+    findings = list(examine(Machine(folder=config.runs, ports=ports, libraries=LIBRARIES)))
+    if config.robots:
+        findings += [_of_robot(record) for record in discover({"config": probes(config.robots)["config"]}).records]
+    if args.json:
+        _print_json([msgspec.to_builtins(finding) for finding in findings])
+    else:
+        _show_findings(findings)
+    return IMPOSSIBLE if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0
+
+
+def explain_main(args: Namespace) -> int:
+    """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
+    config = load(RunConfig, args.config)
+    records = _with_run(map(in_use, discover(probes(config.robots)).records), args.run)
+    requests = config.requests()
+    try:
+        placement = place(requests, records)
+    except PlacementError as error:
+        if args.json:
+            _print_json({"possible": False, "why": str(error)})
+        else:
+            Console().print(Text(str(error)), soft_wrap=True)
+        return IMPOSSIBLE
+    rows = [
+        {"asked": asked(request), "gets": [record.name for record in records], "where": _where(records)}
+        for request, records in zip(requests, placement.assigned, strict=True)
+    ]
+    if args.json:
+        _print_json({"possible": True, "placement": rows})
+    else:
+        Console().print(Text(_told(placement, rows)), soft_wrap=True)
+    return 0
+
+
+def quarantine_main(args: Namespace) -> int:
+    """``user-sys hardware quarantine ROBOT --run RUN``"""
+    return _order(args, "quarantined", "it is used by nobody until `user-sys hardware restore`")
+
+
+def drain_main(args: Namespace) -> int:
+    """``user-sys hardware drain ROBOT --run RUN``"""
+    return _order(args, "draining", "the session at work may finish, and no other gets it")
+
+
+def restore_main(args: Namespace) -> int:
+    """``user-sys hardware restore ROBOT --run RUN``"""
+    order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, args.by or getpass.getuser())
+    Console().print(Text(f"{args.name} is back in use; it was {order.what} {order.note}"), soft_wrap=True)
+    return 0
+
+
+def in_use(record: ResourceRecord) -> ResourceRecord:
+    """The record, LEASED where a driver process of this computer has the robot."""
+    owner = MachineLock(record.name).owner() if record.kind is Kind.ROBOT else ""
+    if not owner or record.health is not Health.READY:
+        return record
+    return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
+
+
+def _order(args: Namespace, what: What, meaning: str) -> int:
+    folder = _run_folder(args.run)
+    known = [record.name for record in read_registry(folder)]
+    if known and args.name not in known:
+        raise RunError(f"{args.run} knows no {args.name}; there is {listed(known)}")
+    order = OrderBook(folder / "orders.json").give(args.name, what, args.by or getpass.getuser(), args.reason)
+    Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
+    return 0
+
+
+def _run_folder(path: Path) -> Path:
+    if not (path / CARD).exists():
+        raise RunError(f"{path} is not a run folder: it has no {CARD}")
+    return path.resolve()
+
+
+def _config(path: Path | None) -> RunConfig:
+    return RunConfig() if path is None else load(RunConfig, path)
+
+
+def _robots(path: Path | None) -> tuple[RobotConfig, ...]:
+    return _config(path).robots
+
+
+def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[ResourceRecord]:
+    """`records`, and what the run's gateway knows, which says more of a robot than this computer can."""
+    named = {record.name: record for record in records}
+    if run is not None:
+        for known in read_registry(_run_folder(run)):
+            here = named.get(known.name)
+            labels = {**(here.labels if here else {}), **known.labels}
+            named[known.name] = msgspec.structs.replace(known, labels=labels)
+    return [named[name] for name in sorted(named)]
+
+
+def _of_robot(record: ResourceRecord) -> Finding:
+    if record.health is Health.LOST:
+        mend = "switch it on, look at its cable, and compare the address with what its controller shows"
+        return Finding(check="robots", verdict=Verdict.PROBLEM, says=f"{record.name}: {record.trouble}", mend=mend)
+    address = record.labels.get("address")
+    says = f"{record.name} ({record.model}) answers at {address}" if address else f"{record.name} ({record.model})"
+    return Finding(check="robots", verdict=Verdict.OK, says=says)
+
+
+def _table(records: Sequence[ResourceRecord]) -> Table:
+    table = Table("name", "kind", "model", "node", "health", "load", "facts", "found by", box=None)
+    for record in records:
+        health = {Health.READY: "green", Health.LOST: "red", Health.QUARANTINED: "red"}.get(record.health, "yellow")
+        load = f"{record.load:.0%}" if record.kind in (Kind.GPU, Kind.COMPUTE) else ""
+        why = record.note or record.trouble
+        told = f"{record.health}{f' ({why})' if why else ''}"
+        row = (record.name, record.kind, record.model, record.node)
+        table.add_row(*map(Text, row), Text(told, style=health), load, Text(_facts(record)), Text(record.found_by))
+    return table
+
+
+def _facts(record: ResourceRecord) -> str:
+    facts = [f"{record.memory_bytes / 1e9:.0f} GB"] * bool(record.memory_bytes)
+    facts += [f"{record.cores} processors"] * bool(record.cores) + [f"{record.sm_count} SMs"] * bool(record.sm_count)
+    facts += [*record.capabilities, *(f"{name} {value}" for name, value in sorted(record.labels.items()))]
+    return ", ".join(facts)
+
+
+def _line(event: Event) -> Text:
+    text = Text(time.strftime("%H:%M:%S "))
+    text.append(f"{event.change:<13}", style=_NEWS.get(event.change, "default"))
+    record = event.record
+    what = f"the probe {event.probe}" if record is None else f"{record.name} ({record.kind} {record.model})"
+    return text.append(f"{what}{f': {event.text}' if event.text else ''}")
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    console, table = Console(), Table.grid(padding=(0, 2))
+    for finding in findings:
+        word, style = _MARKS[finding.verdict]
+        table.add_row(Text(word, style=style), finding.check, Text(finding.says))
+        if finding.mend:
+            table.add_row("", "", Text(f"-> {finding.mend}", style="bold"))
+    console.print(table)
+    bad = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    advice = sum(finding.verdict is Verdict.ADVICE for finding in findings)
+    console.print(f"{bad} problem(s), {advice} piece(s) of advice")
+
+
+def _told(placement: Placement, rows: Sequence[dict[str, Any]]) -> str:
+    if not placement.assigned:
+        return "The job asks for nothing: it can run anywhere."
+    lines = [f"  {row['asked']}: {listed(row['gets'])} on {row['where']}" for row in rows]
+    return "\n".join(["The job can run now.", *lines])
+
+
+def _where(records: Sequence[ResourceRecord]) -> str:
+    return listed(sorted({record.node for record in records}))
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=1))
