@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -67,7 +68,9 @@ def watch_main(args: Namespace) -> NoReturn:
             if event is None:
                 continue
             if args.json:
-                print(msgspec.json.encode({"unix_s": time.time(), **msgspec.to_builtins(event)}).decode(), flush=True)
+                line = msgspec.json.encode({"unix_s": time.time(), **msgspec.to_builtins(event)})
+                sys.stdout.write(f"{line.decode()}\n")
+                sys.stdout.flush()
             else:
                 console.print(_line(event), soft_wrap=True)
 
@@ -231,4 +234,4 @@ def _where(records: Sequence[ResourceRecord]) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=1))
+    Console().print_json(json.dumps(value))
