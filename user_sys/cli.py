@@ -271,6 +271,9 @@ def _add_evaluate(verbs: Any) -> None:
     )
     verb.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/latest")
     verb.add_argument("--episodes", type=_count, default=100, metavar="N", help="episodes to run (default: 100)")
+    verb.add_argument(
+        "--robot", metavar="NAME", help="on this robot, with its embodiment's policy (default: the first)"
+    )
     verb.add_argument("--json", action="store_true", help="for other programs")
     verb.set_defaults(runs=("user_sys.results", "evaluate_main"))
 

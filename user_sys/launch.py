@@ -25,11 +25,21 @@ from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
 from user_sys.errors import RunError, WireError
+from user_sys.learners import LEARNER, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
-from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, local_endpoint, prepare, require_keys, share_keys
+from user_sys.prepare import (
+    CONSOLE,
+    GATEWAY,
+    allow_learner,
+    free_endpoint,
+    local_endpoint,
+    prepare,
+    require_keys,
+    share_keys,
+)
 from user_sys.progress import ProgressDisplay
 from user_sys.record import record_demonstrations
 from user_sys.report import Summary, point_latest
@@ -37,7 +47,7 @@ from user_sys.results import conclude
 from user_sys.robot_cards import read_cards
 from user_sys.run_folder import RunCard, create, default_name, reopen
 from user_sys.store.store import StoreReader
-from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, topology
+from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, learner_node, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 
@@ -178,6 +188,7 @@ class Run:
         self._missing: dict[str, str] = {}  # robots that never came up, and why
         self._waits: dict[str, str] = {}  # robots that others drive, as it was told
         self._nodes: tuple[Node, ...] = ()
+        self._learners: list[str] = []
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
         self.monitor.seed_history(*_history(folder))
@@ -189,6 +200,8 @@ class Run:
             self._nodes = topology(self._config, self._folder, self._cluster.here, self._cluster.declares)
             for node in self._nodes:
                 self._start(self._cluster, node)
+            self._start_learner(LEARNER)
+            self._start_learners()
         except BaseException:
             self.close()
             raise
@@ -251,6 +264,20 @@ class Run:
     def _start(self, cluster: Cluster, node: Node) -> None:
         cluster.start(node.name, node.argv, node.resources, log_path=node.log, env=ENVIRONMENT, restart=RESTART)
 
+    def _start_learner(self, name: str) -> None:
+        assert self._cluster is not None
+        node = learner_node(self._folder, name, self._cluster.here)
+        self._start(self._cluster, node)
+        self._learners.append(name)
+
+    def _start_learners(self) -> None:
+        """One for each embodiment that the run knows by now; the first waits for its robot by itself."""
+        for plan in learners_of(read_cards(self._folder.robots)):
+            if plan.name not in self._learners:
+                log.info("run.learner name=%s model=%s", plan.name, plan.spec.model)
+                allow_learner(self._folder, plan.name)
+                self._start_learner(plan.name)
+
     def _follow(self, display: ProgressDisplay, interrupted: threading.Event) -> str:
         """Takes in what comes until the run is over, and says why it is."""
         show_at = scalars_at = status_at = 0.0
@@ -290,7 +317,8 @@ class Run:
             message = self._client.receive(0.0)
 
     def _introduce(self, robot: str) -> None:
-        """A robot is heard of for the first time in this launch: the console learns what it is."""
+        """A robot is heard of for the first time in this launch: the console learns what it is, a learner starts."""
+        self._start_learners()
         spec = next((card.spec for card in read_cards(self._folder.robots) if card.robot == robot), None)
         if spec is not None:
             self._show(self._hub.introduce, robot, spec)
@@ -323,14 +351,14 @@ class Run:
                 self._failed.add(name)
                 display.say(f"{name} failed: {status.error}; its log is {self._folder.log(name)}")
         sessions = {f"{robot.name}-session" for robot in self._config.robots}
-        if vital := {GATEWAY, LEARNER} & self._failed or (sessions if sessions <= self._failed else set()):
+        if vital := {GATEWAY, *self._learners} & self._failed or (sessions if sessions <= self._failed else set()):
             name = min(vital)
             raise RunError(
                 f"{name} cannot be kept alive: {statuses[name].error}; see {self._folder.log(name)}; "
                 f"nothing that was recorded is lost, go on with `user-sys train --resume {self._folder.path}`"
             )
-        learner = statuses[LEARNER]
-        return learner.state is NodeState.STOPPED and learner.last_exit == 0
+        learners = [statuses[name] for name in self._learners]
+        return all(learner.state is NodeState.STOPPED and learner.last_exit == 0 for learner in learners)
 
     def _look_after_robots(self, statuses: Mapping[str, NodeStatus], display: ProgressDisplay) -> None:
         """Tells of robots whose driver ends by itself at each start. Raises RunError when there is no other."""
@@ -370,8 +398,8 @@ class Run:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
         self._client.send(StopRun(reason=reason))
-        nodes = [node.name for node in self._nodes]
-        leaving = {name for name in nodes if name.endswith("-session") or name == LEARNER} - self._failed
+        nodes = [*(node.name for node in self._nodes), *self._learners]
+        leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed
         leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         while (leaving or self._guests()) and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from user_sys.learners import LEARNER
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.progress import Progress, RobotProgress
 from user_sys.report import EpisodePoint
@@ -40,7 +41,8 @@ class RunMonitor:
 
     Attributes:
         env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`).
-        updates, version, training_s: as the learner last reported.
+        updates: of all learners together, as they last reported.
+        version, training_s: as the run's first learner last reported.
         robots_connected: as the gateway last reported.
         points: each autonomous online episode against training time.
     """
@@ -55,6 +57,7 @@ class RunMonitor:
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
+        self._learned: dict[str, int] = {}
         self._steps_rate, self._updates_rate = _Rate(), _Rate()
 
     def seed_history(self, episodes: int, env_steps: int, interventions: int) -> None:
@@ -82,13 +85,15 @@ class RunMonitor:
     def on_metrics(self, report: MetricsReport) -> None:
         if report.node == "gateway":
             self.robots_connected = int(report.scalars.get("robots", 0))
-        if report.node != "learner":
+        if not report.node.startswith(LEARNER):
             return
-        self.updates = report.count
-        self.training_s = report.scalars.get("training_s", self.training_s)
-        self._reported_at = self._clock()
-        self.version = int(report.scalars.get("policy_version", self.version))
-        self._updates_rate.add(self._clock(), report.count)
+        self._learned[report.node] = report.count
+        self.updates = sum(self._learned.values())
+        self._updates_rate.add(self._clock(), self.updates)
+        if report.node == LEARNER:
+            self.training_s = report.scalars.get("training_s", self.training_s)
+            self._reported_at = self._clock()
+            self.version = int(report.scalars.get("policy_version", self.version))
 
     def _training_now_s(self) -> float:
         """Training time between two of the learner's reports."""

@@ -15,6 +15,7 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.errors import RunError
 from user_sys.gateway.service import is_loopback
+from user_sys.learners import LEARNER
 from user_sys.robot_cards import keep_card
 from user_sys.run_folder import RunCard
 from user_sys.topology import RunConfig, RunFolder
@@ -22,7 +23,7 @@ from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_
 
 log = logging.getLogger(__name__)
 
-GATEWAY, LEARNER, CONSOLE = "gateway", "learner", "console"
+GATEWAY, CONSOLE = "gateway", "console"
 
 
 def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, RobotSpec]:
@@ -89,12 +90,22 @@ def _keys(config: RunConfig, folder: RunFolder) -> None:
     ring = Keyring(folder.keys)
     roles: dict[str, Role] = {LEARNER: "learner", CONSOLE: "console"}
     roles |= {robot.name: "robot" for robot in config.robots}
-    for name in (GATEWAY, *roles):
-        path = folder.keys / f"{name}.key"
-        if not path.exists():
-            save_keypair(new_keypair(), folder.keys, name)
-        if name in roles:
-            ring.allow(load_keypair(path).public, name, roles[name])
+    _key(folder, GATEWAY)
+    for name, role in roles.items():
+        ring.allow(_key(folder, name), name, role)
+
+
+def allow_learner(folder: RunFolder, name: str) -> None:
+    """Makes a key pair for a learner, where there is none, and has the gateway let it in, whether or not that runs."""
+    Keyring(folder.keys).allow(_key(folder, name), name, "learner")
+
+
+def _key(folder: RunFolder, name: str) -> str:
+    """The public half of the pair in the run's folder of keys, made where it is missing."""
+    path = folder.keys / f"{name}.key"
+    if not path.exists():
+        save_keypair(new_keypair(), folder.keys, name)
+    return load_keypair(path).public
 
 
 def local_endpoint(endpoint: str) -> str:

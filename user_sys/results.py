@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.progress import track
 
 from hal.spec import Array
+from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.errors import RunError
 from user_sys.evaluate import EvaluationConfig, evaluate
+from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.report import VIDEO, EpisodePoint, Summary, wilson, write_report, write_video
+from user_sys.robot_cards import read_cards
 from user_sys.run_folder import reopen
 from user_sys.topology import RunConfig, RunFolder
 from user_sys.weights.forms import restore
@@ -26,24 +29,45 @@ from user_sys.weights.shelf import Shelf, newest
 log = logging.getLogger(__name__)
 
 
-def newest_weights(folder: RunFolder) -> tuple[Manifest, dict[str, Array]]:
+def newest_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[Manifest, dict[str, Array]]:
     """The newest version that the gateway has kept. Raises RunError where the learner has published none."""
-    kept = newest(Shelf(folder.weights).open())
+    kept = newest(Shelf(folder_of(folder.weights, learner)).open())
     if kept is None:
-        raise RunError(f"{folder.path} has no trained policy yet: the learner has published no weights")
+        raise RunError(f"{folder.path} has no trained policy yet: {learner} has published no weights")
     manifest, state = kept
     return manifest, restore(state.tensors, state.form)
 
 
+def evaluable(config: RunConfig, folder: RunFolder) -> dict[str, RobotConfig]:
+    """For each learner of the run, by name, the first of the run's own robots that it learns for."""
+    names = {plan.spec.embodiment: plan.name for plan in learners_of(read_cards(folder.robots))}
+    found: dict[str, RobotConfig] = {}
+    for robot in config.robots:
+        if (learner := names.get(robot_spec(robot).embodiment)) is not None:
+            found.setdefault(learner, robot)
+    return found
+
+
 def run_evaluation(
-    config: RunConfig, folder: RunFolder, episodes: int, console: Console
+    config: RunConfig,
+    folder: RunFolder,
+    episodes: int,
+    console: Console,
+    learner: str = LEARNER,
+    robot: RobotConfig | None = None,
 ) -> tuple[list[EpisodeSummary], list[Array], Manifest]:
-    """Evaluates the newest policy on the first robot; also returns the pictures of the first episodes."""
-    manifest, weights = newest_weights(folder)
+    """Evaluates the newest policy of `learner` on `robot` (the first); also returns pictures of the first episodes."""
+    manifest, weights = newest_weights(folder, learner)
     pictures: list[Array] = []
     settings = replace(config.evaluation, episodes=episodes)
     ran = evaluate(
-        config.robots[0], config.policy, weights, settings, pictures.append, version=manifest.version, seed=config.seed
+        robot or config.robots[0],
+        config.policy,
+        weights,
+        settings,
+        pictures.append,
+        version=manifest.version,
+        seed=config.seed,
     )
     label = f"evaluating version {manifest.version}"
     return list(track(ran, label, total=episodes, console=console, transient=True)), pictures, manifest
@@ -68,10 +92,30 @@ def conclude(
         return counts
     episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console)
     summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
+    for learner, robot in evaluable(config, folder).items():
+        if learner != LEARNER:
+            _conclude_other(config, folder, learner, robot, console)
     if pictures:
         write_video(folder.path / VIDEO, pictures, fps=10)
     write_report(folder.path, summary, points, console)
     return summary
+
+
+def _conclude_other(config: RunConfig, folder: RunFolder, learner: str, robot: RobotConfig, console: Console) -> None:
+    """One line, for an embodiment beside the run's first."""
+    episodes, _, manifest = run_evaluation(
+        replace(config, evaluation=replace(config.evaluation, video_episodes=0)),
+        folder,
+        config.evaluation.episodes,
+        console,
+        learner,
+        robot,
+    )
+    share = sum(bool(e.success) for e in episodes) / len(episodes)
+    console.print(
+        f"{learner} on {robot.name}: {share:.0%} of {len(episodes)} episodes with version {manifest.version}",
+        highlight=False,
+    )
 
 
 def evaluate_main(args: Namespace) -> int:
@@ -83,11 +127,13 @@ def evaluate_main(args: Namespace) -> int:
         )
     console = Console(stderr=True)
     config = replace(config, evaluation=EvaluationConfig(video_episodes=0))
-    episodes, _, manifest = run_evaluation(config, folder, args.episodes, console)
+    learner, robot = _chosen(config, folder, args.robot)
+    episodes, _, manifest = run_evaluation(config, folder, args.episodes, console, learner, robot)
     successes = sum(bool(e.success) for e in episodes)
     low, high = wilson(successes, len(episodes))
     steps = sum(e.steps for e in episodes) / len(episodes)
     result = {
+        "robot": robot.name,
         "success": successes / len(episodes),
         "episodes": len(episodes),
         "ci95": [round(low, 4), round(high, 4)],
@@ -104,3 +150,15 @@ def evaluate_main(args: Namespace) -> int:
             f"(95% interval {low:.1%} to {high:.1%}), {steps:.1f} steps an episode"
         )
     return 0
+
+
+def _chosen(config: RunConfig, folder: RunFolder, name: str | None) -> tuple[str, RobotConfig]:
+    """The robot of that name, or the first, and the learner for its embodiment. Raises RunError: there is none."""
+    robot = next((robot for robot in config.robots if name in (None, robot.name)), None)
+    if robot is None:
+        raise RunError(f"{folder.path} has no robot {name!r}; there are {[robot.name for robot in config.robots]}")
+    embodiment = robot_spec(robot).embodiment
+    for plan in learners_of(read_cards(folder.robots)):
+        if plan.spec.embodiment == embodiment:
+            return plan.name, robot
+    raise RunError(f"nothing was learned for {robot.name}: its embodiment has no learner in {folder.path}")

@@ -139,10 +139,9 @@ class Node:
 
 
 def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable[[str], bool]) -> tuple[Node, ...]:
-    """The processes of a run, in the order in which they start.
+    """The processes of a run but its learners, in the order in which they start.
 
     The processes of a robot share its resource, so that they land where the robot is and nobody else's do.
-    The learner reads the gateway's store by mmap, so that both run where the run folder is.
 
     Args:
         here: the resource that stands for this machine.
@@ -152,7 +151,6 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
     beside_folder = {here: 0.01}
     root = folder.path.resolve()
     gateway = Node("gateway", module_argv("user_sys.gateway", "--run", root), beside_folder, folder.log("gateway"))
-    learner = Node("learner", module_argv("user_sys.learner", root), beside_folder, folder.log("learner"))
     edges = []
     for robot in config.robots:
         state = root / "edge" / robot.name
@@ -164,4 +162,10 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
         place = alone if declared(resource) or not robot.simulated else beside_folder
         for name, argv in parts:
             edges.append(Node(name, argv, place, folder.log(name)))
-    return (gateway, *edges, learner)
+    return (gateway, *edges)
+
+
+def learner_node(folder: RunFolder, name: str, here: str) -> Node:
+    """A learner (`user_sys.learners`). It reads the gateway's store by mmap, so it runs where the run folder is."""
+    argv = module_argv("user_sys.learner", folder.path.resolve(), name)
+    return Node(name, argv, {here: 0.01}, folder.log(name))

@@ -32,7 +32,7 @@ class Site:
         self.robot = WatchedRobot(clock=clock)
         self.driver = Driver(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
         station = Station(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
-        self.server = DriverServer(self.driver, station, Fence(None), endpoint("fake-0"), clock)
+        self.server = DriverServer(self.driver, station, Fence(), endpoint("fake-0"), clock)
         self.client, self.anyone = RemoteDriver("fake-0", token=1), RemoteDriver("fake-0")
 
     def pass_ns(self, ns: int) -> list[StopLevel]:

@@ -21,10 +21,10 @@ from hal.resource import Kind, ResourceRecord
 from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.desks import WeightsDesks
 from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.upkeep import StoreKeeper
-from user_sys.gateway.weights import WeightsDesk
 from user_sys.messages import (
     ChunkAck,
     ChunkOffer,
@@ -55,7 +55,6 @@ from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Gateway:
         self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
         self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
         self._postman = Postman(run_dir / "store", self._committer.say)
-        self._weights = WeightsDesk(Shelf(run_dir / "weights"), self.server.send, config.weights_kept)
+        self._weights = WeightsDesks(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
@@ -187,14 +186,10 @@ class Gateway:
             with self._lock:
                 self._registry.announce(_record(peer))
             self._keep_card(peer)
-            if not peer.via:  # else its relay has the weights
-                self._weights.robot_opened(peer.name)
-        elif peer.role == "relay":
-            self._weights.robot_opened(peer.name)
-        elif peer.role == "learner":
-            self._weights.learner_opened(peer.name)
-        elif peer.role == "console":
+        if peer.role == "console":
             self._previews.console_opened(peer.name)
+        else:
+            self._weights.opened(peer)
         if self._stop_run is not None:
             self.server.send(peer.name, self._stop_run)
 
@@ -265,6 +260,9 @@ class Gateway:
                 robot=order.robot, operator=order.operator, order=order.order, accepted=False, reason=reason
             )
             self.server.send(console.name, reply)
+
+    def _robots(self) -> list[Peer]:
+        return list(self.server.peers("robot"))
 
     def _is_robot(self, name: str) -> bool:
         return any(peer.name == name for peer in self.server.peers("robot"))

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 
 from hal.errors import HalError
-from user_sys.errors import UserSysError
+from hal.spec import RobotSpec
+from user_sys.errors import RunError, UserSysError
 from user_sys.learner.service import Learner
+from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.logs import configure_logging
 from user_sys.messages import PROTOCOL_VERSION, Hello, MetricsReport, StopRun
 from user_sys.metrics import MetricsWriter
-from user_sys.prepare import GATEWAY, LEARNER, local_endpoint
-from user_sys.robot_cards import await_first_card
+from user_sys.prepare import GATEWAY, local_endpoint
+from user_sys.robot_cards import await_first_card, read_cards
 from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
 from user_sys.tunnel.client import TunnelClient
@@ -32,46 +34,49 @@ FAREWELL_S = 10.0
 
 
 def main(argv: list[str]) -> int:
-    """Trains until the learner's time is up or the run is stopped; the exit status is then 0."""
+    """Trains until the learner's time is up or the run is stopped; the exit status is then 0.
+
+    `argv`: the run's folder, and the name of the learner (`user_sys.learners`) where it is not the run's first.
+    """
     configure_logging()
     try:
-        return _run(Path(argv[0]))
+        return _run(Path(argv[0]), argv[1] if len(argv) > 1 else LEARNER)
     except (UserSysError, HalError, OSError) as error:
         log.error("learner.failed %s: %s", type(error).__name__, error)
         return 2
 
 
-def _run(path: Path) -> int:
+def _run(path: Path, name: str) -> int:
     folder, config, run = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
-    keys = load_keypair(folder.keys / f"{LEARNER}.key")
+    keys = load_keypair(folder.keys / f"{name}.key")
     gateway_key = load_public_key(folder.keys / f"{GATEWAY}.pub")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name=LEARNER)
-    if (card := await_first_card(folder.robots, stop)) is None:
+    if (spec := _spec(folder.robots, name, stop)) is None:
         return 0
+    hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec)
     with (
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
         TunnelClient(local_endpoint(run.endpoint), keys, gateway_key, hello) as client,
-        MetricsWriter(folder.path, LEARNER) as metrics,
+        MetricsWriter(folder.path, name) as metrics,
         Publisher(client, ensure_signer(folder.keys, LEARNER), config.learner.publish) as publisher,
     ):
 
         def report(updates: int, scalars: dict[str, float]) -> None:
             metrics.write(updates, scalars)
-            client.send(MetricsReport(node=LEARNER, count=updates, scalars=scalars))
+            client.send(MetricsReport(node=name, count=updates, scalars=scalars))
 
         threading.Thread(target=_listen, args=(client, stop), name="inbox", daemon=True).start()
         learner = Learner(
             config.learner,
-            card.spec,
+            spec,
             reader,
             publish=publisher,
             report=report,
-            checkpoint_dir=folder.checkpoints,
+            checkpoint_dir=folder_of(folder.checkpoints, name),
             features=config.policy.features,
             seed=config.seed,
         )
@@ -80,6 +85,24 @@ def _run(path: Path) -> int:
             log.warning("weights.not_delivered version=%d", publisher.version)
         client.flush(FAREWELL_S)
     return 0
+
+
+def _spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
+    """What the learner learns for: the first learner waits for the run's first robot, the others have theirs.
+
+    Returns:
+        None where `stop` was set first.
+
+    Raises:
+        RunError: no robot is known that the learner is for.
+    """
+    first = await_first_card(robots, stop)
+    if first is None or name == LEARNER:
+        return None if first is None else first.spec
+    for plan in learners_of(read_cards(robots)):
+        if plan.name == name:
+            return plan.spec
+    raise RunError(f"no robot is known that {name} learns for")
 
 
 def _listen(client: TunnelClient, stop: threading.Event) -> None:
