@@ -23,7 +23,7 @@ INSTALLED_BENCH := .venv-bench/.installed
 STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka lint format types bench bench-store bench-tunnel bench-weights wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-store: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## the experience store and th
 
 bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and control at 100 Hz under its load
 	@for bench in tunnel sites control; do $(BIN)/python -m benchmarks.$$bench || exit 1; done
+
+bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--rounds=10000)
+	$(BIN)/python -m benchmarks.hal $(ARGS)
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py

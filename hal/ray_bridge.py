@@ -14,8 +14,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from hal.errors import HalError, PlacementError, SupervisionError
-from hal.resource import Health, Kind, ResourceRecord
+from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
 __all__ = [
@@ -33,13 +32,11 @@ __all__ = [
     "NodeStatus",
     "RestartPolicy",
     "connect",
-    "ray_resources",
     "start_local",
 ]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_OBJECT_STORE_BYTES = 150_000_000
 STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -54,15 +51,6 @@ _QUIET = {
 }
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""
-
-
-def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
-    """What a Ray node must declare so that jobs can ask for these records, e.g. ``robot:panda-0`` and
-    ``robot_model:panda``. Records that are not READY are left out; Ray counts processors and GPUs by itself.
-    """
-    robots = [r for r in records if r.kind is Kind.ROBOT and r.health is Health.READY]
-    models = Counter(f"robot_model:{robot.model}" for robot in robots)
-    return {f"robot:{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
 
 
 class NodeActor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hal.errors import HalError
 from user_sys.errors import RunError, UserSysError
-from user_sys.hardware.grammar import add_hardware
+from user_sys.hardware.grammar import add_hardware, add_node
 from user_sys.store.verbs.grammar import add_store
 from user_sys.tunnel import keys_cli
 
@@ -158,6 +158,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_evaluate(verbs)
     add_store(verbs)
     add_hardware(verbs)
+    add_node(verbs)
     _add_weights(verbs)
     keys_cli.add_parser(verbs).set_defaults(runs=("user_sys.tunnel.keys_cli", "run"))
     return parser, named

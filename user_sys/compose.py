@@ -116,6 +116,8 @@ _PROBES: dict[str, tuple[str, str]] = {"lerobot": ("robots.lerobot_probe", "prob
 LIBRARIES = (
     Library("mujoco", "the driver sim", "user-sys[sim]"),
     Library("lerobot", "the driver lerobot", "user-sys[lerobot]"),
+    Library("rtde_control", "the driver ur", "user-sys[ur]"),
+    Library("rclpy", "the driver ros2", "user-sys[ros2]"),
     Library("pygame", "gamepads", "user-sys[devices]"),
     Library("pyspacemouse", "SpaceMice", "user-sys[devices]"),
 )

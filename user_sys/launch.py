@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hal.discovery import discover
-from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, ray_resources, start_local
+from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, start_local
+from hal.ray_nodes import ray_resources
 from hal.resource import local_node
 from hal.spec import RobotSpec
 from user_sys.compose import link_settings, probes, robot_spec

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hal.errors import PlacementError
-from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy, ray_resources
+from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy
+from hal.ray_nodes import ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
 
 # The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
@@ -25,14 +26,20 @@ def robot(name: str, model: str, health: Health = Health.READY) -> ResourceRecor
 
 
 def test_records_become_ray_resources() -> None:
-    gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="H200", node="desk")
+    gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="NVIDIA H200", node="desk", memory_bytes=141_000_000_000)
     fleet = [robot("a", "panda"), robot("b", "panda"), robot("c", "ur5e"), robot("d", "ur5e", Health.LOST), gpu]
     assert ray_resources(fleet) == {
         "robot:a": 1.0,
         "robot:b": 1.0,
         "robot:c": 1.0,
+        "robot:d": 1.0,
         "robot_model:panda": 2.0,
-        "robot_model:ur5e": 1.0,
+        "robot_model:ur5e": 2.0,
+    }, "a robot that is off is declared too: it can never be added to a node that runs"
+    assert ray_labels([gpu], {"site": "lab (2nd floor)"}) == {
+        "gpu-model": "NVIDIA-H200",
+        "gpu-memory-gb": "141",
+        "site": "lab-2nd-floor",
     }
 
 

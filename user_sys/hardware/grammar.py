@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 VERBS = "user_sys.hardware.verbs"
+NODE = "user_sys.hardware.node"
+PORT = 6379
 
 
 def add_hardware(verbs: Any) -> None:
@@ -62,3 +64,22 @@ def _add_people(orders: Any) -> None:
 
 def _add_run(order: argparse.ArgumentParser) -> None:
     order.add_argument("--run", type=Path, metavar="RUN", help="add the robots that this run's gateway knows")
+
+
+def add_node(verbs: Any) -> None:
+    """Adds ``user-sys node`` to `verbs`."""
+    node = verbs.add_parser("node", help="make this computer a node of a Ray cluster, with what it has")
+    orders = node.add_subparsers(metavar="ORDER", required=True, parser_class=verbs._parser_class)
+    head = orders.add_parser("head", help="begin a cluster here", description="Begins a cluster; Ctrl-C ends it.")
+    head.add_argument("--port", type=int, default=PORT, metavar="N", help=f"where others join (default: {PORT})")
+    join = orders.add_parser("join", help="join a cluster", description="Joins a cluster; Ctrl-C leaves it.")
+    join.add_argument("address", metavar="HOST:PORT", help="of the computer that began the cluster")
+    for order, function, token in ((head, "head_main", Path("ray-token")), (join, "join_main", None)):
+        order.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="YAML file that names robots")
+        order.add_argument(
+            "--robot", action="append", default=[], metavar="NAME", help="only this one of CONFIG's robots; repeatable"
+        )
+        order.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help="such as site=lab")
+        order.add_argument("--ip", default="", metavar="ADDRESS", help="this computer's own address")
+        order.add_argument("--token", type=Path, default=token, metavar="FILE", help="the cluster's token")
+        order.set_defaults(runs=(NODE, function))

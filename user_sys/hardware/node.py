@@ -1,0 +1,75 @@
+"""``user-sys node``: this computer as a node of a Ray cluster, with the robots and GPUs that it has."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from hal.discovery import discover
+from hal.placement_words import listed
+from hal.ray_nodes import ensure_token, node_argv, node_environment
+from hal.resource import Kind, ResourceRecord
+from user_sys.compose import RobotConfig, probes
+from user_sys.config import load
+from user_sys.errors import ConfigError
+from user_sys.topology import RunConfig
+
+
+def head_main(args: Namespace) -> int:
+    """``user-sys node head``: begins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    ensure_token(args.token)
+    records = _found(args)
+    argv = node_argv(records, _labels(args.label), head_port=args.port, ip=args.ip)
+    reached = f"{args.ip or 'THIS-COMPUTER'}:{args.port}"
+    _say(f"others join with: user-sys node join {reached} --token {args.token}")
+    token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={args.token.resolve()}"
+    _say(f"a run uses it with: {token} user-sys train CONFIG --ray.address={reached}")
+    return _keep(argv, node_environment(args.token), records)
+
+
+def join_main(args: Namespace) -> int:
+    """``user-sys node join ADDRESS``: joins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    records = _found(args)
+    argv = node_argv(records, _labels(args.label), address=args.address, ip=args.ip)
+    return _keep(argv, node_environment(args.token), records)
+
+
+def _found(args: Namespace) -> tuple[ResourceRecord, ...]:
+    robots: Sequence[RobotConfig] = load(RunConfig, args.config).robots if args.config else ()
+    mine = [robot for robot in robots if not args.robot or robot.name in args.robot]
+    if unknown := sorted(set(args.robot) - {robot.name for robot in mine}):
+        raise ConfigError(f"--robot {unknown[0]}: {args.config or 'no CONFIG'} names no such robot")
+    return discover(probes(mine)).records
+
+
+def _labels(pairs: Sequence[str]) -> dict[str, str]:
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ConfigError(f"--label {wrong[0]}: write NAME=VALUE, such as site=lab")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _keep(argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord]) -> int:
+    has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
+    _say(f"this node has {listed(has) if has else 'neither robots nor GPUs'}")
+    with subprocess.Popen(argv, env=environment, stdout=sys.stderr) as ray:
+
+        def end(number: int, _: FrameType | None) -> None:
+            ray.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return ray.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    Console().print(Text(line), soft_wrap=True)
