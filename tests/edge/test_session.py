@@ -36,6 +36,24 @@ pytestmark = pytest.mark.usefixtures("runtime")
 ROBOT = RobotConfig(name="fake-0", driver="fake")
 
 
+class Followed:
+    """Every chunk that was ever in a log, as often as it was there; each is read once, however often one asks."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path, self._stack = path, stack
+        self._reader: LogReader | None = None
+        self._found: list[Chunk] = []
+
+    def chunks(self) -> list[Chunk]:
+        if self._reader is None:
+            if not any(self._path.glob("*.seg")):
+                return []
+            self._reader = self._stack.enter_context(LogReader.open(self._path))
+        refs = self._reader.records()
+        self._found += [decode_chunk(bytes(self._reader.read(ref))) for ref in refs if ref.kind == CHUNK]
+        return self._found
+
+
 class Site:
     """A run folder, and the processes that a test starts and kills in it."""
 
@@ -46,6 +64,7 @@ class Site:
         prepare(config, self.folder, self.card)
         self.state = self.folder.edge(ROBOT.name)
         self._logs = 0
+        self._store, self._outbox = Followed(self.folder.store, stack), Followed(self.state / "outbox", stack)
 
     def start(self, *argv: object) -> NodeProcess:
         self._logs += 1
@@ -71,13 +90,11 @@ class Site:
 
     def chunks(self) -> list[Chunk]:
         """Every chunk in the store, as often as it is there."""
-        if not any(self.folder.store.glob("*.seg")):
-            return []
-        return _chunks(self.folder.store)
+        return self._store.chunks()
 
     def recorded(self) -> set[tuple[str, int]]:
-        """Every chunk that the outbox has ever held; it deletes nothing in so short a time."""
-        return {key(chunk) for chunk in _chunks(self.state / "outbox")}
+        """Every chunk that the outbox has ever held."""
+        return {key(chunk) for chunk in self._outbox.chunks()}
 
     def stored(self) -> Counter[tuple[str, int]]:
         return Counter(key(chunk) for chunk in self.chunks())
@@ -85,11 +102,6 @@ class Site:
     def unsent(self) -> int:
         with Outbox.open(self.state / "outbox") as outbox:
             return len(outbox)
-
-
-def _chunks(log: Path) -> list[Chunk]:
-    with LogReader.open(log) as reader:
-        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK]
 
 
 def key(chunk: Chunk) -> tuple[str, int]:
@@ -104,8 +116,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def require_whole(site: Site) -> None:
     """Each chunk that was recorded is in the store exactly once, and no episode has a gap."""
-    stored = site.stored()
-    assert set(stored.values()) == {1}
+    with LogReader.open(site.folder.store) as anew:
+        refs = [ref for ref in anew.records() if ref.kind == CHUNK]
+        stored = Counter(key(decode_chunk(bytes(anew.read(ref)))) for ref in refs)
+    assert stored == site.stored() and set(stored.values()) == {1}
     assert set(stored) == site.recorded()
     assert site.unsent() == 0
     steps: Counter[str] = Counter()
