@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import simplejpeg
 
@@ -35,6 +36,7 @@ from user_sys.replay.features import Features
 from user_sys.replay.prioritized import Prioritized
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.shapes import Transitions
+from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader, StoreWriter
 
 BATCH = 256
@@ -204,12 +206,15 @@ def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
     return Row(1, f"a batch of {BATCH} transitions of states alone", "us", 1e6 / rate, None, None)
 
 
-def while_writing(folder: Path, jpegs: list[bytes]) -> Row:
+NEW_TASK = "drop"  # of what is written meanwhile
+
+
+def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, target: float | None) -> Row:
     """Sampling while another process commits chunks of two cameras at half the rate that the disk takes them."""
-    path, wanted = folder / "writing", features(2)
+    path, wanted = folder / f"writing-{what}", features(2)
     write_jpeg(path, 2, jpegs, ROWS)
     with replaying(path, wanted, cache_for(2 * ROWS, wanted)) as replay:
-        drawing = sampler(replay)
+        drawing = sampler(replay, Uniform(where))
         batch, numbers = drawing.empty_batch(), itertools.count()
         chunks = replay.timeline.index.chunks
 
@@ -233,21 +238,22 @@ def while_writing(folder: Path, jpegs: list[bytes]) -> Row:
             return per_second(follow, BATCH)
 
         return compare(
-            "sampling while robots' frames are written at half the disk's rate, and decoded, against idle",
+            f"sampling {what} while robots' frames are written at half the disk's rate, and decoded, against idle",
             busy,
             idle,
             goal=1,
             unit="transitions/s",
-            target=0.7,
+            target=target,
         )
 
 
 def commit_at_half_rate(path: Path, number: int) -> None:
     """Commits chunks of 10 steps of two cameras, each acknowledged, and waits as long as each took; until killed."""
-    jpegs = pictures()
+    plain = chunk(0, 10, 2, pictures(), state=FLOATS // 2)
     with StoreWriter.open(path) as writer:
         for n in itertools.count():
-            packet = chunk(10_000 + 100_000 * number + n, 10, 2, jpegs, state=FLOATS // 2).encode()
+            header = msgspec.structs.replace(plain.header, episode=f"new-{number}-{n}", task=NEW_TASK)
+            packet = Chunk(header, plain.columns, plain.final).encode()
             start = time.perf_counter()
             writer.append(packet)
             writer.sync()
@@ -276,30 +282,37 @@ class ColdDisk:
 
 
 class RandomRead:
-    """The bound of cold raw sampling: threads that read as many frames from random places of a file."""
+    """The bound of cold raw sampling: threads that read as many frames from random places of a store's segments.
+
+    Of all of them: a part that fits in fewer reads would be in the page cache again before they are done.
+    """
 
     def __init__(self, path: Path, frames: int) -> None:
-        self._fd = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._fd).st_size
+        files = sorted(path.rglob("*.seg"))
+        self._fds = [os.open(file, os.O_RDONLY) for file in files]
+        self._sizes = np.array([file.stat().st_size for file in files])
         self._frames, self._rng = frames, np.random.default_rng(1)
         self._out = np.empty((frames, SIDE * SIDE * 3), np.uint8)
         self._pool = ThreadPoolExecutor(BOUND_THREADS)
 
     def __call__(self) -> None:
-        places = self._rng.integers(0, self._size - self._out.shape[1], self._frames) & ~4095
-        parts = np.array_split(np.arange(self._frames), BOUND_THREADS)
-        list(self._pool.map(lambda part: [os.preadv(self._fd, [self._out[i]], int(places[i])) for i in part], parts))
+        file = self._rng.choice(len(self._fds), self._frames, p=self._sizes / self._sizes.sum())
+        places = self._rng.integers(0, np.maximum(self._sizes[file] - self._out.shape[1], 1)) & ~4095
+        reads = list(zip((self._fds[which] for which in file), places.tolist(), self._out, strict=True))
+        parts = [reads[n::BOUND_THREADS] for n in range(BOUND_THREADS)]
+        list(self._pool.map(lambda part: [os.preadv(fd, [out], place) for fd, place, out in part], parts))
 
     def close(self) -> None:
         self._pool.shutdown()
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
 
 
 def cold_raw(folder: Path) -> Row:
     """Both start from an empty page cache each time; the store's records were verified in full once before."""
     path, wanted = folder / "cold-raw", features(1)
     write_raw(path, ROWS)
-    reading = RandomRead(max(path.rglob("*.seg"), key=lambda file: file.stat().st_size), 2 * BATCH)
+    reading = RandomRead(path, 2 * BATCH)
     with replaying(path, wanted, CACHE_OF_VECTORS) as replay:
         drawing, drop = sampler(replay), ColdDisk(path)
         batch = drawing.empty_batch()
@@ -365,7 +378,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=OUT) as name:
         folder = Path(name)
         rows = [*hot_beside_peers(folder, jpegs), *hot(folder, jpegs, 2, {}), states_alone(folder, jpegs)]
-        rows += [while_writing(folder, jpegs), cold_raw(folder), cold_jpeg(folder, jpegs)]
+        rows += [
+            while_writing(folder, jpegs, Where(), "all experience", 0.7),
+            while_writing(folder, jpegs, Where(tasks=frozenset({"lift"})), "what was there before", None),
+            cold_raw(folder),
+            cold_jpeg(folder, jpegs),
+        ]
     report("replay", rows)
 
 

@@ -21,7 +21,9 @@ import simplejpeg
 
 from benchmarks import peers
 from benchmarks.harness import OUT, Row, against, compare, report
-from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns
+from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns, open_chunk
+from user_sys.store.block import CHUNK
+from user_sys.store.log import LogWriter
 from user_sys.store.store import StoreWriter
 
 SIDE = 128
@@ -91,6 +93,27 @@ class Disk:
                 start = time.perf_counter()
                 for packet in packets:
                     writer.append(packet)
+                writer.sync()
+                yield time.perf_counter() - start
+
+    def ours_checked(self, group: int) -> Iterator[float]:
+        """As `ours`, for chunks that were checked before: the gateway has done so when it hands them to the store."""
+        with StoreWriter.open(self.fresh()) as writer:
+            for packets in self.groups(group):
+                checked = [(packet, open_chunk(packet)) for packet in packets]
+                start = time.perf_counter()
+                for packet, opened in checked:
+                    writer.append(packet, opened)
+                writer.sync()
+                yield time.perf_counter() - start
+
+    def ours_as_log(self, group: int) -> Iterator[float]:
+        """As `ours`, for a log that knows nothing of chunks: the difference is what a store does with them."""
+        with LogWriter.open(self.fresh()) as writer:
+            for packets in self.groups(group):
+                start = time.perf_counter()
+                for packet in packets:
+                    writer.append(CHUNK, packet)
                 writer.sync()
                 yield time.perf_counter() - start
 
@@ -202,6 +225,22 @@ def group_commit(disk: Disk, what: str) -> Row:
     )
 
 
+def parts_of(disk: Disk, what: str) -> list[Row]:
+    """What a group costs as the gateway commits it, and without what a store does beside writing a log."""
+    ways = {"checked before, as the gateway does": disk.ours_checked, "as a bare log": disk.ours_as_log}
+    return [
+        compare(
+            f"durable ingest, {what}, {GROUP} a commit, {name}",
+            lambda way=way: disk.rate(sum(way(GROUP))),  # type: ignore[misc]
+            lambda: disk.rate(sum(disk.raw(GROUP))),
+            pairs=15,
+            goal=3,
+            unit="MB/s",
+        )
+        for name, way in ways.items()
+    ]
+
+
 def tail(disk: Disk, what: str) -> Row:
     return compare(
         f"p99 of the acknowledgement, {what}",
@@ -225,7 +264,8 @@ def main() -> None:
             room = Path(folder) / name
             room.mkdir()
             disk = Disk(room, packets)
-            rows += [*ingest(disk, 1, what), *ingest(disk, GROUP, what), group_commit(disk, what), tail(disk, what)]
+            rows += [*ingest(disk, 1, what), *ingest(disk, GROUP, what), *parts_of(disk, what)]
+            rows += [group_commit(disk, what), tail(disk, what)]
             shutil.rmtree(room)
     report("store", rows)
 

@@ -104,7 +104,8 @@ class ColdReader:
         with self._frames.filling(numbers, fresh=fresh, only_empty=not fresh) as claim:
             for name, table in self._frames.tables.items():
                 shown = self._shown[name][numbers[claim.taken]]
-                if self._read_frames(name, shown, [table[slot] for slot in claim.slots.tolist()]):
+                outs, runs = [table[slot] for slot in claim.slots.tolist()], _runs(shown, np.arange(len(shown)))
+                if self._read_runs(name, shown, outs, runs):
                     raise StoreCorrupt(f"a frame of {name} in chunk {chunk} does not decode")
         return len(claim.slots)
 
@@ -194,18 +195,7 @@ class ColdReader:
             sound = np.flatnonzero(~bad)
             shown = table[numbers[sound]]
             outs = [each.out[name][place] for each in missing for place in each.places.tolist()]
-            order = np.lexsort((shown["start"], shown["chunk"]))
-            # Reading waits for the disk; decoding does not, and more threads than cores only get in each other's way.
-            ways = min(self._threads, CORES) if (shown["bytes"] > 0).any() else self._threads
-            parts = [part for part in np.array_split(order, ways) if len(part)]
-
-            def read(
-                part: Array, name: str = name, shown: Array = shown, sound: Array = sound, outs: list[Array] = outs
-            ) -> list[int]:
-                failed = self._read_frames(name, shown[part], [outs[at] for at in sound[part].tolist()])
-                return sound[part[failed]].tolist()  # type: ignore[no-any-return]
-
-            bad[sum(self._each(read, parts), [])] = True
+            bad[sound[self._read_frames(name, shown, [outs[at] for at in sound.tolist()])]] = True
         found = []
         for each, lost in zip(missing, np.split(bad, np.cumsum([len(each.places) for each in missing])), strict=False):
             self._admit(each.numbers[~lost], each.places[~lost], each.out)
@@ -219,33 +209,53 @@ class ColdReader:
             _logger.debug("replay.unusable chunk %d, counted", chunk)
 
     def _read_frames(self, camera: str, frames: Array, outs: Sequence[Array]) -> list[int]:
-        """Reads each of `frames`, `FRAME` (n,), into its array of `outs`; returns which of them could not be read."""
-        failed: list[int] = []
-        for run in _runs(frames):
-            failed += [run.start + at for at in self._read_run(camera, frames[run].tolist(), outs[run])]
-        return failed
+        """Reads each of `frames`, `FRAME` (n,), into its array of `outs`; returns which of them could not be read.
 
-    def _read_run(self, camera: str, frames: list[tuple[int, int, int, int]], outs: Sequence[Array]) -> list[int]:
-        """As `_read_frames`, for frames that lie side by side. What could not be read holds anything."""
+        Raw frames that are in memory are copied here, since handing them to a thread takes longer; meanwhile the disk
+        reads the others. No more threads wait or decode than there are cores: more get in each other's way.
+        """
+        runs = _runs(frames, np.lexsort((frames["start"], frames["chunk"])))
+        failed: list[int] = []
+        if not (frames["bytes"] > 0).any():
+            here = [self._read_run(camera, frames, outs, run, wait=False) for run in runs]
+            failed = [at for bad in here for at in bad or ()]
+            runs = [run for run, bad in zip(runs, here, strict=True) if bad is None]
+        ways = min(self._threads, CORES)
+        parts = [part for part in (runs[n::ways] for n in range(ways)) if part]
+        return sum(self._each(lambda part: self._read_runs(camera, frames, outs, part), parts), failed)
+
+    def _read_runs(self, camera: str, frames: Array, outs: Sequence[Array], runs: Sequence[list[int]]) -> list[int]:
+        """As `_read_frames`, one run after the other."""
+        return [at for run in runs for at in self._read_run(camera, frames, outs, run) or ()]
+
+    def _read_run(
+        self, camera: str, frames: Array, outs: Sequence[Array], run: list[int], *, wait: bool = True
+    ) -> list[int] | None:
+        """As `_read_frames`, for those at the places `run`, which lie side by side.
+
+        What could not be read holds anything. None where that would mean to wait for the disk and `wait` is false.
+        """
         import simplejpeg  # here, because a learner of states alone needs no codec
 
-        chunk, start = frames[0][:2]
+        records = frames[run].tolist()
+        chunk, start = records[0][:2]
         found = [
-            out.data.cast("B") if size < 0 else memoryview(bytearray(size))
-            for (_, _, size, _), out in zip(frames, outs, strict=True)
+            outs[at].data.cast("B") if size < 0 else memoryview(bytearray(size))
+            for at, (_, _, size, _) in zip(run, records, strict=True)
         ]
         failed = []
         try:
-            self._reader.read_into(chunk, start, found)
+            if not self._reader.read_into(chunk, start, found, wait=wait):
+                return None
         except StoreError as error:
             self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
-            return list(range(len(frames)))
-        for at, (_, start, size, crc) in enumerate(frames):
+            return run
+        for at, (_, start, size, crc), body in zip(run, records, found, strict=True):
             try:
-                if not size or crc32c(found[at]) != crc:
+                if not size or crc32c(body) != crc:
                     raise StoreCorrupt("the frame is absent or no longer what was stored")
                 if size > 0:
-                    simplejpeg.decode_jpeg(found[at], buffer=outs[at])
+                    simplejpeg.decode_jpeg(body, buffer=outs[at])
             except (StoreCorrupt, ValueError) as error:
                 self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
                 failed.append(at)
@@ -282,14 +292,15 @@ def _groups(keys: Array) -> list[Array]:
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
-def _runs(frames: Array) -> list[slice]:
-    """The stretches of `frames`, `FRAME` (n,), that follow one another in one record without a gap."""
+def _runs(frames: Array, order: Array) -> list[list[int]]:
+    """The places of `frames`, `FRAME` (n,), in `order`: those that follow one another in one record without a gap."""
+    frames = frames[order]
     stops = frames["start"].astype(np.int64) + np.abs(frames["bytes"])
     joined = (frames["chunk"][1:] == frames["chunk"][:-1]) & (frames["start"][1:] == stops[:-1])
     joined &= (frames["bytes"][1:] != 0) & (frames["bytes"][:-1] != 0)
     joined[MAX_RUN - 1 :: MAX_RUN] = False
-    bounds = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(frames)]
-    return [slice(first, stop) for first, stop in itertools.pairwise(bounds) if stop > first]
+    bounds, places = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(frames)], order.tolist()
+    return [places[first:stop] for first, stop in itertools.pairwise(bounds) if stop > first]
 
 
 def _checksum(rows: dict[str, Array]) -> int:

@@ -52,6 +52,18 @@ class Files:
         """
         return os.preadv(fd, out, offset)
 
+    def pread_cached(self, fd: int, out: Sequence[memoryview], offset: int) -> bool:
+        """As `pread_into` where all of it is in memory. Else False at once, and the disk begins to read it."""
+        size = sum(map(len, out))
+        try:
+            if os.preadv(fd, out, offset, os.RWF_NOWAIT) == size:
+                return True
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):  # the latter: a file system that cannot tell
+                raise
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+        return False
+
     def map(self, fd: int, length: int) -> memoryview:
         """The file's first `length` bytes, read-only; valid for as long as it is referenced, also after `unlink`."""
         return memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) if length else memoryview(b"")

@@ -368,10 +368,13 @@ class LogReader:
             raise StoreError(f"bytes {start} to {stop} of a record of {ref.length}")
         return self._locate(ref, self._bytes)[start:stop]
 
-    def read_into(self, ref: RecordRef, start: int, out: Sequence[memoryview]) -> None:
+    def read_into(self, ref: RecordRef, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
         """Fills the buffers, at most `MAX_BUFFERS`, one after the other with the payload's bytes from `start` on.
 
         As `read_range`, but by one read of the file: the disk is asked for all of it at once, and no page faults.
+
+        Args:
+            wait: for the disk. Else False where it would have to; the disk begins to read then.
 
         Raises:
             StoreError: as `read_range`.
@@ -379,7 +382,7 @@ class LogReader:
         size = sum(map(len, out))
         if not 0 <= start <= start + size <= ref.length:
             raise StoreError(f"bytes {start} to {start + size} of a record of {ref.length}")
-        self._locate(ref, partial(self._fill, start=start, size=size, out=out))
+        return self._locate(ref, partial(self._fill, start=start, size=size, out=out, wait=wait))
 
     def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Found]) -> Found:
         """What `take` makes of a record and the offset at which it is now."""
@@ -407,12 +410,23 @@ class LogReader:
         return self._opened.get(name, start + ref.length).view[start : start + ref.length]
 
     def _fill(
-        self, name: SegmentName, ref: RecordRef, offset: int, *, start: int, size: int, out: Sequence[memoryview]
-    ) -> None:
+        self,
+        name: SegmentName,
+        ref: RecordRef,
+        offset: int,
+        *,
+        start: int,
+        size: int,
+        out: Sequence[memoryview],
+        wait: bool,
+    ) -> bool:
         at = offset + RECORD_HEADER_BYTES + start
         opened = self._opened.get(name, at + size)  # held until the read is done, or its descriptor might be closed
+        if not wait:
+            return self._files.pread_cached(opened.fd, out, at)
         if self._files.pread_into(opened.fd, out, at) < size:
             raise StoreCorrupt(f"{self._path / str(name)} ends within record {ref.sequence}")
+        return True
 
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
         """A record's payload, unverified, the CRC that its header gives, and the file's name."""

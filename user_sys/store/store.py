@@ -230,13 +230,16 @@ class StoreReader:
         ref = self.index.record(chunk)
         return open_chunk(self._log.read(ref) if verified else self._log.read_range(ref, 0, ref.length))
 
-    def read_into(self, chunk: int, start: int, out: Sequence[memoryview]) -> None:
-        """Fills buffers with a chunk's packet from byte `start` on, not verified; blocks for the disk. Any thread may.
+    def read_into(self, chunk: int, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
+        """Fills buffers with a chunk's packet from byte `start` on, not verified. Any thread may.
+
+        Args:
+            wait: for the disk. Else False where it would have to; the disk begins to read then.
 
         Raises:
             StoreError: the record is gone, or not that long.
         """
-        self._log.read_into(self.index.record(chunk), start, out)
+        return self._log.read_into(self.index.record(chunk), start, out, wait=wait)
 
     def episodes(self) -> list[EpisodeSummary]:
         """Every episode found so far, in the order of their first chunks."""
