@@ -19,11 +19,12 @@ INSTALLED_RUN := .venv/.installed-run
 INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_LEROBOT := .venv-lerobot/.installed
 INSTALLED_FRANKA := .venv-franka/.installed
+INSTALLED_ROS2 := .venv-ros2/.installed
 INSTALLED_BENCH := .venv-bench/.installed
 STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +56,9 @@ test-lerobot: $(INSTALLED_DEV) $(INSTALLED_LEROBOT)  ## with LeRobot itself: dat
 
 test-franka: $(INSTALLED_FRANKA)  ## the Franka driver with franky itself, on a simulation of the arm's protocol by others
 	.venv-franka/bin/python -m pytest -m franka tests/robots/test_franka.py $(ARGS)
+
+test-ros2: $(INSTALLED_ROS2)  ## with ROS 2 itself: our driver, a simulated ros2_control, and another DDS
+	.venv-ros2/bin/python -m pytest -m ros2 tests/robots $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -104,6 +108,10 @@ $(INSTALLED_LEROBOT): pyproject.toml .ci/set-up .ci/lerobot-overrides
 
 $(INSTALLED_FRANKA): pyproject.toml .ci/set-up
 	@.ci/set-up --franka
+	@touch $@
+
+$(INSTALLED_ROS2): pyproject.toml .ci/set-up $(wildcard tests/robots/ros2_interfaces/*)
+	@.ci/set-up --ros2
 	@touch $@
 
 # Without the peers the benchmarks run all the same, and say which are missing.

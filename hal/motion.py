@@ -287,7 +287,7 @@ class StateLimits:
         self._velocity = _indices(limits.joint_velocity, size, "joint_velocity")
         measured = limits.joint_velocity_max if limits.joint_velocity else ()
         self._fastest = _vector(measured, len(self._velocity), "joint_velocity_max")
-        self._place = None if spec.tool_delta or not limits.tool_position else _Place(spec)
+        self._place = None if spec.tool_delta or not limits.tool_position + limits.tool_force else _Place(spec)
         self.needs_state = bool(limits.joint_position or limits.joint_velocity or self._place)
 
     def check(self, state: Array) -> Reason:

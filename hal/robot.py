@@ -68,6 +68,7 @@ class Robot(ABC):
 
         Raises:
             SpecError: the action does not fit the spec; nothing was commanded.
+            EmergencyStopped: a stop button of the robot's own is pressed; nothing was commanded, the e-stop latches.
             HardwareLost: the link broke.
         """
 

@@ -26,6 +26,7 @@ from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
 from robots.lerobot_plugins import build, has_setting
+from robots.reaching import REACH, ReachConfig, with_reach
 
 CONNECT_DEADLINE_S = 30.0
 TRIES = 3
@@ -49,6 +50,7 @@ class LerobotConfig:
     answer_within_s: a robot that takes longer is lost; by default two control periods.
     torque_off: a safe stop releases the motors.
     sentence: what the robot is asked to do, in words.
+    reach: of the task ``reach``.
     """
 
     type: str
@@ -63,6 +65,7 @@ class LerobotConfig:
     reduced_speed: float = REDUCED_SPEED
     sentence: str = ""
     max_steps: int = 3000
+    reach: ReachConfig = field(default_factory=ReachConfig)
 
     def __post_init__(self) -> None:
         if self.rate_hz <= 0:
@@ -340,10 +343,11 @@ def _require_fresh(frame: Frame, name: str) -> None:
 
 
 def make_station(request: StationRequest) -> Station:
-    """A `hal.station.StationFactory`; options: `LerobotConfig`. Any task is a person's to judge."""
+    """A `hal.station.StationFactory`; options: `LerobotConfig`. ``reach`` is judged by rule, the rest by a person."""
     config = read_options(LerobotConfig, request)
     robot = LerobotRobot(config)
     own = tuple(RobotsCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
     cameras = (*own, *(LerobotCamera(*each) for each in config.cameras.items())) if request.cameras else ()
     task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
-    return Station(request.name, robot, task, cameras)
+    station = Station(request.name, robot, task, cameras)
+    return with_reach(station, config.reach, config.sentence) if request.task == REACH else station

@@ -45,6 +45,7 @@ ROOMS = {
     "imageio_ffmpeg": ("user_sys/report.py",),
     "draccus": ("user_sys/config.py", "robots/lerobot_plugins.py"),
     "lerobot": ("robots/lerobot_plugins.py",),
+    "rclpy": ("robots/ros2_link.py",),
     "pygame": ("robots/gamepad.py",),
     "pyspacemouse": ("robots/spacemouse.py",),
     "yaml": ("user_sys/config.py",),

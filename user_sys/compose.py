@@ -96,6 +96,7 @@ _BUILT_IN = {
     "fake": "robots.fake",
     "lerobot": "robots.lerobot",
     "franka": "robots.franka",
+    "ros2": "robots.ros2",
     "ur": "robots.ur",
 }
 """Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
@@ -109,7 +110,10 @@ _INPUTS = {
 """Input devices, by the module whose ``make_teleoperator`` is their `hal.station.TeleoperatorFactory`."""
 
 
-_PROBES: dict[str, tuple[str, str]] = {"lerobot": ("robots.lerobot_probe", "probe_plugins")}
+_PROBES: dict[str, tuple[str, str]] = {
+    "lerobot": ("robots.lerobot_probe", "probe_plugins"),
+    "ros2": ("robots.ros2_probe", "probe_graph"),
+}
 """Probes of our drivers, by module and function (`hal.discovery`)."""
 
 

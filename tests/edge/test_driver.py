@@ -11,7 +11,7 @@ from edge_kit import RIGHT, STILL, WatchedRobot
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import StopLevel
 from hal.safety import Reason, SafetyKernel
 from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FaultPlan
@@ -137,6 +137,35 @@ def test_a_driver_that_was_kept_from_looking_looks_again_before_it_obeys() -> No
     now_ns[0] += 10_000_000_000  # a busy machine, or a disk that was waited for
     tick = driver.command(RIGHT)
     assert tick.reasons == 0 and robot.stops == [] and len(robot.commands) == 1
+    driver.close()
+
+
+class ButtonRobot(WatchedRobot):
+    """A robot with a stop button of its own."""
+
+    pressed = False
+
+    def command(self, action: np.ndarray) -> np.ndarray:
+        if self.pressed:
+            raise EmergencyStopped("the button at the door is pressed")
+        return super().command(action)
+
+
+def test_a_stop_button_of_the_robots_own_latches_until_it_is_released_and_a_person_re_arms() -> None:
+    robot = ButtonRobot()
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    robot.pressed = True
+    tick = driver.command(RIGHT)
+    assert (tick.applied, tick.reasons, tick.stopped) == (None, Reason.ESTOP, True)
+    assert robot.stops == [StopLevel.SAFE]
+    assert driver.kernel.emergency is not None and "door" in driver.kernel.emergency.why
+    driver.kernel.rearm("Ada")
+    assert driver.command(RIGHT).stopped, "it is pressed still"
+    robot.pressed = False
+    assert driver.command(RIGHT).applied is None, "released, and latched"
+    driver.kernel.rearm("Ada")
+    assert driver.command(RIGHT).applied is not None
     driver.close()
 
 

@@ -184,6 +184,15 @@ def test_a_robot_whose_action_does_not_say_where_its_tool_goes_stops_in_a_forbid
         assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, reason) and "the tool is at" in verdict.text
 
 
+def test_a_force_stops_a_robot_that_does_not_say_where_its_tool_is() -> None:
+    state = ArraySpec(name=STATE, labels=TOOL_LABELS, units=("1",) * 6, low=(-99.0,) * 6, high=(99.0,) * 6)
+    action = ArraySpec(name="action", labels=("u",), units=("1",), low=(-1.0,), high=(1.0,))
+    limits = SafetyLimits(tool_force=(3, 4, 5), tool_force_max=9)
+    kernel = kernel_of(RobotSpec(model="u", rate_hz=10, observation=(state,), action=action, limits=limits))
+    assert filtered(kernel, (1,), 0, 0, 0, 0, 0, 8).stop is None
+    assert filtered(kernel, (1,), 0, 0, 0, 0, 0, 10).reasons == Reason.FORCE
+
+
 def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
     rest = JOINTS.rest_action({STATE: np.array([0.3, -0.4], np.float32)})
     np.testing.assert_array_equal(rest, np.array([0.3, -0.4, 0.0], np.float32))

@@ -256,3 +256,22 @@ def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
     assert [camera.spec for camera in station.cameras] == list(station.robot.spec.cameras)
     assert station.robot.spec.action.labels[-1] == "gripper.pos"
     assert station.task.sentence == "tidy up"
+
+
+def test_an_arm_on_its_bus_reaches_for_goals(arm: SimulatedArm) -> None:
+    options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
+    station = make_station(StationRequest("so101-0", "reach", options))
+    assert station.expert is not None
+    expert, kernel = station.expert(0, 0.0), SafetyKernel(station.robot.spec)
+    with station.robot as robot:
+        station.task.reset(robot, np.random.default_rng(1))
+        kernel.settle()
+        for _ in range(station.task.max_steps):
+            seen = robot.observe()
+            verdict = kernel.filter(expert(seen.arrays), seen)
+            assert verdict.applied is not None, verdict.text
+            kernel.correct(robot.command(verdict.applied))
+            if station.task.evaluate(robot.observe()).success:
+                break
+        else:
+            raise AssertionError("the goal was not reached")

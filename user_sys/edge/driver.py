@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hal.camera import Camera
-from hal.errors import HardwareLost, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import Reason, SafetyKernel
 from hal.spec import Array
@@ -135,10 +135,16 @@ class Driver:
         if verdict.applied is None:
             log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
             self.robot.stop(verdict.stop or StopLevel.HOLD)
-            applied = None
-        else:
+            return self._tick(None, verdict.reasons, time.monotonic_ns(), judged=True)
+        try:
             applied = np.asarray(self.robot.command(verdict.applied), np.float32)
-            self.kernel.correct(applied)
+        except EmergencyStopped as error:  # a button of its own: once released, a person re-arms here too
+            try:
+                self.robot.stop(StopLevel.SAFE)
+            finally:
+                self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
+            return self._tick(None, Reason.ESTOP, time.monotonic_ns(), judged=True)
+        self.kernel.correct(applied)
         return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
 
     def hold(self) -> Tick:

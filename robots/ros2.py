@@ -1,0 +1,284 @@
+"""Any arm behind ros2_control: joint states in, targets to a controller out; pictures and force where it has them.
+
+Sensors are subscribed to with best effort; commands are reliable, and never delivered late. Joints are told apart by
+name. A reading is as old as its header's stamp says, and never younger than its arrival.
+
+Safe stop: the joints are told to stay where they are measured; then the controllers are deactivated, which leaves the
+hardware at its last command. A command after that activates them again; one that this driver did not deactivate itself,
+because of a fault or by somebody else's hand, ends the connection instead. When this process dies, a controller reaches
+its last target, at most one control period ahead, and stays there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.spec import STATE, Array
+from hal.station import Station, StationRequest, read_options
+from robots.attended import AttendedTask
+from robots.reaching import REACH, with_reach
+from robots.ros2_camera import RosCamera, stamp_ns
+from robots.ros2_controllers import ANSWER_S, Controller, ControllerManager, targets_of
+from robots.ros2_link import RosLink, Service
+from robots.ros2_readings import CaptureTimes, ForceReading, JointReadings
+from robots.ros2_spec import Ros2Config, layout, read_description
+from robots.urdf import Chain
+
+log = logging.getLogger(__name__)
+
+
+class Ros2Robot(Robot):
+    """An arm behind ros2_control."""
+
+    def __init__(self, config: Ros2Config, name: str = "arm") -> None:
+        """Reads the robot's description, which waits for the graph where it is there; see `read_description`."""
+        self.config = config
+        self._layout = layout(config, read_description(config, name))
+        self.spec = self._layout.spec
+        self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
+        self._link = RosLink(f"user_sys_{name}", config.domain)
+        self._controllers = _controllers(config)
+        self._manager: ControllerManager | None = None
+        self._stopper: Service | None = None
+        self._readings = JointReadings(config.moved, config.clock)
+        self._force: ForceReading | None = None
+        self._sensor: Chain | None = None
+        self._pressed: bool | None = None
+        self._target: Array | None = None
+        self._connected = self._moving = self._released = False
+
+    def connect(self) -> None:
+        """See `hal.robot.Robot`. Inactive controllers are activated; a fault of the hardware is not cleared, and makes
+        the controller manager refuse.
+
+        Raises:
+            SpecError: ROS 2, or a package of messages, is not installed.
+        """
+        if self._connected:
+            return
+        self._link.open()
+        try:
+            self._listen()
+            self._find_sensor()
+            self._find_controllers()
+            self._connected, self._moving, self._released = True, True, False
+            self._hold()
+        except (HardwareLost, SpecError):
+            self._let_go()
+            raise
+
+    def observe(self) -> Observation:
+        self._require_link()
+        positions, velocities, captured_ns = self._readings.of(self.config.moved)
+        parts = [positions]
+        if self.config.velocities:
+            parts.append(velocities[: len(self.config.joints)])
+        values = targets_of(self.config.moved, positions)
+        if self._layout.tool is not None:
+            parts.append(self._layout.tool.pose(values)[:3, 3])
+        if self._force is not None:
+            parts.append(self._force_on_tool(self._force, values))
+            captured_ns = min(captured_ns, self._force.t_capture_ns)
+        self._require_fresh(captured_ns)
+        return Observation({STATE: np.concatenate(parts).astype(np.float32)}, captured_ns)
+
+    def command(self, action: Array) -> Array:
+        """See `hal.robot.Robot`. After a safe stop it first activates the controllers again, which takes longer.
+
+        Raises:
+            EmergencyStopped: a stop button of the cell is pressed; nothing was commanded.
+        """
+        self.spec.action.validate(action)
+        self._require_link()
+        self._require_unpressed()
+        self._require_alive(self._readings.of(self.config.moved)[2])
+        if self._released:
+            self._activate()
+            self._released = False
+        self._watch()
+        self._moving = True
+        return self._send(np.clip(action, self._low, self._high))
+
+    def stop(self, level: StopLevel) -> None:
+        """See `hal.robot.Robot`. The arm is held where it was measured when the stop began, a gripper at its target."""
+        self._require_link()
+        if self._released:
+            return
+        if self._moving:
+            self._hold()
+        elif self._target is not None:
+            self._send(self._target)
+        if level is StopLevel.SAFE:
+            self._release()
+        else:
+            self._watch()
+
+    def close(self) -> None:
+        if self._connected:
+            try:
+                self.stop(StopLevel.SAFE)
+            except HardwareLost as error:
+                log.warning("ros2.unstopped %s; its controllers stay at their last target", error)
+        self._let_go()
+
+    def _listen(self) -> None:
+        """Subscribes, and waits until everything that the config names was heard once."""
+        config, link = self.config, self._link
+        self._readings = JointReadings(config.moved, config.clock)
+        self._force = self._pressed = None
+        link.sense("sensor_msgs/msg/JointState", config.joint_states, self._take_joints)
+        if config.wrench is not None:
+            times = CaptureTimes(config.clock)
+            link.sense("geometry_msgs/msg/WrenchStamped", config.wrench.topic, lambda m: self._take_force(m, times))
+        if config.estop_topic:
+            there = f"nobody publishes {config.estop_topic}"
+            link.wait(lambda: link.node.count_publishers(config.estop_topic) > 0, config.connect_s, there)
+            link.follow("std_msgs/msg/Bool", config.estop_topic, self._take_button)
+        if config.stop_service:
+            self._stopper = Service(link, "std_srvs/srv/Trigger", config.stop_service)
+        try:
+            link.wait(lambda: not self._unheard(), config.connect_s, "not everything was heard")
+        except HardwareLost as error:
+            raise HardwareLost(f"{error}: {self._unheard()}") from None
+
+    def _find_sensor(self) -> None:
+        """Learns where the force sensor sits, where the description has the frame that its messages name."""
+        if self._force is not None and self._layout.urdf is not None:
+            self._sensor = self._layout.urdf.chain(self._force.frame, self.config.base)
+
+    def _unheard(self) -> list[str]:
+        """What the config names and has not been heard, or only what is too old."""
+        config, readings = self.config, self._readings
+        missing = [f"{name} on {config.joint_states}" for name in readings.missing(config.moved)]
+        if not missing and (age_s := self._age_s(readings.of(config.moved)[2])) > config.stale_s:
+            missing.append(f"a joint state that is not {age_s:.3f} s old")
+        if readings.trouble or (missing and config.clock == "shared" and not readings.missing(config.moved)):
+            missing.append(f"{readings.trouble or 'old stamps'}: synchronise the clocks, or set `clock`")
+        if config.wrench is not None and self._force is None:
+            missing.append(config.wrench.topic)
+        if config.estop_topic and self._pressed is None:
+            missing.append(config.estop_topic)
+        return missing
+
+    def _find_controllers(self) -> None:
+        config = self.config
+        if config.manager:
+            self._manager = ControllerManager(self._link, config.manager)
+            if config.activate:
+                self._activate()
+            self._manager.require_active([each.name for each in self._controllers])
+        stamped, ask = config.clock == "shared", bool(config.manager)
+        for controller in self._controllers:
+            controller.open(self._link, stamped=stamped, ask=ask, deadline_s=config.connect_s)
+
+    def _activate(self) -> None:
+        if self._manager is not None:
+            self._manager.switch(on=[each.name for each in self._controllers], off=self.config.instead_of)
+
+    def _hold(self) -> None:
+        """Makes the measured pose the target, or keeps the last one where the readings are too old to go by."""
+        positions, _, captured_ns = self._readings.of(self.config.moved)
+        goal = positions.astype(np.float32)
+        if self._target is not None:
+            grip = len(self.config.joints)
+            fresh = self._age_s(captured_ns) <= self.config.stale_s
+            goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
+        self._send(np.clip(goal, self._low, self._high))
+        self._moving = False
+
+    def _send(self, action: Array) -> Array:
+        targets = targets_of(self.config.moved, action)
+        for controller in self._controllers:
+            controller.send(targets)
+        self._target = action
+        return action.copy()
+
+    def _release(self) -> None:
+        """The part of a safe stop that comes after holding; done once."""
+        self._released = True
+        if self._manager is not None:
+            self._manager.switch(off=[each.name for each in self._controllers])
+        if self._stopper is not None:
+            answer = self._stopper.ask({}, ANSWER_S)
+            if not answer.success:
+                raise HardwareLost(f"{self.config.stop_service} did not stop the robot: {answer.message}")
+
+    def _let_go(self) -> None:
+        self._link.close()
+        self._connected, self._manager, self._stopper, self._target = False, None, None, None
+
+    def _watch(self) -> None:
+        if self._manager is not None:
+            self._manager.watch([each.name for each in self._controllers])
+
+    def _require_link(self) -> None:
+        if not self._connected:
+            raise HardwareLost(f"{self.config.model} is not connected")
+        _ = self._link.node
+
+    def _require_unpressed(self) -> None:
+        topic = self.config.estop_topic
+        if topic and self._link.node.count_publishers(topic) == 0:
+            raise HardwareLost(f"nobody says any more on {topic} whether the stop button is pressed")
+        if self._pressed:
+            raise EmergencyStopped(f"a stop button of the cell is pressed ({topic})")
+
+    def _require_alive(self, captured_ns: int) -> None:
+        age_s = self._age_s(captured_ns)
+        if age_s > max(self.config.lost_after_s, self.config.stale_s):
+            raise HardwareLost(f"{self.config.model} has said nothing for {age_s:.3f} s")
+
+    def _require_fresh(self, captured_ns: int) -> None:
+        self._require_alive(captured_ns)
+        age_s, allowed_s = self._age_s(captured_ns), self.config.stale_s
+        if age_s > allowed_s:
+            raise StaleObservation(f"the newest reading is {age_s:.3f} s old; at most {allowed_s:g} s may pass")
+
+    def _age_s(self, captured_ns: int) -> float:
+        return (time.monotonic_ns() - captured_ns) / 1e9
+
+    def _force_on_tool(self, reading: ForceReading, values: Mapping[str, float]) -> Array:
+        assert self.config.wrench is not None
+        force = -reading.force if self.config.wrench.of_tool else reading.force
+        turned: Array = force if self._sensor is None else self._sensor.pose(values)[:3, :3] @ force
+        return turned
+
+    def _take_joints(self, message: Any) -> None:
+        self._readings.add(message.name, message.position, message.velocity, stamp_ns(message.header))
+
+    def _take_force(self, message: Any, times: CaptureTimes) -> None:
+        captured_ns, force = times.of(stamp_ns(message.header)), message.wrench.force
+        if captured_ns is not None:
+            self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
+
+    def _take_button(self, message: Any) -> None:
+        self._pressed = bool(message.data)
+
+
+def _controllers(config: Ros2Config) -> tuple[Controller, ...]:
+    period_s, grip = 1 / config.rate_hz, config.gripper
+    arm = Controller(config.controller, config.kind, config.joints, period_s)
+    return (arm,) if grip is None else (arm, Controller(grip.controller, grip.kind, [grip.joint], period_s))
+
+
+def make_station(request: StationRequest) -> Station:
+    """A `hal.station.StationFactory`; options: `Ros2Config`. ``reach`` is judged by rule, any other task by a person.
+
+    Raises:
+        HardwareLost: the robot's description is to be read from the graph, and is not there.
+    """
+    config = read_options(Ros2Config, request)
+    robot = Ros2Robot(config, request.name)
+    cameras = tuple(
+        RosCamera(f"{request.name}_{spec.name}", spec, config.cameras[spec.name], config) for spec in robot.spec.cameras
+    )
+    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
+    station = Station(request.name, robot, task, cameras if request.cameras else ())
+    return with_reach(station, config.reach, config.sentence) if request.task == REACH else station

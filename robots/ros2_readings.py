@@ -1,0 +1,126 @@
+"""What a ROS 2 robot's messages say, put together by joint name, and when it was so on this computer's clock.
+
+Nothing here needs ROS. Callbacks write from the link's thread, the driver reads from its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hal.spec import Array
+
+Clock = Literal["shared", "robot", "arrival"]
+"""What a header's stamp means. ``shared``: the robot's clock and this computer's are synchronised, as ROS expects.
+``robot``: another clock (an unsynchronised computer, simulated time); its offset is taken from the message that came
+quickest. ``arrival``: stamps mean nothing, and only the time of arrival counts."""
+
+
+AHEAD_NS = 50_000_000  # how far clocks that are called synchronised may be apart
+
+
+class CaptureTimes:
+    """Stamps of one sender to times on ``time.monotonic_ns``'s clock. One thread calls it.
+
+    Attributes:
+        trouble: what is wrong with the newest stamp, for a person; empty where nothing is.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._clock, self._monotonic_ns, self._wall_ns = clock, monotonic_ns, wall_ns
+        self._offset_ns: int | None = None
+        self._last_ns = -1
+        self.trouble = ""
+
+    def of(self, stamp_ns: int) -> int | None:
+        """When a message that arrives now was captured; never in the future. None for one that says nothing new: its
+        stamp is not later than the newest one's, or is ahead of a shared clock."""
+        arrival_ns = self._monotonic_ns()
+        if self._clock == "arrival":
+            return arrival_ns
+        if stamp_ns <= self._last_ns:
+            return None
+        age_ns = self._wall_ns() - stamp_ns if self._clock == "shared" else 0
+        if age_ns < -AHEAD_NS:  # by how much its readings are older than they seem cannot be told
+            self.trouble = f"stamps are {-age_ns / 1e9:.3f} s ahead of this computer's clock"
+            return None
+        self.trouble, self._last_ns = "", stamp_ns
+        if self._clock == "shared":
+            return arrival_ns - max(0, age_ns)
+        offset_ns = arrival_ns - stamp_ns
+        self._offset_ns = offset_ns if self._offset_ns is None else min(self._offset_ns, offset_ns)
+        return stamp_ns + self._offset_ns
+
+
+@dataclass(frozen=True)
+class JointReading:
+    """One joint, as it was at `t_capture_ns`. Velocity is NaN where the robot does not say it."""
+
+    position: float
+    velocity: float
+    t_capture_ns: int
+
+
+class JointReadings:
+    """The newest reading of each joint. Several publishers may share a topic, each with joints of its own."""
+
+    def __init__(self, joints: Sequence[str], clock: Clock) -> None:
+        self._joints, self._clock = frozenset(joints), clock
+        self._times: dict[tuple[str, ...], CaptureTimes] = {}
+        self._newest: dict[str, JointReading] = {}
+        self._lock = threading.Lock()
+
+    def add(self, names: Sequence[str], positions: Sequence[float], velocities: Sequence[float], stamp_ns: int) -> None:
+        """Takes in one message; one whose lists differ in length is not a reading and is left out."""
+        wanted = [index for index, name in enumerate(names) if name in self._joints]
+        if not wanted or len(positions) != len(names) or len(velocities) not in (0, len(names)):
+            return
+        with self._lock:
+            times = self._times.setdefault(tuple(names[i] for i in wanted), CaptureTimes(self._clock))
+            captured_ns = times.of(stamp_ns)
+            if captured_ns is not None:
+                speeds = velocities if len(velocities) else (float("nan"),) * len(names)
+                for i in wanted:
+                    self._newest[names[i]] = JointReading(positions[i], speeds[i], captured_ns)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the newest stamps; empty where nothing is."""
+        with self._lock:
+            return "; ".join(sorted({times.trouble for times in self._times.values() if times.trouble}))
+
+    def missing(self, joints: Sequence[str]) -> list[str]:
+        """Those of which nothing was heard yet."""
+        with self._lock:
+            return [name for name in joints if name not in self._newest]
+
+    def of(self, joints: Sequence[str]) -> tuple[Array, Array, int]:
+        """Positions and velocities, float64 (n,), in the order asked for, and when the oldest of them was captured.
+
+        Raises:
+            KeyError: a joint of which nothing was heard; see `missing`.
+        """
+        with self._lock:
+            found = [self._newest[name] for name in joints]
+        positions: Array = np.array([each.position for each in found])
+        velocities: Array = np.array([each.velocity for each in found])
+        return positions, velocities, min(each.t_capture_ns for each in found)
+
+
+@dataclass(frozen=True)
+class ForceReading:
+    """float64 (3,) N in the frame of the link `frame`, as measured at `t_capture_ns`."""
+
+    force: Array
+    frame: str
+    t_capture_ns: int

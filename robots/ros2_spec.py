@@ -1,0 +1,300 @@
+"""What a run's config says of an arm behind ros2_control, and the spec that follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from hal.errors import HardwareLost, SpecError
+from hal.spec import ACTION, STATE, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
+from robots.reaching import ReachConfig
+from robots.ros2_controllers import ControllerKind, read_parameters
+from robots.ros2_link import RosLink
+from robots.ros2_readings import Clock
+from robots.urdf import Chain, Urdf
+
+DESCRIPTION_S = 10.0
+XYZ = ("x", "y", "z")
+TOOL_M, FORCE_N = 2.0, 200.0  # how far out and how hard the state's bounds reckon with; no limits
+
+
+@dataclass(frozen=True)
+class JointLimits:
+    """rad and rad/s (m and m/s for a joint that slides); None is the description's, its speed times `speed_share`."""
+
+    low: float | None = None
+    high: float | None = None
+    speed_max: float | None = None
+
+
+@dataclass(frozen=True)
+class GripperConfig:
+    """A gripper that is one joint with a controller of its own; `low` and `high` bound its position, m or rad."""
+
+    joint: str
+    low: float
+    high: float
+    controller: str = "gripper_controller"
+    kind: ControllerKind = "position"
+
+
+@dataclass(frozen=True)
+class WrenchConfig:
+    """Attributes:
+    topic: of type geometry_msgs/msg/WrenchStamped.
+    force_max: N; above it the safety kernel stops the arm.
+    of_tool: the sensor tells what the tool does to the surroundings; ours is what they do to the tool.
+    """
+
+    topic: str = "/force_torque_sensor_broadcaster/wrench"
+    force_max: float | None = None
+    of_tool: bool = False
+
+
+@dataclass(frozen=True)
+class RosCameraConfig:
+    """A topic of pictures. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage."""
+
+    topic: str
+    height: int
+    width: int
+    rate_hz: float = 30.0
+    kind: Literal["raw", "compressed"] = "raw"
+
+
+@dataclass(frozen=True)
+class Ros2Config:
+    """Attributes:
+    joints: the arm's, in the order that the policy sees; ROS's messages are read by name.
+    controller: its name, with its namespace where it has one.
+    kind: ``trajectory`` is a joint trajectory controller, ``position`` a forward controller of positions.
+    description: where the URDF comes from: a file; ``topic:/robot_description``; ``parameter:/NODE``. Those on the
+        graph are read when the robot is built, for which it must be there.
+    limits: by joint name or pattern; where there is a description, what differs from it.
+    speed_share: share of the description's speed limits that commands may reach.
+    acceleration_max: of each joint, rad/s^2.
+    tool, base: links of the description; with `tool` the state has its place in the base's frame (the root's).
+    workspace, keep_out: boxes for the tool, m in the base frame; the kernel stops an arm that leaves or enters them.
+    velocities: whether joint states have them.
+    manager: the controller manager; empty: no service is used, so that controllers are neither asked for their joints,
+        nor switched, nor watched.
+    activate: an inactive controller is activated when the robot is connected; without it, a person does that.
+    instead_of: controllers that are deactivated when ours is activated.
+    estop_topic: std_msgs/msg/Bool, true while a stop button of the cell is pressed; kept by its publisher (transient
+        local) or repeated.
+    stop_service: std_srvs/srv/Trigger that a safe stop calls besides.
+    clock: what the stamps of messages mean; see `robots.ros2_readings.Clock`.
+    domain: ROS 2 domain; by default ``ROS_DOMAIN_ID``.
+    connect_s: how long the robot may take to be there.
+    stale_after_s: by default two control periods.
+    lost_after_s: a robot that said nothing for so long is lost.
+    """
+
+    joints: tuple[str, ...]
+    controller: str = "joint_trajectory_controller"
+    kind: ControllerKind = "trajectory"
+    model: str = "ros2_arm"
+    rate_hz: float = 20.0
+    description: str = ""
+    limits: dict[str, JointLimits] = field(default_factory=dict)
+    speed_share: float = 0.25
+    acceleration_max: float | None = None
+    tool: str = ""
+    base: str = ""
+    workspace: Box | None = None
+    keep_out: tuple[Box, ...] = ()
+    gripper: GripperConfig | None = None
+    wrench: WrenchConfig | None = None
+    cameras: dict[str, RosCameraConfig] = field(default_factory=dict)
+    joint_states: str = "/joint_states"
+    velocities: bool = True
+    manager: str = "/controller_manager"
+    activate: bool = True
+    instead_of: tuple[str, ...] = ()
+    estop_topic: str = ""
+    stop_service: str = ""
+    clock: Clock = "shared"
+    domain: int | None = None
+    connect_s: float = 10.0
+    stale_after_s: float | None = None
+    lost_after_s: float = 1.0
+    reduced_speed: float = 0.25
+    sentence: str = ""
+    max_steps: int = 3000
+    reach: ReachConfig = field(default_factory=ReachConfig)
+
+    def __post_init__(self) -> None:
+        if not self.joints or len(set(self.joints)) != len(self.joints):
+            raise ValueError(f"joints names each joint once, not {list(self.joints)}")
+        if self.rate_hz <= 0 or not 0 < self.speed_share <= 1:
+            raise ValueError(f"rate_hz is above 0 and speed_share in (0, 1], not {self.rate_hz}, {self.speed_share}")
+        kinds = {self.kind} | ({self.gripper.kind} if self.gripper else set())
+        if not self.manager and "position" in kinds:
+            raise ValueError("a forward controller is asked for the order of its joints: it needs its `manager`")
+        if self.tool and not self.description:
+            raise ValueError("tool is a link of the description, and there is none")
+
+    @property
+    def stale_s(self) -> float:
+        return self.stale_after_s or 2 / self.rate_hz
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """All joints that are commanded: the arm's, then the gripper's."""
+        return self.joints if self.gripper is None else (*self.joints, self.gripper.joint)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The spec, and what the driver needs besides to fill its state.
+
+    Attributes:
+        tool: from the base to the tool; None where its place is not in the state.
+    """
+
+    spec: RobotSpec
+    urdf: Urdf | None
+    tool: Chain | None
+
+
+def read_description(config: Ros2Config, name: str) -> Urdf | None:
+    """The robot's description, where the config names one. Blocks up to `DESCRIPTION_S` where it is on the graph.
+
+    Raises:
+        SpecError: the file cannot be read, or what was read is no URDF.
+        HardwareLost: the graph has none.
+    """
+    source, _, place = config.description.partition(":")
+    if not config.description:
+        return None
+    if source not in ("topic", "parameter"):
+        try:
+            return Urdf(Path(config.description).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"robot {name}: the description cannot be read: {error}") from None
+    with RosLink(f"describe_{name}", config.domain) as link:
+        return Urdf(_from_topic(link, place) if source == "topic" else _from_parameter(link, place))
+
+
+def _from_topic(link: RosLink, topic: str) -> str:
+    heard: list[Any] = []
+    link.wait(lambda: link.node.count_publishers(topic) > 0, DESCRIPTION_S, f"nobody publishes {topic}")
+    link.follow("std_msgs/msg/String", topic, heard.append)
+    link.wait(lambda: bool(heard), DESCRIPTION_S, f"nothing came on {topic}")
+    return str(heard[0].data)
+
+
+def _from_parameter(link: RosLink, node: str) -> str:
+    text = read_parameters(link, node, ["robot_description"]).get("robot_description")
+    if not isinstance(text, str):
+        raise HardwareLost(f"{node} has no parameter robot_description")
+    return text
+
+
+def layout(config: Ros2Config, urdf: Urdf | None) -> Layout:
+    """The spec of the arm that `config` and its description describe.
+
+    Raises:
+        SpecError: a limit that nobody states, or a joint or link that the description does not have.
+    """
+    tool = urdf.chain(config.tool, config.base) if urdf is not None and config.tool else None
+    if tool is not None and (unknown := set(tool.moving) - set(config.moved)):
+        raise SpecError(f"between base and tool are joints that the config does not name: {sorted(unknown)}")
+    bounds = [_bounds(name, config, urdf) for name in config.joints]
+    low, high, speed = (tuple(each) for each in zip(*bounds, strict=True))
+    units = tuple(_unit(name, urdf) for name in config.moved)
+    state, tool_at, force_at = _state(config, units, (low, high, speed), tool is not None)
+    grip = config.gripper
+    action = ArraySpec(
+        name=ACTION,
+        labels=tuple(f"{name}.pos" for name in config.moved),
+        units=units,
+        low=low + (() if grip is None else (grip.low,)),
+        high=high + (() if grip is None else (grip.high,)),
+    )
+    joints = tuple(range(len(config.joints)))
+    limits = SafetyLimits(
+        workspace_low=() if config.workspace is None else config.workspace.low,
+        workspace_high=() if config.workspace is None else config.workspace.high,
+        keep_out=config.keep_out,
+        tool_position=tool_at,
+        tool_force=force_at,
+        tool_force_max=None if config.wrench is None else config.wrench.force_max,
+        joint_position=joints,
+        joint_low=low,
+        joint_high=high,
+        joint_velocity_max=speed,
+        joint_acceleration_max=() if config.acceleration_max is None else (config.acceleration_max,) * len(joints),
+        reduced_speed=config.reduced_speed,
+        stale_after_s=config.stale_s,
+    )
+    if (config.workspace or config.keep_out) and tool is None:
+        raise SpecError("workspace and keep_out bound the tool: name its link in `tool`")
+    spec = RobotSpec(
+        model=config.model,
+        rate_hz=config.rate_hz,
+        observation=(state,),
+        action=action,
+        cameras=tuple(_camera(name, each) for name, each in config.cameras.items()),
+        limits=limits,
+        neutral=tuple(min(max(0.0, a), b) for a, b in zip(action.low, action.high, strict=True)),
+        joint_target=joints,
+        gripper=-1 if grip is None else len(joints),
+        safe_stop=_safe_stop(config),
+    )
+    return Layout(spec, urdf, tool)
+
+
+def _state(
+    config: Ros2Config, units: tuple[str, ...], bounds: tuple[tuple[float, ...], ...], has_tool: bool
+) -> tuple[ArraySpec, tuple[int, ...], tuple[int, ...]]:
+    """The state's spec, and where in it the tool's place and the force are."""
+    grip, (low, high, speed) = config.gripper, bounds
+    arm = list(zip(config.joints, units, low, high, speed, strict=False))
+    rows = [(f"{name}.pos", unit, a, b) for name, unit, a, b, _ in arm]
+    if grip is not None:
+        rows.append((f"{grip.joint}.pos", units[-1], grip.low, grip.high))
+    if config.velocities:
+        rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
+    tool_at = tuple(range(len(rows), len(rows) + 3)) if has_tool else ()
+    rows += [(f"tool_{XYZ[i]}", "m", -TOOL_M, TOOL_M) for i in range(len(tool_at))]
+    force_at = tuple(range(len(rows), len(rows) + 3)) if config.wrench is not None else ()
+    rows += [(f"force_{XYZ[i]}", "N", -FORCE_N, FORCE_N) for i in range(len(force_at))]
+    names, of_what, lows, highs = zip(*rows, strict=True)
+    return ArraySpec(name=STATE, labels=names, units=of_what, low=lows, high=highs), tool_at, force_at
+
+
+def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, float, float]:
+    """Lowest and highest position, and greatest speed."""
+    stated = next((each for name, each in config.limits.items() if fnmatchcase(joint, name)), JointLimits())
+    described = (math.nan,) * 3
+    if urdf is not None:
+        found = urdf.joint(joint)
+        described = (found.low, found.high, found.speed_max * config.speed_share)
+    chosen = (stated.low, stated.high, stated.speed_max)
+    low, high, speed = (b if a is None else a for a, b in zip(chosen, described, strict=True))
+    if not (low < high and speed > 0):
+        raise SpecError(
+            f"joint {joint} has no usable limits ({low:g} to {high:g} at {speed:g} a second); state them: "
+            f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}`, or name its `description`"
+        )
+    return low, high, speed
+
+
+def _unit(joint: str, urdf: Urdf | None) -> str:
+    """Without a description joints are taken to turn."""
+    return "m" if urdf is not None and joint in urdf.joints and urdf.joints[joint].kind == "prismatic" else "rad"
+
+
+def _camera(name: str, config: RosCameraConfig) -> CameraSpec:
+    return CameraSpec(name=name, height=config.height, width=config.width, rate_hz=config.rate_hz)
+
+
+def _safe_stop(config: Ros2Config) -> str:
+    text = "holds where it is measured"
+    if config.manager:
+        text += ", then its controllers are deactivated, which leaves holding to the hardware"
+    return text + (f", and {config.stop_service} is called" if config.stop_service else "")

@@ -1,0 +1,223 @@
+"""An arm behind ros2_control, simulated with rclpy in a process of its own: ``ros2_peer.py DOMAIN``.
+
+It has the nodes, topics, services and parameters that a controller manager with a joint state broadcaster, a joint
+trajectory controller, a forward position controller and a force torque sensor broadcaster shows, besides two cameras, a
+stop button and a robot state publisher. Joints are listed in another order wherever ROS leaves that open. It says
+``ready`` and then obeys, line by line: see `Peer.obey`. Answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import rclpy
+import simplejpeg
+from controller_manager_msgs.msg import ControllerState
+from controller_manager_msgs.srv import ListControllers, SwitchController
+from geometry_msgs.msg import WrenchStamped
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy, qos_profile_sensor_data
+from sensor_msgs.msg import CompressedImage, Image, JointState
+from std_msgs.msg import Bool, Float64MultiArray, String
+from std_srvs.srv import Trigger
+from trajectory_msgs.msg import JointTrajectory
+
+JOINTS = ("shoulder", "elbow", "wrist")
+IN_STATES = ("wrist", "finger", "shoulder", "elbow")
+IN_FORWARD = ("elbow", "wrist", "shoulder")
+UPDATE_HZ, PICTURE_HZ = 100.0, 30.0
+WIDTH, HEIGHT = 64, 48
+LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+URDF = """<robot name="three">
+  <joint name="mount" type="fixed"><parent link="world"/><child link="base"/><origin xyz="0 0 0.1"/></joint>
+  <joint name="shoulder" type="revolute"><parent link="base"/><child link="upper"/><axis xyz="0 0 1"/>
+    <limit lower="-2.5" upper="2.5" velocity="2.0" effort="50"/></joint>
+  <joint name="elbow" type="revolute"><parent link="upper"/><child link="fore"/>
+    <origin xyz="0.3 0 0"/><axis xyz="0 1 0"/>
+    <limit lower="-2.0" upper="2.0" velocity="2.0" effort="50"/></joint>
+  <joint name="wrist" type="continuous"><parent link="fore"/><child link="hand"/>
+    <origin xyz="0.2 0 0"/><axis xyz="1 0 0"/>
+    <limit velocity="4.0" effort="20"/></joint>
+  <joint name="finger" type="prismatic"><parent link="hand"/><child link="tip"/>
+    <origin xyz="0.1 0 0"/><axis xyz="1 0 0"/>
+    <limit lower="0.0" upper="0.08" velocity="0.2" effort="20"/></joint>
+</robot>"""
+
+
+class Peer:
+    def __init__(self, domain: int) -> None:
+        self.context = rclpy.Context()
+        rclpy.init(args=[], context=self.context, domain_id=domain)
+        self.executor = SingleThreadedExecutor(context=self.context)
+        self.place = dict.fromkeys(IN_STATES, 0.0)
+        self.speed = dict.fromkeys(IN_STATES, 0.0)
+        self.states = {"arm_controller": "active", "forward": "inactive", "grip": "active"}
+        self.way: tuple[dict[str, float], dict[str, float], float, float] | None = None
+        self.goal: dict[str, float] = {}
+        self.counts = {"trajectories": 0, "refused": 0, "forwards": 0, "ignored": 0, "stops": 0, "switches": 0}
+        self.force, self.fault, self.skew_s = [0.0, 0.0, 0.0], False, 0.0
+        self.mute: set[str] = set()
+        self._manager()
+        self._sensors()
+        self._arm()
+
+    def _node(self, name: str, **parameters: Any) -> Any:
+        node = rclpy.create_node(name, context=self.context)
+        for key, value in parameters.items():
+            node.declare_parameter(key, value)
+        self.executor.add_node(node)
+        return node
+
+    def _manager(self) -> None:
+        self.manager = self._node("controller_manager")
+        self.manager.create_service(ListControllers, "~/list_controllers", self._list)
+        self.manager.create_service(SwitchController, "~/switch_controller", self._switch)
+        self.manager.create_timer(1 / UPDATE_HZ, self._update)
+        self.manager.create_service(Trigger, "/stop", self._stop)
+        self.button = self.manager.create_publisher(Bool, "/stop_button", LATCHED)
+        self.button.publish(Bool(data=False))
+
+    def _sensors(self) -> None:
+        node = self._node("robot_state_publisher", robot_description=URDF)
+        self.description = node.create_publisher(String, "/robot_description", LATCHED)
+        self.description.publish(String(data=URDF))
+        self.joint_states = node.create_publisher(JointState, "/joint_states", 10)
+        self.wrench = node.create_publisher(WrenchStamped, "/wrench", 10)
+        self.image = node.create_publisher(Image, "/camera/image_raw", qos_profile_sensor_data)
+        self.packed = node.create_publisher(CompressedImage, "/camera/image_raw/compressed", qos_profile_sensor_data)
+        node.create_timer(1 / PICTURE_HZ, self._show)
+        self.node = node
+
+    def _arm(self) -> None:
+        arm = self._node("arm_controller", joints=list(JOINTS), command_interfaces=["position"])
+        arm.create_subscription(JointTrajectory, "~/joint_trajectory", self._trajectory, 1)
+        forward = self._node("forward", joints=list(IN_FORWARD), interface_name="position")
+        forward.create_subscription(Float64MultiArray, "~/commands", self._forward, 1)
+        grip = self._node("grip", joints=["finger"], interface_name="position")
+        grip.create_subscription(Float64MultiArray, "~/commands", self._grip, 1)
+        spin = self._node("spin", joints=list(JOINTS), interface_name="velocity")
+        spin.create_subscription(Float64MultiArray, "~/commands", lambda _: None, 1)
+
+    def _list(self, _: Any, response: Any) -> Any:
+        response.controller = [ControllerState(name=name, state=state) for name, state in self.states.items()]
+        return response
+
+    def _switch(self, request: Any, response: Any) -> Any:
+        self.counts["switches"] += 1
+        after = {**self.states, **dict.fromkeys(request.deactivate_controllers, "inactive")}
+        after.update(dict.fromkeys(request.activate_controllers, "active"))
+        if self.fault and request.activate_controllers:
+            response.message = "the hardware component is in an error"
+        elif after["arm_controller"] == after["forward"] == "active":
+            response.message = "the position interfaces are claimed twice"
+        else:
+            self.states, response.ok = after, True
+            self.way = None
+        return response
+
+    def _stop(self, _: Any, response: Any) -> Any:
+        self.counts["stops"] += 1
+        response.success = True
+        return response
+
+    def _trajectory(self, message: Any) -> None:
+        now_s, stamp = time.time(), message.header.stamp
+        start_s = stamp.sec + stamp.nanosec / 1e9 or now_s
+        if self.states["arm_controller"] != "active":
+            self.counts["ignored"] += 1
+            return
+        point = message.points[-1] if message.points else None
+        end_s = start_s + (point.time_from_start.sec + point.time_from_start.nanosec / 1e9 if point else 0)
+        if point is None or set(message.joint_names) != set(JOINTS) or end_s < now_s:
+            self.counts["refused"] += 1
+            return
+        self.counts["trajectories"] += 1
+        self.goal = dict(zip(message.joint_names, point.positions, strict=True))
+        self.way = ({name: self.place[name] for name in self.goal}, self.goal, now_s, end_s)
+
+    def _forward(self, message: Any) -> None:
+        if self.states["forward"] == "active":
+            self.counts["forwards"] += 1
+            self.place.update(zip(IN_FORWARD, message.data, strict=True))
+
+    def _grip(self, message: Any) -> None:
+        if self.states["grip"] == "active":
+            self.place["finger"] = message.data[0]
+
+    def _update(self) -> None:
+        before = dict(self.place)
+        if self.way is not None:
+            start, goal, from_s, until_s = self.way
+            share = min(1.0, (time.time() - from_s) / max(until_s - from_s, 1e-6))
+            self.place.update({name: start[name] + share * (goal[name] - start[name]) for name in goal})
+        self.speed = {name: (self.place[name] - before[name]) * UPDATE_HZ for name in IN_STATES}
+        if "stamps" not in self.mute:
+            self.stamp = rclpy.time.Time(nanoseconds=time.time_ns() + round(self.skew_s * 1e9)).to_msg()
+        if "joints" not in self.mute:
+            message = JointState(name=list(IN_STATES), position=[self.place[n] for n in IN_STATES])
+            message.velocity = [self.speed[n] for n in IN_STATES]
+            message.header.stamp = self.stamp
+            self.joint_states.publish(message)
+        if "wrench" not in self.mute:
+            pushed = WrenchStamped()
+            pushed.header.stamp, pushed.header.frame_id = self.stamp, "hand"
+            pushed.wrench.force.x, pushed.wrench.force.y, pushed.wrench.force.z = self.force
+            self.wrench.publish(pushed)
+
+    def _show(self) -> None:
+        if "pictures" in self.mute:
+            return
+        picture = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+        picture[..., 0], picture[:8, :8, 2] = 200, 255
+        raw = Image(height=HEIGHT, width=WIDTH, encoding="bgr8", step=3 * WIDTH + 4)
+        raw.data = np.pad(picture[..., ::-1].reshape(HEIGHT, -1), ((0, 0), (0, 4))).tobytes()
+        packed = CompressedImage(format="jpeg", data=simplejpeg.encode_jpeg(picture, colorspace="RGB"))
+        raw.header.stamp = packed.header.stamp = self.node.get_clock().now().to_msg()
+        self.image.publish(raw)
+        self.packed.publish(packed)
+
+    def obey(self, order: str, *words: str) -> None:
+        """``state``; ``mute WHAT`` and ``speak WHAT`` (joints, stamps, wrench, pictures); ``force X Y Z``;
+        ``press 0|1``; ``put CONTROLLER STATE``; ``fault 0|1``; ``skew SECONDS`` of its clock."""
+        if order == "state":
+            known = {"place": self.place, "goal": self.goal, "controllers": self.states, "counts": self.counts}
+            sys.stdout.write(json.dumps(known) + "\n")
+            sys.stdout.flush()
+        elif order == "mute":
+            self.mute.add(words[0])
+        elif order == "speak":
+            self.mute.discard(words[0])
+        elif order == "force":
+            self.force = [float(word) for word in words]
+        elif order == "press":
+            self.button.publish(Bool(data=words[0] == "1"))
+        elif order == "put":
+            self.states[words[0]] = words[1]
+        elif order == "fault":
+            self.fault = words[0] == "1"
+        elif order == "skew":
+            self.skew_s = float(words[0])
+
+    def run(self) -> None:
+        """Until standard input ends."""
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        waiting = b""
+        while True:
+            self.executor.spin_once(timeout_sec=0.01)
+            while select.select([0], [], [], 0)[0]:
+                if not (read := os.read(0, 4096)):
+                    return
+                *orders, waiting = (waiting + read).split(b"\n")
+                for each in orders:
+                    self.obey(*each.decode().split())
+
+
+if __name__ == "__main__":
+    Peer(int(sys.argv[1])).run()

@@ -1,0 +1,374 @@
+"""The ROS 2 driver with rclpy, against a simulated ros2_control in another process: ``make test-ros2``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ros2_kit import DDS_PEER, DOMAIN, HERE_ONLY, OTHER_DOMAIN, Ros2Peer, ros2_peer
+
+from hal.camera import Camera
+from hal.conformance import CameraConformance, RobotConformance
+from hal.errors import EmergencyStopped, HardwareLost, StaleObservation
+from hal.resource import ResourceRecord
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import Reason, SafetyKernel
+from hal.spec import STATE, Array
+from hal.station import StationRequest
+from robots.ros2 import Ros2Robot, make_station
+from robots.ros2_probe import GraphProbe
+from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
+
+pytestmark = pytest.mark.ros2
+DEADLINE_S = 60.0
+JOINTS = ("shoulder", "elbow", "wrist")
+PLAIN = Ros2Config(
+    joints=JOINTS,
+    controller="arm_controller",
+    rate_hz=10.0,
+    limits={"*": JointLimits(-2.0, 2.0, 1.0)},
+    domain=DOMAIN,
+    connect_s=DEADLINE_S,
+    stale_after_s=1.0,  # the machine may be busy; what has to be quick is tried below with the default
+    lost_after_s=3.0,
+)
+FORWARD = replace(PLAIN, controller="forward", kind="position", instead_of=("arm_controller",))
+CAMERA = RosCameraConfig("/camera/image_raw", height=48, width=64)
+PACKED = replace(CAMERA, topic="/camera/image_raw/compressed", kind="compressed")
+HOME = np.zeros(3, np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _here_only() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in HERE_ONLY.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_peer(_here_only: None) -> Iterator[Ros2Peer]:
+    with ros2_peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def peer(shared_peer: Ros2Peer) -> Ros2Peer:
+    """The peer as it starts: nothing muted, nothing pressed, its trajectory controller active."""
+    for order in (
+        "put arm_controller active",
+        "put forward inactive",
+        "put grip active",
+        "press 0",
+        "fault 0",
+        "skew 0",
+    ):
+        shared_peer.say(order)
+    for what in ("joints", "stamps", "wrench", "pictures"):
+        shared_peer.say(f"speak {what}")
+    shared_peer.say("force 0 0 0")
+    shared_peer.say("skew 0")
+    return shared_peer
+
+
+def arrive(robot: Robot, action: Array) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while np.abs(robot.observe().arrays[STATE][: len(action)] - robot.command(action)).max() > 0.005:
+        assert time.monotonic() < deadline_s, f"the arm did not get to {action}"
+        time.sleep(robot.spec.period_s)
+
+
+def await_raise(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object], match: str) -> None:
+    """`call` raises sooner or later."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    with pytest.raises(kind, match=match):
+        while time.monotonic() < deadline_s:
+            call()
+            time.sleep(0.02)
+
+
+class Conformance(RobotConformance):
+    config = PLAIN
+
+    @pytest.fixture(autouse=True)
+    def _peer(self, peer: Ros2Peer) -> None:
+        self.peer = peer
+
+    def make_robot(self) -> Robot:
+        return Ros2Robot(self.config)
+
+    def same_place(self, before: Observation, after: Observation) -> bool:
+        moved = before.arrays[STATE][:3] - after.arrays[STATE][:3]
+        return bool(np.abs(moved).max() < 0.01)
+
+
+class TestTrajectoryController(Conformance):
+    pass
+
+
+class TestForwardController(Conformance):
+    config = FORWARD
+
+
+class Pictures(CameraConformance):
+    topic = CAMERA
+
+    @pytest.fixture(autouse=True)
+    def _peer(self, peer: Ros2Peer) -> None:
+        self.peer = peer
+
+    def make_camera(self) -> Camera:
+        return make_camera(self.topic)
+
+
+class TestRawPictures(Pictures):
+    pass
+
+
+class TestCompressedPictures(Pictures):
+    topic = PACKED
+
+
+def make_camera(topic: RosCameraConfig, **options: object) -> Camera:
+    config = {
+        "joints": list(JOINTS),
+        "limits": {"*": {"low": -2.0, "high": 2.0, "speed_max": 1.0}},
+        "domain": DOMAIN,
+        "connect_s": DEADLINE_S,
+        "cameras": {"front": {"topic": topic.topic, "height": 48, "width": 64, "kind": topic.kind}},
+        **options,
+    }
+    return make_station(StationRequest("arm-0", "free", config)).cameras[0]
+
+
+@pytest.mark.parametrize("config", [PLAIN, FORWARD], ids=["trajectory", "forward"])
+def test_each_joint_goes_where_it_is_told_whatever_order_ros_lists_them_in(peer: Ros2Peer, config: Ros2Config) -> None:
+    with Ros2Robot(config) as robot:
+        arrive(robot, np.array([0.1, 0.2, 0.3], np.float32))
+        place = peer.state()["place"]
+        assert [round(place[name], 2) for name in JOINTS] == [0.1, 0.2, 0.3]
+        arrive(robot, HOME)
+    counts = peer.state()["counts"]
+    assert counts["refused"] == 0
+
+
+def test_a_gripper_has_a_controller_of_its_own(peer: Ros2Peer) -> None:
+    grip = GripperConfig("finger", 0.0, 0.08, controller="grip")
+    with Ros2Robot(replace(PLAIN, gripper=grip)) as robot:
+        arrive(robot, np.array([0, 0, 0, 0.05], np.float32))
+        robot.stop(StopLevel.HOLD)
+        assert peer.state()["place"]["finger"] == pytest.approx(0.05)
+
+
+def test_limits_and_the_tools_place_come_from_the_description_on_the_graph(peer: Ros2Peer) -> None:
+    for source in ("topic:/robot_description", "parameter:/robot_state_publisher"):
+        config = replace(PLAIN, limits={"wrist": JointLimits(-1.0, 1.0)}, description=source, tool="hand")
+        with Ros2Robot(config) as robot:
+            assert robot.spec.limits.joint_low == (-2.5, -2.0, -1.0)
+            assert robot.spec.limits.joint_velocity_max == (0.5, 0.5, 1.0)
+            tool = robot.observe().arrays[STATE][list(robot.spec.limits.tool_position)]
+            np.testing.assert_allclose(tool, [0.5, 0, 0.1], atol=0.01)
+
+
+def test_a_force_stops_the_arm_and_is_told_in_the_bases_frame(peer: Ros2Peer) -> None:
+    wrench = WrenchConfig("/wrench", force_max=20.0)
+    with Ros2Robot(replace(PLAIN, wrench=wrench, description="topic:/robot_description")) as robot:
+        kernel = SafetyKernel(robot.spec)
+        assert kernel.filter(HOME, robot.observe()).applied is not None
+        arrive(robot, np.array([np.pi / 2, 0, 0], np.float32))
+        peer.say("force 30 0 0")
+        where = list(robot.spec.limits.tool_force)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while abs((seen := robot.observe()).arrays[STATE][where]).max() < 1:
+            assert time.monotonic() < deadline_s
+        np.testing.assert_allclose(seen.arrays[STATE][where], [0, 30, 0], atol=0.5)
+        assert Reason.FORCE in kernel.filter(HOME, seen).reasons
+        peer.say("force 0 0 0")
+        arrive(robot, HOME)
+
+
+def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_command(peer: Ros2Peer) -> None:
+    with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
+        stops = peer.state()["counts"]["stops"]
+        robot.command(np.array([0.5, 0, 0], np.float32))
+        robot.stop(StopLevel.HOLD)
+        held = robot.observe().arrays[STATE][0]
+        assert held < 0.45, "not where it was told to go"
+        for _ in range(3):
+            robot.stop(StopLevel.SAFE)
+        known = peer.state()
+        assert known["controllers"]["arm_controller"] == "inactive"
+        assert known["counts"]["stops"] == stops + 1
+        robot.command(HOME)
+        assert peer.state()["controllers"]["arm_controller"] == "active"
+        arrive(robot, HOME)
+    assert peer.state()["controllers"]["arm_controller"] == "inactive", "closing is a safe stop"
+
+
+def test_a_controller_that_somebody_else_stopped_ends_the_connection_and_is_not_started(peer: Ros2Peer) -> None:
+    with Ros2Robot(PLAIN) as robot:
+        peer.say("put arm_controller inactive")
+        await_raise(HardwareLost, lambda: robot.command(HOME), "a person, or a fault")
+    assert peer.state()["controllers"]["arm_controller"] == "inactive"
+    with pytest.raises(HardwareLost, match="not active"):
+        Ros2Robot(replace(PLAIN, activate=False)).connect()
+
+
+def test_a_fault_of_the_hardware_is_not_cleared(peer: Ros2Peer) -> None:
+    peer.say("put arm_controller inactive")
+    peer.say("fault 1")
+    with pytest.raises(HardwareLost, match="hardware component is in an error"):
+        Ros2Robot(PLAIN).connect()
+
+
+def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
+    with Ros2Robot(replace(PLAIN, estop_topic="/stop_button")) as robot:
+        robot.command(HOME)
+        peer.say("press 1")
+        await_raise(EmergencyStopped, lambda: robot.command(HOME), "/stop_button")
+        robot.stop(StopLevel.SAFE)
+        peer.say("press 0")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (replace(PLAIN, controller="forward"), r"nobody listens to /forward/joint_trajectory"),
+        (replace(FORWARD, controller="spin"), r"cannot activate \{'spin': 'not loaded'\}"),
+        (replace(PLAIN, joints=("shoulder", "elbow", "ankle")), r"ankle on /joint_states"),
+        (replace(PLAIN, joints=("shoulder", "elbow")), r"moves \['shoulder', 'elbow', 'wrist'\]"),
+        (replace(PLAIN, manager="/elsewhere"), "no service /elsewhere/list_controllers"),
+        (replace(PLAIN, estop_topic="/nowhere"), "nobody publishes /nowhere"),
+    ],
+)
+def test_what_is_not_there_is_named(peer: Ros2Peer, config: Ros2Config, said: str) -> None:
+    with pytest.raises(HardwareLost, match=said):
+        Ros2Robot(replace(config, connect_s=3.0)).connect()
+
+
+def test_a_controller_of_velocities_is_refused(peer: Ros2Peer) -> None:
+    peer.say("put spin active")
+    with pytest.raises(HardwareLost, match="commands velocity; only positions"):
+        Ros2Robot(replace(PLAIN, controller="spin", kind="position")).connect()
+
+
+def test_clocks_that_differ_are_told_of_and_one_of_the_robots_own_will_do(peer: Ros2Peer) -> None:
+    peer.say("skew -30")
+    with pytest.raises(HardwareLost, match="synchronise the clocks"):
+        Ros2Robot(replace(PLAIN, connect_s=2.0)).connect()
+    peer.say("skew 30")
+    with pytest.raises(HardwareLost, match="ahead of this computer's clock"):
+        Ros2Robot(replace(PLAIN, connect_s=2.0)).connect()
+    with Ros2Robot(replace(PLAIN, clock="robot")) as robot:
+        arrive(robot, HOME)
+
+
+@pytest.mark.parametrize("fate", ["mute joints", "mute stamps"])
+def test_readings_that_stop_or_stand_still_become_stale_and_then_the_arm_is_lost(peer: Ros2Peer, fate: str) -> None:
+    with Ros2Robot(PLAIN) as robot:
+        robot.observe()
+        peer.say(fate)
+        await_raise(StaleObservation, robot.observe, "old; at most 1 s")
+        await_raise(HardwareLost, lambda: hush(robot), "said nothing for")
+        peer.say(f"speak {fate.split()[1]}")
+
+
+def hush(robot: Robot) -> None:
+    try:
+        robot.observe()
+    except StaleObservation:
+        return
+
+
+@pytest.mark.parametrize("fate", ["kill", "freeze"])
+def test_an_arm_that_goes_away_is_noticed_within_two_control_periods_and_found_when_it_returns(fate: str) -> None:
+    with ros2_peer(OTHER_DOMAIN) as own:
+        patient = replace(PLAIN, domain=OTHER_DOMAIN)
+        robot = Ros2Robot(replace(patient, stale_after_s=None, lost_after_s=0.5))
+        robot.connect()
+        await_fresh(robot)
+        getattr(own, fate)()
+        await_raise((StaleObservation, HardwareLost), lambda: observe_recent(robot), "old|nothing")
+        await_raise(HardwareLost, lambda: hush(robot), "nothing for")
+        await_raise(HardwareLost, lambda: robot.command(HOME), "nothing for")
+        robot.close()
+        own.thaw() if fate == "freeze" else own.start()
+        with Ros2Robot(patient) as again:
+            again.command(HOME)
+
+
+def observe_recent(robot: Robot) -> None:
+    """Nothing older than two control periods is ever observed."""
+    asked_ns = time.monotonic_ns()
+    assert asked_ns - robot.observe().t_capture_ns <= 2 * robot.spec.period_s * 1e9
+
+
+def await_fresh(robot: Robot) -> None:
+    """A busy machine may keep a reading back; the next is there soon."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        try:
+            robot.observe()
+            return
+        except StaleObservation:
+            time.sleep(0.01)
+
+
+def test_an_arm_behind_another_dds_is_an_arm_like_any_other() -> None:
+    config = replace(
+        PLAIN, domain=OTHER_DOMAIN, manager="", estop_topic="/stop_button", wrench=WrenchConfig("/wrench", of_tool=True)
+    )
+    with ros2_peer(OTHER_DOMAIN, DDS_PEER) as other, Ros2Robot(config) as robot:
+        arrive(robot, np.array([0.1, 0.2, 0.3], np.float32))
+        seen = robot.observe().arrays[STATE]
+        np.testing.assert_allclose(seen[[0, 1, 2, 6, 7, 8]], [0.1, 0.2, 0.3, -1, -2, -3], atol=0.01)
+        robot.stop(StopLevel.HOLD)
+        known = other.state()
+        assert [round(known["place"][name], 2) for name in JOINTS] == [0.1, 0.2, 0.3]
+        other.freeze()
+        await_raise(HardwareLost, lambda: hush(robot), "nothing for")
+
+
+def test_the_probe_finds_what_is_on_the_graph_and_sees_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROS_DOMAIN_ID", str(OTHER_DOMAIN))
+    probe = GraphProbe()
+    with ros2_peer(OTHER_DOMAIN) as own:
+        found = await_found(probe, lambda names: f"ros2/{OTHER_DOMAIN}/joint_states" in names)
+        arm = found[f"ros2/{OTHER_DOMAIN}/joint_states"]
+        assert {"trajectory:/arm_controller", "position:/forward", "wrench:/wrench"} <= set(arm.capabilities)
+        assert f"ros2/{OTHER_DOMAIN}/camera/image_raw" in found
+        own.kill()
+    await_found(probe, lambda names: not names)
+
+
+def await_found(probe: GraphProbe, settled: Callable[[set[str]], bool]) -> dict[str, ResourceRecord]:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not settled(set(found := {record.name: record for record in probe()})):
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.05)
+    return found
+
+
+def test_a_camera_shows_what_the_topic_shows_and_a_frozen_one_is_told_of(peer: Ros2Peer) -> None:
+    for topic in (CAMERA, PACKED):
+        camera = make_camera(topic)
+        camera.connect()
+        frame = camera.read()
+        assert frame.image[24, 32, 0] > 150 and frame.image[24, 32, 2] < 60
+        assert frame.image[2, 2, 2] > 150
+        peer.say("mute pictures")
+        await_raise(StaleObservation, camera.read, "newest picture is")
+        peer.say("speak pictures")
+        camera.close()
+
+
+def test_a_camera_of_another_size_than_the_config_says_is_told_of(peer: Ros2Peer) -> None:
+    small = {"front": {"topic": "/camera/image_raw", "height": 32, "width": 32}}
+    camera = make_camera(CAMERA, cameras=small)
+    camera.connect()
+    with pytest.raises(HardwareLost, match="pictures of 64x48; the config says 32x32"):
+        camera.read()
+    camera.close()

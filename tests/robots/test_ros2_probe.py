@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from hal.resource import Kind
+from robots.ros2_probe import records
+
+
+def test_a_graph_shows_arms_with_their_controllers_and_cameras() -> None:
+    shown = {
+        "/joint_states": ["sensor_msgs/msg/JointState"],
+        "/wrench": ["geometry_msgs/msg/WrenchStamped"],
+        "/camera/image_raw": ["sensor_msgs/msg/Image"],
+        "/rosout": ["rcl_interfaces/msg/Log"],
+    }
+    heard = {
+        "/left/arm/joint_trajectory": ["trajectory_msgs/msg/JointTrajectory"],
+        "/forward/commands": ["std_msgs/msg/Float64MultiArray"],
+        "/unrelated": ["std_msgs/msg/Float64MultiArray"],
+    }
+    camera, arm = records(shown, heard, 7)
+    assert (camera.kind, camera.name) == (Kind.CAMERA, "ros2/7/camera/image_raw")
+    assert (arm.kind, arm.labels) == (Kind.BUS, {"domain": "7", "topic": "/joint_states"})
+    assert arm.capabilities == ("position:/forward", "trajectory:/left/arm", "wrench:/wrench")

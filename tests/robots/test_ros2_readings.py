@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from robots.ros2_readings import CaptureTimes, Clock, JointReadings
+
+MS = 1_000_000
+
+
+class Clocks:
+    """This computer's monotonic clock, and the wall clock that runs beside it."""
+
+    def __init__(self) -> None:
+        self.now_ns, self.wall_offset_ns = 10_000 * MS, 1_700_000_000_000 * MS
+
+    def times(self, clock: Clock) -> CaptureTimes:
+        return CaptureTimes(clock, lambda: self.now_ns, lambda: self.now_ns + self.wall_offset_ns)
+
+
+def test_on_a_shared_clock_a_reading_is_as_old_as_its_stamp_says() -> None:
+    clocks = Clocks()
+    times = clocks.times("shared")
+    assert times.of(clocks.now_ns + clocks.wall_offset_ns - 30 * MS) == clocks.now_ns - 30 * MS
+
+
+def test_a_stamp_a_little_ahead_is_now_and_one_far_ahead_is_told_of() -> None:
+    clocks = Clocks()
+    times = clocks.times("shared")
+    assert times.of(clocks.now_ns + clocks.wall_offset_ns + 10 * MS) == clocks.now_ns
+    assert times.of(clocks.now_ns + clocks.wall_offset_ns + 400 * MS) is None
+    assert "0.400 s ahead" in times.trouble
+
+
+def test_on_a_robots_own_clock_the_quickest_message_gives_the_offset() -> None:
+    clocks = Clocks()
+    times = clocks.times("robot")
+    started_ns = clocks.now_ns
+    assert times.of(5 * MS) == started_ns
+    clocks.now_ns += 40 * MS
+    assert times.of(15 * MS) == started_ns + 10 * MS, "it was 30 ms longer on its way than the first"
+    clocks.now_ns += 2 * MS
+    assert times.of(60 * MS) == clocks.now_ns, "quicker than any before"
+
+
+def test_a_stamp_that_stands_still_or_goes_back_says_nothing_new() -> None:
+    clocks = Clocks()
+    for clock in ("shared", "robot"):
+        times = clocks.times(clock)  # type: ignore[arg-type]
+        stamp_ns = clocks.now_ns + clocks.wall_offset_ns - 5 * MS
+        assert times.of(stamp_ns) is not None
+        assert times.of(stamp_ns) is None and times.of(stamp_ns - MS) is None
+    assert clocks.times("arrival").of(0) == clocks.now_ns
+
+
+def readings() -> JointReadings:
+    return JointReadings(("a", "b", "grip"), "arrival")
+
+
+def test_joints_are_told_apart_by_name_whoever_publishes_them_in_whatever_order() -> None:
+    known = readings()
+    known.add(["b", "other", "a"], [2.0, 9.0, 1.0], [0.2, 0.9, 0.1], 1)
+    assert known.missing(("a", "b", "grip")) == ["grip"]
+    known.add(["grip"], [0.04], [], 1)
+    positions, velocities, _ = known.of(("a", "b", "grip"))
+    np.testing.assert_array_equal(positions, [1.0, 2.0, 0.04])
+    np.testing.assert_array_equal(velocities[:2], [0.1, 0.2])
+    assert math.isnan(velocities[2])
+
+
+def test_the_oldest_joint_says_how_old_the_reading_is() -> None:
+    known = readings()
+    known.add(["a"], [1.0], [], 1)
+    first_ns = known.of(["a"])[2]
+    known.add(["b"], [1.0], [], 1)
+    assert known.of(["a", "b"])[2] == first_ns < known.of(["b"])[2]
+
+
+def test_a_message_whose_lists_do_not_fit_is_left_out() -> None:
+    known = readings()
+    known.add(["a", "b"], [1.0], [], 1)
+    known.add(["a"], [1.0], [0.0, 0.0], 1)
+    assert known.missing(["a", "b"]) == ["a", "b"]

@@ -1,0 +1,130 @@
+"""What an arm behind ros2_control is from its config alone; nothing here needs ROS."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from hal.errors import HardwareLost, SpecError
+from hal.safety import SafetyKernel
+from hal.station import StationRequest
+from robots.ros2 import make_station
+from robots.ros2_camera import decode_compressed, decode_raw
+
+URDF = """<robot name="two">
+  <joint name="a" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 0 1"/>
+    <limit lower="-1" upper="2" velocity="2" effort="1"/></joint>
+  <joint name="b" type="revolute"><parent link="arm"/><child link="hand"/><origin xyz="0.5 0 0"/>
+    <limit lower="-3" upper="3" velocity="4" effort="1"/></joint>
+</robot>"""
+STATED = {"*": {"low": -1.5, "high": 1.5, "speed_max": 0.5}}
+
+
+def station(task: str = "free", **options: object) -> object:
+    return make_station(StationRequest("arm-0", task, {"joints": ["a", "b"], **options}))
+
+
+def spec_of(**options: object):  # type: ignore[no-untyped-def]
+    return station(**options).robot.spec  # type: ignore[attr-defined]
+
+
+def described(folder: Path) -> str:
+    path = folder / "two.urdf"
+    path.write_text(URDF)
+    return str(path)
+
+
+def test_limits_come_from_the_description_but_for_what_the_config_states(tmp_path: Path) -> None:
+    limits = spec_of(description=described(tmp_path), limits={"b": {"high": 1.0}}).limits
+    assert limits.joint_low == (-1.0, -3.0) and limits.joint_high == (2.0, 1.0)
+    assert limits.joint_velocity_max == (0.5, 1.0), "a quarter of what the description allows"
+
+
+def test_the_state_has_what_the_config_asks_for_and_the_kernel_knows_where(tmp_path: Path) -> None:
+    spec = spec_of(
+        description=described(tmp_path),
+        tool="hand",
+        wrench={"force_max": 30.0},
+        gripper={"joint": "finger", "low": 0.0, "high": 0.08},
+        workspace={"low": [0, -1, -1], "high": [1, 1, 1]},
+        stale_after_s=0.3,
+    )
+    labels = spec.observation[0].labels
+    assert labels[:5] == ("a.pos", "b.pos", "finger.pos", "a.vel", "b.vel")
+    assert [labels[i] for i in spec.limits.tool_position] == ["tool_x", "tool_y", "tool_z"]
+    assert [labels[i] for i in spec.limits.tool_force] == ["force_x", "force_y", "force_z"]
+    assert (spec.joint_target, spec.gripper, spec.action.labels[2]) == ((0, 1), 2, "finger.pos")
+    assert spec.limits.stale_after_s == 0.3
+    SafetyKernel(spec)
+
+
+def test_readings_are_stale_after_two_control_periods() -> None:
+    assert spec_of(limits=STATED, rate_hz=50.0).limits.stale_after_s == pytest.approx(0.04)
+
+
+def test_reach_is_a_task_of_this_robot() -> None:
+    reach = station("reach", limits=STATED, reach={"max_steps": 7})
+    assert reach.task.max_steps == 7 and reach.expert is not None  # type: ignore[attr-defined]
+    assert reach.robot.spec.joint_delta == (0, 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"joint a has no usable limits .* state them"),
+        ({"limits": STATED, "jionts": []}, "did you mean 'joints'"),
+        ({"limits": STATED, "joints": ["a", "a"]}, "each joint once"),
+        ({"limits": STATED, "kind": "velocity"}, "kind"),
+        ({"limits": STATED, "kind": "position", "manager": ""}, "needs its `manager`"),
+        ({"limits": STATED, "tool": "hand"}, "a link of the description"),
+        ({"limits": STATED, "workspace": {"low": [0, 0, 0], "high": [1, 1, 1]}}, "name its link"),
+        ({"description": "/nowhere/arm.urdf"}, "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(options: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        station(**options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rclpy") is not None, reason="ROS 2 is here")
+def test_without_ros_it_says_what_to_install() -> None:
+    with pytest.raises(SpecError, match=r"pip install 'user-sys\[ros2\]'"):
+        station(limits=STATED).robot.connect()  # type: ignore[attr-defined]
+
+
+def picture(encoding: str, pixels: np.ndarray, pad: int = 0) -> SimpleNamespace:  # type: ignore[type-arg]
+    height, width = pixels.shape[:2]
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (0, pad)))
+    return SimpleNamespace(encoding=encoding, height=height, width=width, step=rows.shape[1], data=rows.tobytes())
+
+
+def test_every_encoding_becomes_rgb_and_padding_of_rows_is_left_out() -> None:
+    rgb = np.random.default_rng(0).integers(0, 255, (4, 5, 3), np.uint8)
+    opaque = np.full((4, 5, 1), 255, np.uint8)
+    for encoding, pixels in {
+        "rgb8": rgb,
+        "bgr8": rgb[..., ::-1],
+        "rgba8": np.concatenate([rgb, opaque], axis=2),
+        "bgra8": np.concatenate([rgb[..., ::-1], opaque], axis=2),
+    }.items():
+        np.testing.assert_array_equal(decode_raw(picture(encoding, pixels, pad=3)), rgb)
+    grey = decode_raw(picture("mono8", rgb[..., :1]))
+    np.testing.assert_array_equal(grey, np.repeat(rgb[..., :1], 3, axis=2))
+
+
+def test_a_picture_that_cannot_be_read_is_told_of() -> None:
+    with pytest.raises(HardwareLost, match="yuv422"):
+        decode_raw(picture("yuv422", np.zeros((2, 2, 2), np.uint8)))
+    short = picture("rgb8", np.zeros((2, 2, 3), np.uint8))
+    short.data = short.data[:5]
+    with pytest.raises(HardwareLost, match="5 bytes"):
+        decode_raw(short)
+    with pytest.raises(HardwareLost, match="no JPEG"):
+        decode_compressed(b"nonsense")
+    image = decode_compressed(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
+    assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
