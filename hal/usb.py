@@ -1,7 +1,7 @@
 """The probe of what is plugged in: serial ports of motor buses, cameras, and devices to drive robots by.
 
-It reads sysfs and opens nothing. A device is named by its place: ``NODE/serial-SERIALNUMBER``, or, where it has no
-serial number, by the port that it is plugged into, so that it has the same name when it comes back.
+It reads sysfs and opens nothing. A device is named by its serial number, e.g. ``NODE/serial-5A46``; where it has none,
+or another one before it has the same, by the port that it is plugged into. So it has the same name when it comes back.
 """
 
 from __future__ import annotations
@@ -73,14 +73,18 @@ def probe_usb(sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> Iterator[Re
     """
     for each in CLASSES:
         seen: set[Path] = set()
+        named: set[str] = set()
         nodes = (sys / "class" / each.folder).glob(each.prefix + "*")
         for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
             device = _usb_device(node, sys)
             if device is None or device in seen:  # a camera has several nodes; the first is that of the picture
                 continue
-            record = _record(each, node, device, dev)
+            serial = _read(device / "serial")
+            name = device.name if serial in named else serial or device.name
+            record = _record(each, node, device, dev, f"{local_node()}/{each.word}-{name}")
             if record is not None:
                 seen.add(device)
+                named.add(serial)
                 yield record
 
 
@@ -95,20 +99,20 @@ def _usb_device(node: Path, sys: Path) -> Path | None:
     return None
 
 
-def _record(each: _Class, node: Path, device: Path, dev: Path) -> ResourceRecord | None:
+def _record(each: _Class, node: Path, device: Path, dev: Path, name: str) -> ResourceRecord | None:
     vendor, product = _read(device / "idVendor"), _read(device / "idProduct")
     known = KNOWN.get((vendor, product)) or KNOWN.get((vendor, ""))
     if known is None and each.only_known:
         return None
     said = " ".join(filter(None, (_read(device / "manufacturer"), _read(device / "product"))))
-    name, uses = known or (said or f"USB device {vendor}:{product}", ())
+    model, uses = known or (said or f"USB device {vendor}:{product}", ())
     serial = _read(device / "serial")
     path = dev / _FOLDER_OF_NODES.get(each.prefix, "") / node.name
     labels = {"device": str(path), "usb": f"{vendor}:{product}", "port": device.name}
     return ResourceRecord(
         kind=each.kind,
-        name=f"{local_node()}/{each.word}-{serial or device.name}",
-        model=name,
+        name=name,
+        model=model,
         node=local_node(),
         capabilities=(each.word, *uses),
         labels=labels | ({"serial": serial} if serial else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hal.errors import HardwareLost
+
+LAST_CHANCE_S = 2.0  # for a call that hangs while the process ends; libfranka gives up after one
 
 T = TypeVar("T")
 
@@ -23,7 +26,8 @@ class DeviceThread:
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._hung = ""
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def call(self, deed: str, function: Callable[[], T], deadline_s: float) -> T:
         """What `function` returns.
@@ -40,6 +44,8 @@ class DeviceThread:
         except Exception as error:  # of the device; and of the deadline, which is no error of the device
             if not future.done():
                 self._hung = deed
+                # a thread that came back from C++ while Python is being torn down would abort the process
+                atexit.register(self._thread.join, LAST_CHANCE_S)
                 raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
             raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
 

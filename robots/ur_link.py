@@ -7,6 +7,7 @@ controller ends the program that was uploaded, and the arm brakes and stands.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import threading
@@ -23,11 +24,13 @@ from hal.spec import Array
 DASHBOARD_PORT = 29999
 ANSWER_S = 2.0
 OPEN_DEADLINE_S = 20.0
-CLOSE_DEADLINE_S = 5.0
+CLOSE_DEADLINE_S = 10.0  # on a broken link a call of ur_rtde's takes 2 to 5 s, and disconnecting as long
+EXIT_DEADLINE_S = 2.0
 OFFSET_WINDOW_S = 10.0  # clocks that differ by 1e-4 part by 1 ms meanwhile
 SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's own
 JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's own
 ARRIVED_RAD = 2e-3
+BROKEN = "the connection broke"
 STATE_LAG = 3  # packages: the library's two connections are not in step
 
 # UR's "Real-Time Data Exchange guide": safety_mode and robot_mode
@@ -197,7 +200,8 @@ class UrLink:
             t_capture_ns=int(self._clock.local_s(stamp_s, now_s) * 1e9),
         )
         if not receive.isConnected():
-            raise HardwareLost(f"{self._name}: the connection broke")
+            self._lost = self._lost or BROKEN
+            self._require()
         if reason := why_not(receive):
             raise HardwareLost(f"{self._name}: {reason}")
         return reading
@@ -251,6 +255,9 @@ class UrLink:
         """Brings the arm to rest and disconnects; gives up on a library that takes longer than `CLOSE_DEADLINE_S`. A
         controller that has fallen silent is not spoken to: its watchdog has ended the program."""
         self._ending = True
+        receive = self._receive
+        if receive is not None and not receive.isConnected():
+            self._lost = self._lost or BROKEN
         if self._clock.age_s() > self.config.silence_s:
             self._lost = self._lost or "it fell silent"
         self._give(_Rest())
@@ -258,6 +265,8 @@ class UrLink:
             self._thread.join(CLOSE_DEADLINE_S)
             if self._thread.is_alive():
                 log.warning("ur.not_closed host=%s: ur_rtde does not return", self.config.host)
+                # a thread that came back from C++ while Python is being torn down would abort the process
+                atexit.register(self._thread.join, EXIT_DEADLINE_S)
 
     def _give(self, order: _Order) -> None:
         with self._lock:
@@ -288,7 +297,7 @@ class UrLink:
             self._receive, control = self._connect()
             program = _Program(control, self.config)
             self._opened.set()
-            while not (self._ending and program.mode == "rest"):
+            while not (self._lost or (self._ending and program.mode == "rest")):
                 program.follow(self._current())
                 if program.mode != "rest":
                     self._running.set()
@@ -312,7 +321,7 @@ class UrLink:
         if receive is None:
             return ""
         if not receive.isConnected():
-            return "the connection broke"
+            return BROKEN
         newer_s = receive.getTimestamp() + STATE_LAG / self.config.rtde_hz
         until_s = time.monotonic() + ANSWER_S
         while receive.isConnected() and receive.getTimestamp() < newer_s and time.monotonic() < until_s:

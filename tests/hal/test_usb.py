@@ -69,6 +69,13 @@ def test_a_device_without_a_serial_number_is_named_by_its_port(computer: Compute
     assert {record.model for record in computer.look()} == {"ROBOTIS U2D2"}
 
 
+def test_two_devices_with_one_serial_number_are_told_apart(computer: Computer) -> None:
+    for port, name in (("1-1", "ttyUSB0"), ("1-2", "ttyUSB1")):
+        computer.node(computer.plug(port, "0403:6001", serial="A50285BI"), "tty", name)
+    names = {record.labels["device"][-4:]: record.name.rpartition("/")[2] for record in computer.look()}
+    assert names == {"USB0": "serial-A50285BI", "USB1": "serial-1-2"}
+
+
 def test_a_camera_with_many_nodes_is_one_camera(computer: Computer) -> None:
     camera = computer.plug("2-1", "8086:0b07", serial="839")
     for number in (10, 9, 8):

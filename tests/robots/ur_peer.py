@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import struct
 import sys
@@ -336,7 +337,8 @@ class Peer:
             elif words[0] == "unplug":
                 for writer in self._writers:
                     writer.transport.abort()
-                return
+                await asyncio.sleep(0)
+                os._exit(0)  # what still serves a connection has nothing to say about that
 
 
 if __name__ == "__main__":
