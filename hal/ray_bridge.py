@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from hal.errors import HalError, PlacementError, SupervisionError
-from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES
+from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, PATIENT
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
 __all__ = [
@@ -47,7 +47,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_raylet_start_wait_time_s": "180",  # a busy machine takes longer than Ray's own minute
+    **PATIENT,
 }
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""

@@ -1,0 +1,107 @@
+"""Several learners in one run: each robot is at the desk of its embodiment, whoever comes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.gateway.desks import EMBODIMENT, WeightsDesks
+from user_sys.learners import LEARNER, folder_of, learners_of
+from user_sys.messages import WeightsAsk, WeightsRequest
+from user_sys.robot_cards import RobotCard
+from user_sys.tunnel.session import Peer
+from user_sys.tunnel.wire import AnyMessage, Payload
+
+PANDA = RobotSpec(
+    model="panda",
+    rate_hz=10.0,
+    observation=(),
+    action=ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,)),
+)
+ARM = msgspec.structs.replace(PANDA, model="so 101")
+CARDS = [
+    RobotCard(robot=name, spec=spec, known_since_unix_ns=number)
+    for number, (name, spec) in enumerate((("a", PANDA), ("b", ARM), ("c", PANDA)))
+]
+FIRST, SECOND = (plan.name for plan in learners_of(CARDS))
+
+
+def robot(name: str, spec: RobotSpec | None, via: str = "") -> Peer:
+    return Peer(name, "robot", f"key of {name}", "nowhere", b"1", spec=spec, via=via)
+
+
+def learner(name: str, spec: RobotSpec) -> Peer:
+    return Peer(name, "learner", f"key of {name}", "nowhere", b"1", spec=spec)
+
+
+class Hall:
+    """Desks, the robots that are connected, and what they were sent."""
+
+    def __init__(self, folder: Path, *robots: Peer) -> None:
+        self.robots, self.sent = list(robots), list[tuple[str, AnyMessage]]()
+        self.desks = WeightsDesks(folder, self.send, 4, lambda: self.robots)
+
+    def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
+        self.sent.append((name, message))
+        return True
+
+    def answered(self, name: str) -> bool:
+        """Whether somebody looks after what the robot asks for: here, that there is no such parcel."""
+        self.sent.clear()
+        self.desks.received(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
+        return [who for who, _ in self.sent] == [name]
+
+
+def test_a_run_has_a_learner_for_each_embodiment_and_the_first_ones_name_is_plain() -> None:
+    assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.embodiment[:6]}"
+    assert [plan.spec for plan in learners_of(CARDS)] == [PANDA, ARM]
+    assert learners_of([]) == ()
+
+
+def test_a_robot_waits_for_its_embodiments_learner_and_nobody_elses(tmp_path: Path) -> None:
+    a, b = robot("a", PANDA), robot("b", ARM)
+    hall = Hall(tmp_path, a, b)
+    hall.desks.opened(learner(FIRST, PANDA))
+    for peer in (a, b):
+        hall.desks.opened(peer)
+    assert hall.answered("a") and not hall.answered("b")
+    hall.desks.opened(learner(SECOND, ARM))
+    assert hall.answered("b") and hall.answered("a")
+    hall.desks.closed("b")
+    assert not hall.answered("b")
+
+
+def test_a_restarted_gateway_knows_whose_weights_lie_on_which_shelf(tmp_path: Path) -> None:
+    hall = Hall(tmp_path)
+    hall.desks.opened(learner(FIRST, PANDA))
+    hall.desks.opened(learner(SECOND, ARM))
+    assert hall.sent == [(FIRST, WeightsAsk()), (SECOND, WeightsAsk())]
+    assert (folder_of(tmp_path, SECOND) / EMBODIMENT).read_text() == ARM.embodiment
+    again = Hall(tmp_path)
+    other = msgspec.structs.replace(PANDA, rate_hz=20.0)
+    for peer in (robot("b", ARM), robot("x", other), robot("old", None)):
+        again.desks.opened(peer)
+    assert again.answered("b") and not again.answered("x") and again.answered("old")
+
+
+def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
+    hall = Hall(tmp_path)
+    hall.desks.opened(robot("a", PANDA, via="hall"))
+    assert not hall.answered("a")
+    hall.desks.opened(Peer("hall", "relay", "key", "nowhere", b"1"))
+    assert hall.answered("hall")
+
+
+def test_the_metrics_of_further_learners_carry_their_names(tmp_path: Path) -> None:
+    hall = Hall(tmp_path)
+    hall.desks.opened(learner(SECOND, ARM))
+    scalars = hall.desks.scalars()
+    assert {"weights_version", f"{SECOND}/weights_version"} <= set(scalars)
+
+
+@pytest.mark.parametrize(("name", "place"), [(LEARNER, "."), ("learner-x", "learner-x")])
+def test_the_first_learners_files_lie_where_they_always_lay(name: str, place: str, tmp_path: Path) -> None:
+    assert folder_of(tmp_path, name) == tmp_path / place
