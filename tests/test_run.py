@@ -271,10 +271,12 @@ MISTAKES = {
     "robot left: unknown option 'rate'; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
     "nowhere is not a run folder": ["train", "--resume", "nowhere"],
     "nothing is not a run folder": ["evaluate", "nothing"],
+    "asks for one computer with 9999 processors. The largest computer here, .* has": ["train", "greedy.yaml"],
 }
 
 
 def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
+    (config.parent / "greedy.yaml").write_text(f"{FAKE}needs: [{{kind: compute, cores: 9999}}]\n")
     with ExitStack() as stack:
         launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
         for said, launch in launches.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hal.discovery import discover
+from hal.placement import place
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, start_local
 from hal.ray_nodes import ray_resources
 from hal.resource import local_node
@@ -120,11 +121,22 @@ def _open(args: Namespace, verb: str) -> tuple[RunFolder, RunConfig, RunCard]:
         robot_spec(robot)
         if robot.link:
             link_settings(robot, "", "")
+    _require_compute(config)
     name = args.name or config.name or default_name(Path(args.config))
     folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
     if args.keys:
         share_keys(folder, args.keys)
     return folder, config, card
+
+
+def _require_compute(config: RunConfig) -> None:
+    """Raises PlacementError, before anything is made, where this computer lacks what the run needs besides robots.
+
+    What other nodes of a cluster have is Ray's to say.
+    """
+    needs = [need.request() for need in config.needs if need.kind != "robot"]
+    if needs and not config.ray.address:
+        place(needs, discover(probes()).records)
 
 
 def _invite(folder: RunFolder, card: RunCard, console: Console) -> None:
