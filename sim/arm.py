@@ -61,6 +61,8 @@ class Arm:
         name: of the model's file in ``assets``, and of a robot's option ``model``.
         home_rad: the posture that a spare degree of freedom is drawn to; the gripper points straight down.
         turn_damping: how readily the gripper's direction gives way to its position; 0.01 where an arm can hold both.
+        speed_share: joint targets move at this share of the maker's speeds at most, so that what the joints overshoot
+            stays below them.
         step_max_m: the longest step of the tool along each axis in a control period; a robot's config may have its own.
         workspace: of the tool, likewise; the table's top is z = 0.
         tool_starts: where the tool stands at an episode's start.
@@ -90,3 +92,4 @@ class Arm:
     tracked: Box
     tracked_from_tool_m: float
     turn_damping: float = 0.01
+    speed_share: float = 0.8

@@ -212,7 +212,7 @@ def _camera_spec(name: str, config: SimRobotConfig) -> CameraSpec:
 
 
 def _limits(config: SimRobotConfig) -> SafetyLimits:
-    """Joint targets stay below 80% of the maker's speeds, so the kernel's speed limit bites only on a fault.
+    """Joint targets stay well below the maker's speeds, so the kernel's speed limit bites only on a fault.
 
     The action may swing from bound to bound: acceleration is limited by the arm's own dynamics.
     """

@@ -53,4 +53,5 @@ ARM = Arm(
     tracked=Box((0.05, -0.25, -0.05), (0.4, 0.25, 0.25)),
     tracked_from_tool_m=0.25,
     turn_damping=0.6,
+    speed_share=0.6,
 )

@@ -25,9 +25,6 @@ SQUEEZE_MAX_M = 0.02
 
 SCENES = ("lift", "reach")
 
-SPEED_SHARE = 0.8
-"""Joint targets move at this share of the maker's limits at most: all joints slow down together, so the path stays."""
-
 JOINT_MARGIN_RAD = 0.04
 """Joint targets keep this far from the ends of the joints' ranges, which the arm may overshoot."""
 
@@ -98,7 +95,7 @@ class World:
         self._home = np.array(arm.home_rad)
         self._low = np.array(arm.joint_low_rad) + JOINT_MARGIN_RAD
         self._high = np.array(arm.joint_high_rad) - JOINT_MARGIN_RAD
-        self._speed_max = SPEED_SHARE * np.array(arm.joint_speed_max_rad_s)
+        self._speed_max = arm.speed_share * np.array(arm.joint_speed_max_rad_s)
         self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
         self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.turn_damping**2] * 3)
         self._jacobian = np.zeros((6, self.model.nv))
@@ -193,6 +190,7 @@ class World:
         return min(gripper.speed_max, max(-gripper.speed_max, speed))
 
     def _slowed(self, speeds: Array) -> Array:
+        """All joints slow down together, so that the path stays."""
         return speeds / max(1.0, float(np.max(np.abs(speeds) / self._speed_max)))
 
     def _step(self) -> None:
