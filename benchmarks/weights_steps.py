@@ -37,6 +37,7 @@ from user_sys.weights.signing import ensure_signer
 from user_sys.weights.swap import PolicySwapper
 
 PAIRS = 15
+SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to where it stays
 STEPS = 30  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
 BATCH = 256
 GOVERNED_S = 30.0
@@ -139,15 +140,18 @@ def _row(fleet: Fleet, publisher: Publisher, title: str, every_s: float, target:
         next_s = time.monotonic() + every_s
         return True
 
-    half(fleet, publisher, lambda: False)
-    for _ in range(2):
-        half(fleet, publisher, due)  # the governor settles
+    for _ in range(SETTLING_PAIRS):
+        half(fleet, publisher, lambda: False)
+        half(fleet, publisher, due)
     idle, pushing = list[Half](), list[Half]()
+    published = publisher.published
     for pair in range(PAIRS):
         for push in (pair % 2 == 0, pair % 2 == 1):
             (pushing if push else idle).append(half(fleet, publisher, due if push else lambda: False))
     name = f"push {title}; bound: without pushes"
+    share = (publisher.published - published) / (PAIRS * STEPS)
     return [
+        Row(11, f"versions published for each step, {title}", "", share, None, None),
         _half_row(f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target),
         _half_row(
             f"of it: its thread's own processor time, {name}", [h.own_ms for h in pushing], [h.own_ms for h in idle]
