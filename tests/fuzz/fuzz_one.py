@@ -15,7 +15,8 @@ import atheris
 
 INSTRUMENTED = [
     *("user_sys.codec", "user_sys.episode", "user_sys.messages", "user_sys.config", "user_sys.tunnel.keys"),
-    *("user_sys.tunnel.wire", "user_sys.store", "user_sys.weights.records"),
+    *("user_sys.tunnel.wire", "user_sys.store", "user_sys.weights.records", "user_sys.jpeg"),
+    *("user_sys.interchange.frames", "user_sys.interchange.lerobot_format", "user_sys.interchange.lerobot_read"),
 ]
 
 with atheris.instrument_imports(include=INSTRUMENTED):

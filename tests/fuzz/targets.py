@@ -9,22 +9,28 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import zmq
 
 from hal.errors import HalError
 from user_sys.codec import decode_packet
 from user_sys.config import load
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
-from user_sys.errors import ConfigError, RunError, StoreError, WireError
+from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
+from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png
+from user_sys.interchange.lerobot_format import INFO, TASKS
+from user_sys.interchange.lerobot_read import LerobotDataSet
 from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsGrains
 from user_sys.store.block import decode_block
 from user_sys.store.labels import decode_label
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
 from user_sys.topology import RunConfig
+from user_sys.tunnel import wire
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.wire import Channel, Envelope, decode, encode, protocol_of_hello
+from user_sys.tunnel.wire import Channel, Envelope, encode, protocol_of_hello
 from user_sys.weights.records import ParcelInfo, check_parcel, decode_record
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -58,7 +64,7 @@ def _message(raw: bytes) -> None:
     first, rest = raw[:1] or b"\0", raw[1:]
     channel = list(Channel)[first[0] % 3]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
-    decode(channel, frames, _LIMITS)
+    wire.decode(channel, frames, _LIMITS)
 
 
 def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
@@ -102,6 +108,20 @@ def _log_file(glob: str) -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
     return _in_file(f"log/{found[0].name}", _log), (found[0].read_bytes(),)
 
 
+def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
+    """What a LeRobot data set says of itself, beside a valid table of tasks."""
+    root = _FOLDER / "data-set"
+    (root / TASKS).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"task_index": [0], "task": ["lift"]}), root / TASKS)
+    feature = {"dtype": "float32", "shape": [2], "names": ["a", "b"]}
+    info = {"codebase_version": "v3.0", "fps": 10, "robot_type": "r", "features": {"action": feature},
+            "total_episodes": 1, "total_frames": 9}  # fmt: skip
+    read = _in_file(f"data-set/{INFO}", lambda path: LerobotDataSet.open(root).cameras())
+    return read, (msgspec.json.encode(info),)
+
+
+_BLACK = np.zeros((8, 8, 3), np.uint8)
+_info, _info_examples = _data_set()
 _segment, _segment_examples = _log_file("*.seg*")
 _manifest, _manifest_examples = _log_file("*[Mm][Aa][Nn][Ii][Ff]*")
 _public, _secret = (key.decode() for key in zmq.curve_keypair())
@@ -123,6 +143,10 @@ TARGETS = {
     "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,)),
     "public-key": Target(_in_file("r.pub", load_public_key), (RunError,), (_public.encode(),)),
     "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,)),
+    "picture": Target(
+        lambda raw: decode(decode_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))
+    ),
+    "data-set": Target(_info, (DataSetError,), _info_examples),
     "config": Target(
         _in_file("run.yaml", lambda path: load(RunConfig, path)), (ConfigError, HalError), (b"robots: [{name: a}]",)
     ),

@@ -145,6 +145,19 @@ class Attacker:
         dealer.close(0)
         return broken
 
+    def namesakes(self, count: int, parts: int) -> None:
+        """Connections of one routing id, each there before the last has left, that send so many parts."""
+        kept: list[Dealer] = []
+        for _ in range(count):
+            dealer = self.connect(b"c")
+            dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+            dealer.send_multipart([b"\xc0"] * parts)
+            kept.append(dealer)
+            if len(kept) > 2:
+                kept.pop(0).close(PATIENCE_MS)
+        for dealer in kept:
+            dealer.close(PATIENCE_MS)
+
     def close(self) -> None:
         self._context.term()
 

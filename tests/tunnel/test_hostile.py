@@ -116,6 +116,15 @@ def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
     assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
 
 
+def test_connections_under_one_name_leave_nothing_behind(fortress: Fortress) -> None:
+    attacker = fortress.attacker(3)
+    attacker.session(200)
+    before_mb = fortress.peak_mb
+    attacker.namesakes(100, parts=8000)
+    attacker.close()
+    assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
+
+
 def keys_of(kind: str, run: Path) -> KeyPair | None:
     """The credentials of a stranger; ``revoked`` are those of a robot that was let in once."""
     if kind == "revoked":
