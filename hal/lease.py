@@ -327,7 +327,7 @@ def _read_table(path: Path | None) -> _Table:
         return _Table()
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_Table)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LeaseError(f"the lease table {path} cannot be read ({error}); tokens must not start over") from error
     if table.version != 1:
         raise LeaseError(f"the lease table {path} has version {table.version}; this program knows 1")

@@ -247,7 +247,7 @@ def _read_latch(path: Path | None) -> EmergencyStop | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=EmergencyStop)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         logger.error("estop.latch_unreadable path=%s error=%s", path, error)
         return EmergencyStop(by="unknown", why=f"the latch in {path} cannot be read", unix_ns=0)
 

@@ -122,7 +122,10 @@ def test_a_token_is_on_the_disk_before_it_is_given_out(tmp_path: Path, clock: Cl
     assert [p.name for p in folder.iterdir()] == ["leases.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 2, "robots": {}}', b'{"robots": {"a": {"token": "x"}}}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"version": 2, "robots": {}}', b'{"robots": {"a": {"token": "x"}}}', b'{"robots": {"\x90": {}}}'],
+)
 def test_a_damaged_table_never_starts_tokens_over(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "leases.json"
     path.write_bytes(content)

@@ -282,9 +282,10 @@ def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> N
     assert Bench(latch_path=path).kernel.emergency is None
 
 
-def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])
+def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "estop.json"
-    path.write_bytes(b"\x00\x00")
+    path.write_bytes(content)
     assert Bench(latch_path=path).kernel.emergency is not None
 
 

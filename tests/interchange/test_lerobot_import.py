@@ -172,6 +172,7 @@ WRIST = "observation.images.wrist"
         (truncate("data/chunk-000/file-000.parquet"), "data/.*file-000.parquet cannot be read: .*again"),
         (truncate("meta/episodes/chunk-000/file-000.parquet"), "episodes/.*file-000.parquet cannot be read"),
         (lambda root: (root / "meta/info.json").write_text("{}"), "is not what LeRobot v3 writes"),
+        (lambda root: (root / "meta/info.json").write_bytes(b'{"fps": "\x90"}'), "is not what LeRobot v3 writes"),
         (set_info(codebase_version="v2.1"), "v2.1, and v3 is needed; LeRobot converts it"),
         (set_info(fps=0), "says 0.* frames a second"),
         (set_feature("observation.state", shape=[4]), "'observation.state' does not hold float32 .4,. a step"),

@@ -237,7 +237,7 @@ def _read_info(root: Path) -> Info:
         inside = sorted(each.parent.parent.name for each in root.glob(f"*/{INFO}"))
         hint = f"; it holds the data sets {', '.join(inside)}: import each" if inside else ""
         raise DataSetError(f"{root} is no LeRobot data set, or an unfinished one: it has no {INFO}{hint}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataSetError(f"{path} is not what LeRobot v3 writes: {error}") from None
 
 
