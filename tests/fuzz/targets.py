@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,15 +23,17 @@ from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_read import LerobotDataSet
 from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsGrains
-from user_sys.store.block import decode_block
-from user_sys.store.labels import decode_label
+from user_sys.store.block import decode_block, summarise_records
+from user_sys.store.frame import RecordRef
+from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, decode_label, encode_label
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
+from user_sys.store.store import CHUNK
 from user_sys.topology import RunConfig
 from user_sys.tunnel import wire
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.wire import Channel, Envelope, encode, protocol_of_hello
+from user_sys.tunnel.wire import Channel, Envelope, channel_of, encode, protocol_of_hello
 from user_sys.weights.records import ParcelInfo, check_parcel, decode_record
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -52,6 +55,25 @@ def _chunk() -> bytes:
     return Chunk(header, {"reward": np.zeros(2, np.float32)}, {}).encode()
 
 
+def _block() -> bytes:
+    chunk = _chunk()
+    return summarise_records([(RecordRef(0, 0, len(chunk), CHUNK), memoryview(chunk))])
+
+
+_SAID: Any = {"episode": "e", "labeller": "l", "at_unix_ns": 0}
+_LABELS = (
+    SuccessLabel(success=True, **_SAID),
+    RewardLabel(first_step=0, rewards=(0.0, 1.0), **_SAID),
+    DeleteLabel(**_SAID),
+)
+
+
+def _on_its_channel(envelope: Envelope) -> bytes:
+    """What `_message` takes."""
+    channel = list(Channel).index(channel_of(envelope.message))
+    return bytes([channel | (128 if envelope.payload else 0)]) + bytes(encode(envelope)[0])
+
+
 def _messages() -> Iterable[Envelope]:
     yield Envelope(Hello(protocol=1, role="robot", name="r"))
     yield Envelope(Heartbeat(t_client_ns=1))
@@ -62,7 +84,7 @@ def _messages() -> Iterable[Envelope]:
 def _message(raw: bytes) -> None:
     """The first byte says which channel and how many frames."""
     first, rest = raw[:1] or b"\0", raw[1:]
-    channel = list(Channel)[first[0] % 3]
+    channel = list(Channel)[(first[0] & 127) % 3]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
     wire.decode(channel, frames, _LIMITS)
 
@@ -131,11 +153,9 @@ _entry = msgspec.json.encode({"public": _public, "name": "r", "role": "robot"})
 TARGETS = {
     "packet": Target(lambda raw: decode_packet(raw, ChunkHeader), (WireError,), (_chunk(),)),
     "chunk": Target(decode_chunk, (WireError,), (_chunk(),)),
-    "block": Target(decode_block, (WireError,), (_chunk(),)),
-    "label": Target(decode_label, (WireError,), (_chunk(),)),
-    "message": Target(
-        _message, (WireError,), tuple(b"\0" + bytes(encode(envelope)[0]) for envelope in _messages())
-    ),
+    "block": Target(decode_block, (WireError,), (_block(),)),
+    "label": Target(decode_label, (WireError,), tuple(map(encode_label, _LABELS))),
+    "message": Target(_message, (WireError,), tuple(map(_on_its_channel, _messages()))),
     "hello": Target(protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _messages())),
     "parcel": Target(lambda raw: check_parcel(decode_record(raw, ParcelInfo)), (WireError,)),
     "segment": Target(_segment, (StoreError,), _segment_examples),
