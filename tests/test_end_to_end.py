@@ -34,7 +34,7 @@ logging: {wandb: {mode: disabled}}
 
 
 @contextmanager
-def train(folder: Path, *argv: object, seconds: float) -> Iterator[Launch]:
+def train(folder: Path, *argv: object, seconds: float = 600.0) -> Iterator[Launch]:
     (folder / "fleet.yaml").write_text(FLEET.replace("SECONDS", str(seconds)))
     with user_sys(folder, "train", *argv) as launch:
         yield launch
