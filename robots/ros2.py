@@ -170,7 +170,8 @@ class Ros2Robot(Robot):
     def _find_controllers(self) -> None:
         config = self.config
         if config.manager:
-            self._manager = ControllerManager(self._link, config.manager)
+            manager = self._manager = ControllerManager(self._link, config.manager)
+            self._link.wait(lambda: manager.ready, config.connect_s, f"no controller manager {config.manager}")
             if config.activate:
                 self._activate()
             self._manager.require_active([each.name for each in self._controllers])

@@ -26,7 +26,7 @@ _STRICT = 2  # controller_manager_msgs/srv/SwitchController
 _STRING, _STRINGS = 4, 9  # rcl_interfaces/msg/ParameterType
 
 
-def read_parameters(link: RosLink, node: str, names: Sequence[str]) -> dict[str, Any]:
+def read_parameters(link: RosLink, node: str, names: Sequence[str], deadline_s: float) -> dict[str, Any]:
     """Another node's parameters that are texts or lists of texts; one that is not set, or of another type, is left out.
 
     Raises:
@@ -35,7 +35,7 @@ def read_parameters(link: RosLink, node: str, names: Sequence[str]) -> dict[str,
     service = Service(link, "rcl_interfaces/srv/GetParameters", f"{node}/get_parameters")
     found: dict[str, Any] = {}
     for name in names:  # one by one: a name that was not declared spoils the answer for all
-        for value in service.ask({"names": [name]}, ANSWER_S).values:
+        for value in service.ask({"names": [name]}, deadline_s).values:
             if value.type == _STRING:
                 found[name] = value.string_value
             elif value.type == _STRINGS:
@@ -63,7 +63,7 @@ class Controller:
         """
         self._link, self._stamped = link, stamped
         if ask:
-            self._check(read_parameters(link, self._node, ["joints", "interface_name"]))
+            self._check(read_parameters(link, self._node, ["joints", "interface_name"], deadline_s))
         kind, topic = {
             "trajectory": ("trajectory_msgs/msg/JointTrajectory", f"{self._node}/joint_trajectory"),
             "position": ("std_msgs/msg/Float64MultiArray", f"{self._node}/commands"),
@@ -122,6 +122,11 @@ class ControllerManager:
         self.name = name
         self._asked: Any = None
         self._asked_s = time.monotonic()
+
+    @property
+    def ready(self) -> bool:
+        """Whether its services are there; a node that has just begun does not see them at once."""
+        return self._list.ready and self._switch.ready
 
     def states(self) -> dict[str, str]:
         """Each loaded controller's state. Blocks. Raises HardwareLost."""

@@ -188,7 +188,7 @@ def _from_topic(link: RosLink, topic: str) -> str:
 
 
 def _from_parameter(link: RosLink, node: str) -> str:
-    text = read_parameters(link, node, ["robot_description"]).get("robot_description")
+    text = read_parameters(link, node, ["robot_description"], DESCRIPTION_S).get("robot_description")
     if not isinstance(text, str):
         raise HardwareLost(f"{node} has no parameter robot_description")
     return text
