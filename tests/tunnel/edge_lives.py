@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from tunnel_kit import QUICK, chunk, hello
 
-from user_sys.edge.outbox import Outbox
+from user_sys.edge.outbox import Outbox, OutboxFull
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair
 
 OUTBOX_BYTES = 1 << 20
+FULL_RETRY_S = 0.01
 
 
 def live(run: Path, endpoint: str, public_key: str) -> None:
@@ -28,7 +30,11 @@ def live(run: Path, endpoint: str, public_key: str) -> None:
     TunnelClient(endpoint, keys, public_key, hello("panda-0"), outbox=outbox, limits=QUICK).start()
     while True:
         number = outbox.next_sequence
-        outbox.append(chunk(number))
+        try:
+            outbox.append(chunk(number))
+        except OutboxFull:  # the gateway is slower than we are: recording pauses, as a session's does
+            time.sleep(FULL_RETRY_S)
+            continue
         print(number, flush=True)
 
 
