@@ -100,7 +100,7 @@ class Fleet:
         self.algorithm.update(self.batch)
         updated = time.perf_counter()
         publisher.observe(updated - started)
-        if push:
+        if push and not publisher.busy:
             self.version += 1
             publisher.publish(self.algorithm.policy_weights(), self.version, self.version)
         return time.perf_counter() - started

@@ -161,7 +161,7 @@ def test_small_changes_travel_as_differences_and_a_latecomer_follows_the_chain(s
                 state["w"][version * 7 :: 1000] += 1
                 expected = state["w"].copy()
                 publish(publisher, dict(state), version, one)
-            codecs = [info.codec for info in site.gateway._weights._catalogue.infos()]
+            codecs = [info.codec for info in site.gateway._weights._desks["learner"]._catalogue.infos()]
             assert codecs.count("full") == 1 and codecs.count("delta") == 10
             with Robot(site, "late") as late:
                 until(lambda: late.acts_with(11), "the latecomer has it")

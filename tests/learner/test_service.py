@@ -72,6 +72,7 @@ class Sink:
 
     versions: list[Published]
     lead: int = 0
+    busy: bool = False
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
         self.versions.append(Published(version, updates, build_state(arrays)))
@@ -239,7 +240,7 @@ class Behind:
     """Robots that are four versions behind until it was asked fifty times; remembers when updates were made."""
 
     def __init__(self) -> None:
-        self.asked, self.updated_at = 0, list[int]()
+        self.asked, self.updated_at, self.busy = 0, list[int](), False
 
     @property
     def lead(self) -> int:

@@ -26,7 +26,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.updates: list[int] = []
-        self.lead = 0
+        self.lead, self.busy = 0, False
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
         assert version == len(self.updates) + 1
@@ -82,6 +82,15 @@ def test_when_the_policy_has_moved_far_enough() -> None:
     assert loop.run(100, moves=0.01)[0] == 10, "the first is due at the first measurement"
     assert len(loop.sink.updates) == 1
     assert len(Loop(replace(NEVER, every_s=0.0, kl=0.05)).run(100, moves=0.01)) == 10
+
+
+def test_no_snapshot_is_taken_while_the_version_before_is_not_ready() -> None:
+    loop = Loop(replace(NEVER, every_s=0.0, every_updates=2))
+    loop.sink.busy = True
+    assert loop.run(5) == []
+    loop.sink.busy = False
+    assert loop.run(1) == [], "one update is not enough"
+    assert loop.run(3) == [2], "what is due waits, and is taken as it is then"
 
 
 def test_no_number_is_given_that_no_checkpoint_reserved() -> None:

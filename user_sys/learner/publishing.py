@@ -20,6 +20,10 @@ class WeightsSink(Protocol):
         """How long an update took, for the governor."""
 
     @property
+    def busy(self) -> bool:
+        """The version before is still being made ready: another would only wait, and be replaced."""
+
+    @property
     def lead(self) -> int:
         """How many versions the slowest robot is behind."""
 
@@ -56,7 +60,7 @@ class Publishing:
     def publish_if_due(
         self, updates: int, weights: Callable[[], dict[str, Array]], kl: Callable[[Mapping[str, Array]], float]
     ) -> None:
-        """Publishes what `weights` gives, if that is due after `updates` updates.
+        """Publishes what `weights` gives, if that is due after `updates` updates and the version before is ready.
 
         Args:
             kl: how far the policy has moved from earlier weights.
@@ -64,7 +68,7 @@ class Publishing:
         Raises:
             NotFinite: an earlier version was not.
         """
-        if self._pace.due(updates, lambda: kl(self._former) if self._former else float("inf")):
+        if not self._sink.busy and self._pace.due(updates, lambda: kl(self._former) if self._former else float("inf")):
             self.publish(updates, weights)
 
     def publish(self, updates: int, weights: Callable[[], dict[str, Array]]) -> None:

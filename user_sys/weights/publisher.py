@@ -86,6 +86,7 @@ class Publisher:
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
         self._snapshot: _Snapshot | None = None
+        self._encoding = False
         self._asked = self._newest = self._confirmed = self._oldest = NO_VERSION
         self._failure: Exception | None = None
         self._stopping = False
@@ -148,6 +149,11 @@ class Publisher:
         return self._asked
 
     @property
+    def busy(self) -> bool:
+        """An earlier snapshot waits, or is worked on."""
+        return self._snapshot is not None or self._encoding
+
+    @property
     def lead(self) -> int:
         """How many versions the slowest robot is behind; 0 while none acts with any."""
         with self._changed:
@@ -173,12 +179,14 @@ class Publisher:
             with self.governor.push():
                 self._encode(snapshot)
             self._link.send_weights(self._offer())
+            self._encoding = False
 
     def _next(self) -> _Snapshot | None:
         with self._changed:
             while self._snapshot is None and not self._stopping:
                 self._changed.wait(WAIT_S)
             snapshot, self._snapshot = self._snapshot, None
+            self._encoding = snapshot is not None
             return snapshot
 
     def _encode(self, snapshot: _Snapshot) -> None:
