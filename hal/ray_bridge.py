@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from hal.errors import HalError, PlacementError, SupervisionError
-from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, PATIENT
+from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
 __all__ = [
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+START_TRIES = 4
 STOP_MARGIN_S = 15.0  # beyond a node's own deadline: the actor's answer, through a busy machine
 
 _QUIET = {
@@ -47,7 +48,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    **PATIENT,
+    **NO_NICER,
 }
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""
@@ -221,23 +222,43 @@ def start_local(
     """
     ray = _import_ray(token=secrets.token_hex(32))
     temp_dir = Path(tempfile.mkdtemp(prefix="user-sys-ray-", dir="/tmp"))  # a socket's path has at most 107 bytes
+    settings = {
+        "address": "local",
+        "num_cpus": num_cpus,
+        "resources": dict(resources),
+        "object_store_memory": object_store_bytes,
+        "include_dashboard": dashboard,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "_temp_dir": str(temp_dir),
+        "_node_ip_address": "127.0.0.1",
+    }
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            resources=dict(resources),
-            object_store_memory=object_store_bytes,
-            include_dashboard=dashboard,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",
-        )
+        _init_patiently(ray, settings)
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise HalError(f"Ray cannot start on this machine: {error}; its logs are under {temp_dir}") from error
     _silence(ray)
     return Cluster(ray, temp_dir, log_dir)
+
+
+def _init_patiently(ray: Any, settings: Mapping[str, Any]) -> None:
+    """Starts Ray anew where a busy machine did not let its node come up within the 30 s that Ray gives it.
+
+    Raises:
+        RuntimeError: it did not come up in `START_TRIES` times; else as ``ray.init``.
+    """
+    for left in reversed(range(START_TRIES)):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:  # Ray raises a bare Exception for this
+            if "timed out" not in str(error):
+                raise
+            ray.shutdown()
+            if not left:
+                raise RuntimeError(f"{START_TRIES} times, {error}") from error
+            logger.warning("ray.slow_start: the machine is busy; trying again")
 
 
 def connect(address: str) -> Cluster:

@@ -21,10 +21,8 @@ from hal.resource import Kind, ResourceRecord
 
 DEFAULT_PORT = 6379
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
-PATIENT = {
-    "RAY_raylet_start_wait_time_s": "180",  # a busy machine takes longer than Ray's own minute
-    "RAY_worker_niceness": "0",  # else all that runs under Ray, robots' drivers too, gives way to everybody (15)
-}
+NO_NICER = {"RAY_worker_niceness": "0"}
+"""Else all that runs under Ray, robots' drivers too, gives way to everybody: Ray's own default is 15."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_LABEL_CHARS = 63
 
@@ -80,7 +78,7 @@ def node_environment(token: Path | None) -> dict[str, str]:
         known = {"RAY_AUTH_TOKEN_PATH": str(token.resolve())}
     if not known:
         raise HalError("which token does the cluster have? Give --token FILE, or set RAY_AUTH_TOKEN_PATH")
-    return {**os.environ, "RAY_AUTH_MODE": "token", **PATIENT, **known}
+    return {**os.environ, "RAY_AUTH_MODE": "token", **NO_NICER, **known}
 
 
 def ensure_token(path: Path) -> None:
