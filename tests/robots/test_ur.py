@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,16 @@ DEADLINE_S = 60.0
 PATIENT = {"rate_hz": 10.0, "silence_s": 30.0, "stale_after_s": 30.0}  # a busy machine is late by seconds
 SERVOJ, SERVOL, SERVO_STOP, STOP_SCRIPT = 11, 24, 16, 255
 PROTECTIVE_STOP, SAFEGUARD_STOP = 3, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_end() -> Iterator[None]:
+    """Waits for those that ur_rtde kept beyond a link's end: one still in there when Python ends would abort pytest."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("ur "):
+            thread.join(120)
+            assert not thread.is_alive(), f"{thread.name}: ur_rtde does not return"
 
 
 @pytest.fixture(scope="module")
