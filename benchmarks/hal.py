@@ -41,7 +41,6 @@ PAIRS = 7
 PERIODS_BEFORE = 20  # the commander drives before it is stopped
 DEADLINE_S = 120.0
 ROUNDING = 1e-6  # of a value to float32
-SKIN_M = 1e-6  # a forbidden box is this much smaller for the kernel (`hal.motion`), so that its face is outside
 HOSTILE = (np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45)
 TOOL = slice(14, 17)
 DRIVERS = {"fake": ("reach", {}), "sim": ("reach", {"cameras": []}), "point": ("upright", {})}
@@ -84,7 +83,7 @@ def broken_limits(spec: RobotSpec, applied: Array, before: Array, tool: Array) -
     braking = (step * before >= 0) & (np.abs(step) <= np.abs(before) + ROUNDING)
     too_hasty = ~braking & (np.abs(step - before) > np.array(limits.action_rate_max[:3]) + ROUNDING)
     entered = any(
-        ((goal > np.array(box.low) + SKIN_M + ROUNDING) & (goal < np.array(box.high) - SKIN_M - ROUNDING)).all()
+        ((goal > np.array(box.low) + ROUNDING) & (goal < np.array(box.high) - ROUNDING)).all()
         and not ((tool > np.array(box.low)) & (tool < np.array(box.high))).all()
         for box in limits.keep_out
     )

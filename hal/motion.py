@@ -15,7 +15,8 @@ from hal.errors import SpecError
 from hal.spec import STATE, Array, RobotSpec
 
 _UNSET = np.nan  # an element without a neutral value, or never applied
-_SKIN_M = 1e-6  # a forbidden box is this much smaller, so that a tool at its face, rounded to float32, is not inside
+_SKIN_M = 1e-6  # a way ends this far before a forbidden box, so that a step, rounded to float32, does not end in it
+_ROUNDED_M = 2e-7  # a tool this deep in one is at its face: a position of up to 2 m, rounded to float32
 
 
 class Reason(enum.IntFlag):
@@ -216,10 +217,11 @@ class _ToolLimits:
         self._bars_high: Array = np.array([box.high for box in limits.keep_out], np.float64).reshape(-1, 3)
         if len(self._bars_low) and len(self._tool) != 3:
             raise SpecError(f"{spec.model}: keep_out needs the three indices of the tool in tool_position")
-        self._bars_low += _SKIN_M
-        self._bars_high -= _SKIN_M
+        self._bars_low += _ROUNDED_M
+        self._bars_high -= _ROUNDED_M
         if not (self._bars_low < self._bars_high).all():
             raise SpecError(f"{spec.model}: a keep_out box is empty")
+        self._near_low, self._near_high = self._bars_low - _SKIN_M, self._bars_high + _SKIN_M
         if len(self._force) not in (0, 3) or (limits.tool_force_max is not None and len(self._force) != 3):
             raise SpecError(f"{spec.model}: tool_force_max needs three indices in tool_force")
         self._push = np.inf if limits.tool_force_max is None else limits.tool_force_max
@@ -260,8 +262,11 @@ class _ToolLimits:
         if inside.any():
             low, high = self._bars_low[inside], self._bars_high[inside]
             return 1.0 if (_depth(tool + step, low, high) < _depth(tool, low, high)).all() else 0.0
+        near = ((tool > self._near_low) & (tool < self._near_high)).all(axis=1, keepdims=True)  # it may slide along
+        low = np.where(near, self._bars_low, self._near_low)
+        high = np.where(near, self._bars_high, self._near_high)
         with np.errstate(divide="ignore", invalid="ignore"):
-            one, other = (self._bars_low - tool) / step, (self._bars_high - tool) / step
+            one, other = (low - tool) / step, (high - tool) / step
         enters, leaves = np.fmin(one, other).max(axis=1), np.fmax(one, other).min(axis=1)
         hits = (enters < leaves) & (enters >= 0.0) & (enters <= 1.0)
         return float(enters[hits].min()) if hits.any() else 1.0
