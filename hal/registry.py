@@ -243,7 +243,7 @@ def read_registry(folder: Path) -> tuple[ResourceRecord, ...]:
         return msgspec.json.decode(path.read_bytes(), type=tuple[ResourceRecord, ...])
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RegistryError(
             f"the registry's file {path} cannot be read ({error}); delete it: robots enter anew"
         ) from None

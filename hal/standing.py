@@ -65,7 +65,7 @@ class OrderBook:
             return msgspec.json.decode(self.path.read_bytes(), type=_Page).orders
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RegistryError(
                 f"the orders in {self.path} cannot be read ({error}); look, mend or delete it"
             ) from None

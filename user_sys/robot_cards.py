@@ -66,6 +66,6 @@ def _read(path: Path) -> RobotCard | None:
         return msgspec.json.decode(path.read_bytes(), type=RobotCard)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.warning("robots.damaged_card file=%s: %s", path, error)
         return None

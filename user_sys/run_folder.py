@@ -72,7 +72,7 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunCon
         card = msgspec.json.decode((folder.path / CARD).read_bytes(), type=RunCard)
     except OSError:
         raise RunError(f"{path} is not a run folder: it has no {CARD}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path / CARD} cannot be read: {error}") from None
     if card.format != FORMAT:
         raise RunError(

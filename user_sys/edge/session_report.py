@@ -83,7 +83,7 @@ def read_report(robot: str, pid: int | None) -> SessionReport | None:
     """What the session that runs as `pid` said last; None where it has not said anything yet."""
     try:
         report = msgspec.json.decode(report_path(robot).read_bytes(), type=SessionReport)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return report if report.pid == pid else None
 

@@ -31,7 +31,7 @@ def _config(path: Path) -> GatewayConfig:
         return GatewayConfig()
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=_RunFile).gateway
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: {error}") from None
 
 

@@ -334,7 +334,7 @@ def read_address(run_dir: Path) -> GatewayAddress | None:
         return msgspec.json.decode(path.read_bytes(), type=GatewayAddress)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path} cannot be read ({error}); delete it and start again") from None
 
 

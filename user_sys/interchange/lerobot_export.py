@@ -119,7 +119,7 @@ def open_plan(store: Path, output: Path, options: LerobotOptions) -> Plan:
 def _earlier_plan(path: Path, store: Path, options: LerobotOptions) -> Plan:
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=Plan)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export anew") from None
     if plan.options != options or plan.store != str(store.resolve()):
         raise DataSetError(

@@ -129,7 +129,7 @@ def load(files: Files, path: Path) -> Manifest | None:
     check_version(version, str(path / MANIFEST))
     try:
         return msgspec.msgpack.decode(body[_HEAD.size :], type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StoreCorrupt(f"{path / MANIFEST} does not decode: {error}") from None
 
 

@@ -1,0 +1,35 @@
+"""Files that we wrote, with bytes in them that are no text: each reader says so as it says of any damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hal.errors import HalError
+from hal.registry import read_registry
+from hal.standing import OrderBook
+from user_sys.errors import UserSysError
+from user_sys.gateway.service import read_address
+from user_sys.run_folder import reopen
+
+NO_TEXT = b'[{"name": "\xff\xfe"}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("run.json", reopen),
+        ("gateway.json", read_address),
+        ("registry.json", read_registry),
+        ("orders.json", lambda folder: OrderBook(folder / "orders.json").read()),
+    ],
+)
+@pytest.mark.parametrize("content", [NO_TEXT, NO_TEXT[1:-1]])
+def test_bytes_that_are_no_text_are_damage(
+    tmp_path: Path, name: str, read: Callable[[Path], object], content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((UserSysError, HalError), match=name):
+        read(tmp_path)
