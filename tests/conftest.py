@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 # Properties are tried with the same examples in every run and take what time they need: hypothesis by itself fails an
@@ -10,3 +12,7 @@ _UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, database=None, print_blob=True, **_UNHURRIED)
 settings.register_profile("explore", print_blob=True, **_UNHURRIED)
 settings.load_profile("repeatable")
+
+# Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
+# Ctrl-C is meant to work.
+signal.signal(signal.SIGINT, signal.default_int_handler)
