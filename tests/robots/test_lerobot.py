@@ -271,6 +271,7 @@ def test_an_arm_on_its_bus_reaches_for_goals(arm: SimulatedArm) -> None:
             verdict = kernel.filter(expert(seen.arrays), seen)
             assert verdict.applied is not None, verdict.text
             kernel.correct(robot.command(verdict.applied))
+            time.sleep(robot.spec.period_s)  # its motors move in real time
             if station.task.evaluate(robot.observe()).success:
                 break
         else:
