@@ -11,9 +11,10 @@ from targets import TARGETS
 START_S = 600.0  # importing under instrumentation, on a busy machine
 
 
-def fuzz(name: str, seconds: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Inputs that found something are written to `folder`, where libFuzzer's report says."""
-    command = [sys.executable, str(Path(__file__).parent / "fuzz_one.py"), name, f"-max_total_time={seconds}"]
+def fuzz(name: str, folder: Path, *options: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
+    """Runs libFuzzer with `options`, which take about `seconds`. Inputs that found something are written to `folder`,
+    where its report says."""
+    command = [sys.executable, str(Path(__file__).parent / "fuzz_one.py"), name, *options]
     prefix = f"-artifact_prefix={folder}/{name}-"
     return subprocess.run([*command, prefix], capture_output=True, text=True, timeout=seconds + START_S)
 
@@ -22,7 +23,7 @@ def main() -> int:
     seconds, *names = sys.argv[1:]
     failed = []
     for name in names or TARGETS:
-        done = fuzz(name, int(seconds), Path.cwd())
+        done = fuzz(name, Path.cwd(), f"-max_total_time={seconds}", seconds=float(seconds))
         last = [line for line in done.stderr.splitlines() if line.startswith("#")][-1:]
         print(f"{name}: {'ok' if done.returncode == 0 else 'FOUND'} {' '.join(last)[:100]}", flush=True)
         if done.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import tracemalloc
@@ -55,3 +56,13 @@ def test_honest_pictures_pass() -> None:
     honest = picture("front", 1)
     assert frame_size(encode_jpeg(honest)) == decode(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
     assert (decode_file(encode_png(honest)) == honest).all()
+
+
+def test_a_damaged_png_file_is_refused_whatever_is_damaged() -> None:
+    whole = encode_png(picture("front", 0))
+    for at in range(0, len(whole), max(1, len(whole) // 400)):
+        for damaged in (whole[:at], whole[:at] + b"\x81" * 8 + whole[at:], whole[:at] + b"\0" * 4 + whole[at + 4 :]):
+            with contextlib.suppress(DataSetError):
+                decode_file(damaged)
+    with pytest.raises(DataSetError, match="no picture"):
+        decode_file(whole[:-20] + b"\x81" * 20)

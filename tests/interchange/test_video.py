@@ -36,7 +36,7 @@ def test_an_encoder_leaves_the_process_at_its_priority(tmp_path: Path, codec: st
     """SVT-AV1 makes its caller a real-time thread where it may; all that it starts from then on would be one too."""
     writer = VideoWriter(tmp_path / "v.mp4", 64, 64, 10.0, codec)
     writer.write(np.zeros((64, 64, 3), np.uint8))
-    assert schedulers() == {os.SCHED_OTHER}
+    assert schedulers() <= {os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE}
     writer.close()
 
 

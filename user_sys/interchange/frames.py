@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from user_sys.jpeg import jpeg_size, require_size
 
 Frame = bytes | Array  # a JPEG file, or uint8 (h, w, 3) RGB
 JPEG_QUALITY = 95
+
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)  # Pillow, on damaged files
 
 
 def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
@@ -73,17 +77,17 @@ def decode_file(content: bytes) -> Frame:
     """The frame in a picture file: a colour JPEG stays as it is, anything else becomes uint8 (h, w, 3).
 
     Raises:
-        DataSetError: no picture that Pillow knows, or one of more than `user_sys.jpeg.MAX_PIXELS`.
+        DataSetError: neither a JPEG nor a PNG file, a damaged one, or one of more than `user_sys.jpeg.MAX_PIXELS`.
     """
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as picture:  # reads the header alone
+        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as picture:  # reads the header alone
             require_size(picture.height, picture.width)
             if picture.format == "JPEG" and picture.mode == "RGB":
                 return content
             return np.asarray(picture.convert("RGB"))
-    except (OSError, WireError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (*_BROKEN, WireError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataSetError(f"a frame is no picture: {error}") from None
 
 
