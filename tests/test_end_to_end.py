@@ -52,7 +52,9 @@ def keys(log: Path) -> Counter[tuple[str, int]]:
 
 
 def updates(run: Path) -> int:
-    return max((int(line["count"] or 0) for line in read_metrics(run / "metrics" / "learner.jsonl")), default=0)
+    """Of all learners: one robot has a camera, so there are two."""
+    files = (run / "metrics").glob("learner*.jsonl")
+    return sum(max((int(line["count"] or 0) for line in read_metrics(file)), default=0) for file in files)
 
 
 def trained_s(run: Path) -> float:
