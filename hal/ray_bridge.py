@@ -258,7 +258,7 @@ def _init_patiently(ray: Any, settings: Mapping[str, Any]) -> None:
             ray.shutdown()
             if not left:
                 raise RuntimeError(f"{START_TRIES} times, {error}") from error
-            logger.warning("ray.slow_start: the machine is busy; trying again")
+            logger.info("ray.slow_start: the machine is busy; trying again")
 
 
 def connect(address: str) -> Cluster:
