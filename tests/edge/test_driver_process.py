@@ -90,7 +90,7 @@ def test_what_is_no_action_is_answered_and_not_obeyed(driver: NodeProcess) -> No
 
 
 def test_a_silent_session_is_held(driver: NodeProcess) -> None:
-    """After how long, `test_driver_server` shows by a clock of its own, and ``benchmarks.hardware`` by the real one."""
+    """After how long, `test_driver_server` shows by a clock of its own, and ``benchmarks.hal`` by the real one."""
     with session(1) as client:
         driver.says("watchdog.hold")  # nobody has commanded yet
         client.command(RIGHT)
