@@ -236,11 +236,14 @@ class Registry:
             logger.error("registry.not_kept %s", error)
 
 
+_RECORDS = msgspec.json.Decoder(tuple[ResourceRecord, ...])  # at import: reading a file evaluates no annotation
+
+
 def read_registry(folder: Path) -> tuple[ResourceRecord, ...]:
     """What a registry of that folder knows, or knew last. Raises RegistryError: the file is damaged."""
     path = folder / "registry.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[ResourceRecord, ...])
+        return _RECORDS.decode(path.read_bytes())
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

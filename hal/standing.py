@@ -51,6 +51,9 @@ class _Page(msgspec.Struct, frozen=True, kw_only=True):
     orders: dict[str, Order] = {}
 
 
+_PAGE = msgspec.json.Decoder(_Page)
+
+
 class OrderBook:
     """Any process and thread may use it at any time; each change is on the disk before a method returns."""
 
@@ -62,7 +65,7 @@ class OrderBook:
     def read(self) -> dict[str, Order]:
         """The orders that stand, by resource. Raises RegistryError: the file is damaged; a person has to look."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=_Page).orders
+            return _PAGE.decode(self.path.read_bytes()).orders
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
