@@ -32,6 +32,8 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
+from user_sys.tunnel.link import Line
+from user_sys.tunnel.wire import Envelope
 
 
 def next_of(client: TunnelClient, kind: type, within_s: float = 120.0) -> object:
@@ -41,6 +43,19 @@ def next_of(client: TunnelClient, kind: type, within_s: float = 120.0) -> object
         if message is None or isinstance(message, kind):
             return message
     return None
+
+
+def episode_report(number: int) -> EpisodeReport:
+    return EpisodeReport(
+        robot="panda-0",
+        episode=f"e{number}",
+        source="online",
+        steps=1,
+        success=True,
+        intervention_steps=0,
+        episode_return=1.0,
+        policy_version=0,
+    )
 
 
 @pytest.fixture
@@ -162,9 +177,36 @@ def test_every_episode_report_reaches_the_console(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         for number in range(300):
-            robot.send(EpisodeReport(robot="panda-0", episode=f"e{number}", source="online", steps=1, success=True,
-                                     intervention_steps=0, episode_return=1.0, policy_version=0))  # fmt: skip
+            robot.send(episode_report(number))
         assert [next_of(console, EpisodeReport).episode for _ in range(300)] == [f"e{n}" for n in range(300)]  # type: ignore[union-attr]
+
+
+def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_read, second_taken = threading.Event(), threading.Event()
+    take_in = TunnelClient._take_in
+
+    def hold_up_the_first(client: TunnelClient, line: Line, envelope: Envelope, charge: int) -> None:
+        if envelope.message == reports[0] and client is console:
+            first_read.set()
+            second_taken.wait(1.0)  # the other thread's chance to overtake
+        take_in(client, line, envelope, charge)
+        if envelope.message == reports[1] and client is console:
+            second_taken.set()
+
+    reports = [episode_report(number) for number in range(2)]
+    monkeypatch.setattr(TunnelClient, "_take_in", hold_up_the_first)
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        received: list[object] = []
+        reader = threading.Thread(target=lambda: received.extend(next_of(console, EpisodeReport) for _ in reports))
+        reader.start()
+        for report in reports:
+            robot.send(report)
+        assert first_read.wait(120)
+        while not second_taken.is_set():  # sending reads, too
+            console.send(WatchRequest(robot="panda-0", rate_hz=5, ttl_s=2))
+        reader.join(120)
+        assert received == reports
 
 
 def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:

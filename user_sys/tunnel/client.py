@@ -116,6 +116,7 @@ class TunnelClient:
         self._reason = "not started"
         self._verdict: Refused | WireError | None = None  # found by whichever thread was reading
         self._control: Line | None = None  # while the tunnel is open
+        self._draining = threading.Lock()  # whoever reads a message also takes it in, before the next is read
         self._heard_s = 0.0
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
@@ -407,14 +408,18 @@ class TunnelClient:
         control.flush()  # a release of the lease, for instance
 
     def _drain(self, line: Line) -> None:
-        """Takes in what has arrived on the control line. Whichever thread reads it; what must end the session waits."""
-        try:
-            while (received := line.receive()) is not None:
-                self._heard_s = time.monotonic()
-                self._take_in(line, *received)
-        except (Refused, WireError) as error:
-            self._verdict = error
-            self._wakeup.set()
+        """Takes in what has arrived on the control line, in its order, whichever threads read it.
+
+        What must end the session waits for the client's own thread.
+        """
+        with self._draining:
+            try:
+                while (received := line.receive()) is not None:
+                    self._heard_s = time.monotonic()
+                    self._take_in(line, *received)
+            except (Refused, WireError) as error:
+                self._verdict = error
+                self._wakeup.set()
 
     def _receive(self, line: Line) -> None:
         for _ in range(RECEIVE_BURST):
