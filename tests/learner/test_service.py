@@ -278,3 +278,9 @@ def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench
     ends = replace(CONFIG, publish=PublishConfig(every_s=0.0, at_episode_ends=True), max_updates=5)
     bench.train(ends, "ends")
     assert [published.updates for published in bench.published] == [1, 5]
+
+
+def test_a_policy_of_more_tensors_than_an_offer_can_name_is_refused_at_the_start(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"tensors in the forms exact"):
+        bench.learner(replace(CONFIG, algorithm=replace(SMALL, actor_hidden=(1,) * 2500)))
+    assert bench.published == [] and latest(bench.folder / "a") is None

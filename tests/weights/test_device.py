@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from user_sys.errors import ConfigError
 from user_sys.weights.forms import narrow
 from user_sys.weights.gpu.device import HostCopies, Unbounded, as_array
 from user_sys.weights.gpu.packing import narrow_in_torch, narrow_tensor
-from user_sys.weights.gpu.sharded import capped_group, gathered
 from user_sys.weights.state import BF16
 
 GPU = pytest.mark.gpu
@@ -71,44 +65,3 @@ def test_what_is_packed_on_the_device_is_what_the_learner_would_have_published(d
     found = HostCopies(torch.device(device), pack="bf16").snapshot(weights)()
     assert found["w"].dtype == BF16 and found["w"].tobytes() == narrow(weights["w"].cpu().numpy()).tobytes()
     assert found["steps"].tolist() == [0, 1, 2], "what is no float32 stays as it is"
-
-
-def _gather(rank: int, folder: str) -> None:
-    """One of two ranks of a learner that is sharded by FSDP2; the first compares what it gathers."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 1), torch.nn.LayerNorm(3))
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    names = []
-    for name, whole in gathered([*model.named_parameters(), ("step", torch.tensor(5))]):
-        assert torch.equal(whole, expected.get(name, torch.tensor(5))), name
-        names.append(name)
-    assert names == ([*expected, "step"] if rank == 0 else [])
-    with pytest.raises(ConfigError, match="NCCL"):
-        capped_group(4)
-    dist.destroy_process_group()
-
-
-def test_a_sharded_learner_is_gathered_tensor_by_tensor(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_gather, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
-
-
-@GPU
-def test_a_group_with_capped_collectives_broadcasts(tmp_path: Path) -> None:
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        tensor = torch.ones(1000, device="cuda")
-        dist.broadcast(tensor, 0, group=capped_group(2))
-        assert tensor.sum().item() == 1000
-    finally:
-        dist.destroy_process_group()

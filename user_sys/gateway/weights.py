@@ -27,6 +27,7 @@ from user_sys.messages import (
 from user_sys.tunnel.wire import AnyMessage, Payload
 from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.fetch import STALL_S, Fetcher
+from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
 from user_sys.weights.serve import answers
@@ -187,15 +188,11 @@ class WeightsDesk:
         if self._target == NO_VERSION:
             return
         forms = self._catalogue.forms(self._target)
-        manifests = tuple(self._catalogue.manifests[form, self._target][1] for form in forms)
-        infos = [info for info in self._catalogue.infos() if info.version <= self._target]
-        useful = {info.id: info for info in infos if info.base != NO_VERSION}
-        for form in forms:
-            way = cheapest(infos, form, self._target, {})
-            useful |= {info.id: info for info in (way.parcels if way else ())}
-        offer = WeightsOffer(
-            manifests=manifests,
-            parcels=tuple(useful.values()),
+        offer = fitting_offer(
+            [self._catalogue.manifests[form, self._target][1] for form in forms],
+            self._catalogue.infos(),
+            forms,
+            self._target,
             signer=self._signer,
             order=self._order,
             greeting=greeting,

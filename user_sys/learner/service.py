@@ -30,6 +30,7 @@ from user_sys.replay.sampler import Sampler
 from user_sys.replay.shapes import Transitions
 from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
+from user_sys.weights.offers import require_room
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.state import NotFinite, build_state
 
@@ -112,7 +113,7 @@ class Learner:
             clock: monotonic seconds.
 
         Raises:
-            ConfigError: settings that do not fit the robot.
+            ConfigError: settings that do not fit the robot, or a policy of more tensors than an offer can name.
             WireError: the checkpoint is of other settings or another robot.
         """
         from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
@@ -121,6 +122,7 @@ class Learner:
         self._sink, self._report_scalars = publish, report
         self._publishing = Publishing(config.publish, publish, clock)
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
+        require_room(self._algorithm.policy_weights(), config.publish.forms)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
         self._mix = DemoOnline(spec.embodiment, config.demo_fraction)

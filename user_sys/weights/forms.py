@@ -68,6 +68,11 @@ def widen(array: Array) -> Array:
     return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def is_scaled(array: Array) -> bool:
+    """Whether ``int8`` keeps it as integers, and their scales as another tensor."""
+    return array.dtype.kind == "f" and array.ndim >= 2
+
+
 def _scales(array: Array) -> Array:
     """float32, of each index of the last axis; 127 of them are never more than the largest magnitude."""
     largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float64)
@@ -81,7 +86,7 @@ def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
         return {name: array}
     if form == "bf16":
         return {name: narrow(array)}
-    if array.ndim < 2:
+    if not is_scaled(array):
         return {name: array}
     scales = _scales(array)
     divisors = np.where(scales > 0, scales, np.float32(1))

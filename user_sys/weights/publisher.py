@@ -18,16 +18,15 @@ from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.forms import convert
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
+from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
 from user_sys.weights.records import NO_VERSION, Form
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
 
-MAX_CHAIN = 32
-"""At most so many differences follow a full parcel: a latecomer fetches and applies them all."""
 CHAIN_SHARE = 0.5
-"""... and they are at most this share of a full one."""
+"""The differences that follow a full parcel (`offers.MAX_CHAIN` at most) are at most this share of it."""
 CLOSE_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 _log = logging.getLogger(__name__)
@@ -216,18 +215,18 @@ class Publisher:
         with self._changed:
             way = cheapest([*self._catalogue.infos(), delta.info], state.form, version, {})
         chain = way.parcels[1:] if way is not None else ()
-        short = 0 < len(chain) <= MAX_CHAIN and sum(i.size_bytes for i in chain) <= CHAIN_SHARE * state.size_bytes
+        short = (
+            0 < len(chain) <= MAX_CHAIN
+            and sum(info.size_bytes for info in chain) <= CHAIN_SHARE * state.size_bytes
+            and sum(info.grains for info in chain) <= MAX_CHAIN_GRAINS
+        )
         return [delta] if short else [delta, full_parcel(state, version, breathe)]
 
     def _offer(self, greeting: bool = False) -> WeightsOffer:
         with self._changed:
-            manifests = [signed for (_, v), (_, signed) in self._catalogue.manifests.items() if v == self._newest]
-            return WeightsOffer(
-                manifests=tuple(manifests),
-                parcels=tuple(self._catalogue.infos()),
-                signer=self._signer.public_key,
-                greeting=greeting,
-            )
+            infos, forms = self._catalogue.infos(), self._config.forms
+            manifests = [self._catalogue.manifests[form, self._newest][1] for form in forms]
+        return fitting_offer(manifests, infos, forms, self._newest, signer=self._signer.public_key, greeting=greeting)
 
     # Handing them out
 
