@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -210,49 +211,66 @@ NEW_TASK = "drop"  # of what is written meanwhile
 
 
 def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, target: float | None) -> Row:
-    """Sampling while another process commits chunks of two cameras at half the rate that the disk takes them."""
+    """Sampling while another process commits chunks of two cameras at half the rate that the disk takes them.
+
+    Each time into a copy of the store that the idle half of the pair samples: what earlier rounds have written is in
+    neither.
+    """
     path, wanted = folder / f"writing-{what}", features(2)
     write_jpeg(path, 2, jpegs, ROWS)
-    with replaying(path, wanted, cache_for(2 * ROWS, wanted)) as replay:
-        drawing = sampler(replay, Uniform(where))
-        batch, numbers = drawing.empty_batch(), itertools.count()
-        chunks = replay.timeline.index.chunks
+    cache_bytes, number = cache_for(2 * ROWS, wanted), itertools.count()
+
+    def rate(replay: ReplayBuffer, drawing: Sampler[TransitionBatch]) -> float:
+        batch = drawing.empty_batch()
 
         def follow() -> None:
             drawing.sample(batch)
             replay.refresh()
 
-        def busy() -> float:
-            arguments = ["--commit", str(path), "--number", str(next(numbers))]
-            with subprocess.Popen([sys.executable, "-m", "benchmarks.replay", *arguments]) as writer:
-                before = len(chunks)
-                while len(chunks) < before + 16 and writer.poll() is None:
-                    replay.refresh()
-                    time.sleep(0.01)
-                rate = per_second(follow, BATCH)
-                writer.terminate()
-            return rate
+        follow()
+        return per_second(follow, BATCH)
 
-        def idle() -> float:
-            wait_filled(replay)
-            return per_second(follow, BATCH)
+    def busy() -> float:
+        copy = folder / f"copy-{next(number)}"
+        shutil.copytree(path, copy)
+        with replaying(copy, wanted, cache_bytes) as replay, committing(copy) as writer:
+            drawing, chunks = sampler(replay, Uniform(where)), replay.timeline.index.chunks
+            before = len(chunks)
+            while len(chunks) < before + 16 and writer.poll() is None:
+                replay.refresh()
+                time.sleep(0.01)
+            found = rate(replay, drawing)
+        shutil.rmtree(copy)
+        return found
 
+    with replaying(path, wanted, cache_bytes) as replay:
+        drawing = sampler(replay, Uniform(where))
         return compare(
             f"sampling {what} while robots' frames are written at half the disk's rate, and decoded, against idle",
             busy,
-            idle,
+            lambda: rate(replay, drawing),
             goal=1,
             unit="transitions/s",
             target=target,
         )
 
 
-def commit_at_half_rate(path: Path, number: int) -> None:
+@contextlib.contextmanager
+def committing(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does `commit_at_half_rate`."""
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.replay", "--commit", str(path)]) as writer:
+        try:
+            yield writer
+        finally:  # else an error here would wait for a process that never ends
+            writer.terminate()
+
+
+def commit_at_half_rate(path: Path) -> None:
     """Commits chunks of 10 steps of two cameras, each acknowledged, and waits as long as each took; until killed."""
     plain = chunk(0, 10, 2, pictures(), state=FLOATS // 2)
     with StoreWriter.open(path) as writer:
         for n in itertools.count():
-            header = msgspec.structs.replace(plain.header, episode=f"new-{number}-{n}", task=NEW_TASK)
+            header = msgspec.structs.replace(plain.header, episode=f"new-{n}", task=NEW_TASK)
             packet = Chunk(header, plain.columns, plain.final).encode()
             start = time.perf_counter()
             writer.append(packet)
@@ -369,10 +387,9 @@ def cold_jpeg(folder: Path, jpegs: list[bytes]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", type=Path, help=argparse.SUPPRESS)  # the process that writes
-    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.commit:
-        return commit_at_half_rate(options.commit, options.number)
+        return commit_at_half_rate(options.commit)
     jpegs = pictures()
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUT) as name:

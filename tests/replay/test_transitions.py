@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -162,6 +163,36 @@ def test_a_frame_that_does_not_fit_costs_only_the_steps_that_show_it(store: Stor
     store.put(chunk(1, 4, 2, index=2, end=True, frames={4: grey(10)}))
     with store.replay(PICTURES) as replay:
         assert {step for _, step in seen(sampler(replay, 100).sample())} == {0, 4, 5}
+
+
+def test_a_frame_may_stand_over_more_chunks_than_calls_can_be_nested(store: Store) -> None:
+    count = sys.getrecursionlimit()
+    pieces = [chunk(1, step, 1, index=step, frames={0: raw(9)}, end=step == count - 1) for step in range(count)]
+    store.put(*pieces)
+    with store.replay(PICTURES) as replay:
+        wait_until(lambda: replay.report().waiting == 0)
+        batch = sampler(replay).sample()
+        assert (batch.next_observation[CAMERA] == 9).all() and len(seen(batch)) > 100
+        assert replay.report().damaged == 0
+
+
+def test_a_chunk_that_cannot_be_used_costs_nothing_of_those_after_it(store: Store) -> None:
+    frames = {step: raw(step) for step in range(41)}
+    for step in range(0, 40, 2):
+        pictures = None if step == 4 else frames
+        store.put(chunk(1, step, 2, index=step // 2, end=step == 38, frames=pictures))
+    with store.replay(PICTURES) as replay:
+        wait_until(lambda: replay.report().waiting == 0)  # read from the last chunk to the first
+        steps = {step for _, step in seen(sampler(replay, 2000).sample())}
+        assert steps == set(range(40)) - {3, 4, 5}
+
+
+def test_a_chunk_that_cannot_be_used_costs_later_ones_what_they_would_have_shown_of_it(store: Store) -> None:
+    store.put(chunk(1, 0, 2, frames={0: raw(1)}), chunk(1, 2, 2, index=1))
+    store.put(chunk(1, 4, 4, index=2, end=True, frames={6: raw(6)}))
+    with store.replay(PICTURES) as replay:
+        wait_until(lambda: replay.report().waiting == 0)
+        assert {step for _, step in seen(sampler(replay, 500).sample())} == {0, 6, 7}
 
 
 def test_where_nothing_can_be_read_the_learner_is_told(store: Store) -> None:

@@ -11,8 +11,9 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,9 +28,7 @@ from user_sys.replay.verified import FRAME, ChunkRows
 from user_sys.store.store import StoreReader
 
 UNREAD, READ, BAD = 0, 1, 2  # what is known of a chunk
-ADMITTED = (
-    8  # one frame in so many that were read cold comes into the cache: copying each would cost as much as it gains
-)
+ADMITTED = 8  # where the cache is full, one frame in so many that were read cold: copying each would gain nothing
 MAX_RUN = 256  # frames of one read
 CORES = os.cpu_count() or 1
 UNUSABLE = (StoreError, WireError)
@@ -72,14 +71,15 @@ class ColdReader:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="replay-cold")
         self._turn = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # what is known of chunks while it changes, and the count of damage
         self.damaged = 0
 
     def extend(self) -> None:
-        """Makes room for what is new in the timeline. What other threads learn meanwhile may have to be read again."""
+        """Makes room for what is new in the timeline."""
         chunks, observations = len(self._timeline.index.chunks), self._timeline.observations
-        self._known, self._sums = _grown(self._known, chunks), _grown(self._sums, chunks)
-        self._shown = {name: _grown(table, observations) for name, table in self._shown.items()}
+        with self._lock:
+            self._known, self._sums = _grown(self._known, chunks), _grown(self._sums, chunks)
+            self._shown = {name: _grown(table, observations) for name, table in self._shown.items()}
 
     def close(self) -> None:
         """Ends the threads; what they are at is done first."""
@@ -121,25 +121,40 @@ class ColdReader:
             raise StoreCorrupt(f"chunk {chunk} could not be used before")
         try:
             rows = ChunkRows(self._reader.packed(chunk), self._features)
-            span = self._timeline.span(chunk)
-            for name, table in self._shown.items():
-                table[span.start : span.stop] = rows.frames(name, chunk, self._before(name, chunk))
+            shown = {name: rows.frames(name, chunk, partial(self._before, name, chunk)) for name in self._shown}
         except UNUSABLE as error:
-            self._known[chunk] = BAD
+            self._note(chunk, BAD, 0, {})
             self._count_damage(f"chunk {chunk}", error)
             raise
-        self._sums[chunk] = _checksum(rows.vectors())
-        self._known[chunk] = READ
+        self._note(chunk, READ, _checksum(rows.vectors()), shown)
         return rows
 
+    def _note(self, chunk: int, known: int, checksum: int, shown: Mapping[str, Array]) -> None:
+        """Remembers what was found of a chunk: all of it, though the tables may be growing meanwhile."""
+        span = self._timeline.span(chunk)
+        with self._lock:
+            for name, frames in shown.items():
+                self._shown[name][span.start : span.stop] = frames
+            self._sums[chunk] = checksum
+            self._known[chunk] = known
+
     def _before(self, camera: str, chunk: int) -> Array:
-        """What the camera showed just before a chunk, `FRAME` ()."""
-        earlier = np.flatnonzero(self._timeline.index.chunks.next_chunk == chunk)
-        if not len(earlier):
+        """What the camera showed just before a chunk, `FRAME` (); it is absent where the chunk before is unusable."""
+        unread = []
+        earlier = before = self._preceding(chunk)
+        while earlier is not None and self._known[earlier] == UNREAD:
+            unread.append(earlier)
+            earlier = self._preceding(earlier)
+        for each in reversed(unread):  # the first one first: an episode may have more chunks than calls can be nested
+            self._try_learn(each)
+        if before is None:
             return np.zeros((), FRAME)
-        if self._known[earlier[0]] == UNREAD:
-            self._learn(int(earlier[0]))
-        return self._shown[camera][self._timeline.span(int(earlier[0])).stop - 1]  # type: ignore[no-any-return]
+        return self._shown[camera][self._timeline.span(before).stop - 1]  # type: ignore[no-any-return]
+
+    def _preceding(self, chunk: int) -> int | None:
+        """The chunk that this one continues, if it is stored."""
+        found = np.flatnonzero(self._timeline.index.chunks.next_chunk == chunk)
+        return int(found[0]) if len(found) else None
 
     def _count_damage(self, what: str, error: Exception) -> None:
         with self._lock:
@@ -262,12 +277,16 @@ class ColdReader:
         return failed
 
     def _admit(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
-        """Puts some of the frames just read into the cache."""
-        self._turn = (self._turn + 1) % ADMITTED
-        numbers, places = numbers[self._turn :: ADMITTED], places[self._turn :: ADMITTED]
-        if self._frames is None or not len(places):
+        """Puts frames just read into the cache: all while it has room, then some."""
+        if self._frames is None:
             return
-        with self._frames.filling(numbers, fresh=False) as claim:
+        only_empty = len(self._frames) < self._frames.capacity
+        if not only_empty:
+            self._turn = (self._turn + 1) % ADMITTED
+            numbers, places = numbers[self._turn :: ADMITTED], places[self._turn :: ADMITTED]
+        if not len(places):
+            return
+        with self._frames.filling(numbers, fresh=False, only_empty=only_empty) as claim:
             for name, table in self._frames.tables.items():
                 for slot, place in zip(claim.slots.tolist(), places[claim.taken].tolist(), strict=True):
                     table[slot] = out[name][place]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from crc32c import crc32c
 
@@ -47,14 +49,14 @@ class ChunkRows:
     def _array(self, name: str) -> Array:
         return self._packet.array(self._places[name])
 
-    def frames(self, camera: str, chunk: int, before: Array) -> Array:
+    def frames(self, camera: str, chunk: int, before: Callable[[], Array]) -> Array:
         """`FRAME` (count,): the frame that each row shows; a row without a new one shows that of the row before it.
 
         Frames that are no JPEG file of the camera's size, nor raw pixels of it, count as absent.
 
         Args:
             chunk: the row of this chunk.
-            before: `FRAME` (), what the row before this chunk shows.
+            before: gives `FRAME` (), what the row before this chunk shows; asked where that still stands.
 
         Raises:
             WireError: the chunk has no such camera.
@@ -76,7 +78,9 @@ class ChunkRows:
             new[-1] = True
             self._describe(own[-1:], final, camera)
         shown = np.maximum.accumulate(np.where(new, np.arange(self.count), -1))
-        found: Array = np.where(shown >= 0, own[shown], before)
+        if shown[0] >= 0:
+            return own[shown]
+        found: Array = np.where(shown >= 0, own[shown], before())
         return found
 
     def _describe(self, frames: Array, place: ArrayPlace, camera: str) -> None:
