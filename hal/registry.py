@@ -92,10 +92,14 @@ class Registry:
     def fault(self, name: str, text: str) -> None:
         """The resource failed: it dropped out, or a camera froze. One that does so too often is quarantined.
 
+        In quarantine its failures count no more: whoever reports them without end costs no writes to the disk.
+
         Raises:
             RegistryError: never announced.
         """
         self._require(name)
+        if self._health(name)[0] is Health.QUARANTINED:
+            return
         faults = self._faults.setdefault(name, deque(maxlen=MAX_FAULTS + 1))
         faults.append((self._clock(), text))
         logger.warning("resource.fault name=%s: %s", name, text)

@@ -185,4 +185,7 @@ def _place(entry: _Entry, offset: int) -> ArrayPlace:
         raise WireError(f"{entry.name[:80]!r}: dtype {entry.dtype[:80]!r} is not allowed")
     if len(entry.shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_PACKET_BYTES for n in entry.shape):
         raise WireError(f"{entry.name[:80]!r}: shape {entry.shape[:9]} is not allowed")
-    return ArrayPlace(entry.name, np.dtype(entry.dtype), entry.shape, offset)
+    dtype = np.dtype(entry.dtype)
+    if math.prod(n or 1 for n in entry.shape) * dtype.itemsize > MAX_PACKET_BYTES:  # numpy refuses such empty arrays
+        raise WireError(f"{entry.name[:80]!r}: shape {entry.shape} is too large, were it not empty")
+    return ArrayPlace(entry.name, dtype, entry.shape, offset)

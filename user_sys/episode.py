@@ -62,6 +62,8 @@ APPLIED = "action.applied"
 FINAL = "final:"  # prefix of the columns that hold the observation after the last step
 LENGTH, CRC = ".length", ".crc"  # suffixes of the columns beside a camera's frames
 MAX_STEPS_PER_CHUNK = 4096
+MAX_SENTENCE_CHARS = 4096
+MAX_COLUMN_CHARS = 256
 SCALARS = {
     "reward": "float32",
     "terminated": "bool",
@@ -196,6 +198,7 @@ def open_chunk(packet: bytes | memoryview) -> PackedChunk:
     parts = open_packet(packet)
     header = decode_record(parts, ChunkHeader)
     _check_names(header.episode, header.robot, header.embodiment, header.task)
+    _check_words(header)
     if not (
         0 < header.steps <= MAX_STEPS_PER_CHUNK
         and 0 <= header.index < _MAX_COUNT
@@ -210,6 +213,9 @@ def open_chunk(packet: bytes | memoryview) -> PackedChunk:
         raise WireError(f"episode {header.episode}: columns of {rules.rows} rows in a chunk of {header.steps} steps")
     for camera in rules.cameras:
         _check_lengths(camera, parts.array(camera.length))
+    phase = rules.scalars.get("phase")
+    if phase is not None and (last := parts.array(phase).max()) > max(Phase):
+        raise WireError(f"episode {header.episode}: there is no phase {last}")
     return PackedChunk(header, parts)
 
 
@@ -220,8 +226,19 @@ def _check_names(*names: str) -> None:
             raise WireError(f"{name[:80]!r} is not a name (letters, digits, '.', '_', '-')")
 
 
+def _check_words(header: ChunkHeader) -> None:
+    """What people read has no pattern, but bounds: an index keeps it in memory."""
+    if len(header.sentence) > MAX_SENTENCE_CHARS:
+        raise WireError(f"a sentence of {len(header.sentence)} characters; the limit is {MAX_SENTENCE_CHARS}")
+    end = header.end
+    if end is not None and not (0 <= end.steps < _MAX_COUNT and len(end.reward_source) <= MAX_SENTENCE_CHARS):
+        raise WireError(f"episode {header.episode}: an end after {end.steps} steps, or too many words about it")
+
+
 @lru_cache(maxsize=MAX_CACHED_LAYOUTS)
 def _rules(layout: Layout) -> _Rules:
+    for place in layout.arrays:
+        _check_column(place)
     columns = {place.name: place for place in layout.arrays if not place.name.startswith(FINAL)}
     cameras = tuple(_cameras(columns))
     ragged = {camera.frames.name for camera in cameras}
@@ -232,6 +249,17 @@ def _rules(layout: Layout) -> _Rules:
         _expect(columns[name], SCALARS[name])
     scalars = {name: columns[name] for name in SCALARS if name in columns}
     return _Rules(rows.pop() if rows else -1, cameras, scalars)
+
+
+def _check_column(place: ArrayPlace) -> None:
+    """Raises WireError for a name that could leave its folder or break a line, and for a final value of no vector."""
+    name = place.name
+    if not 0 < len(name) <= MAX_COLUMN_CHARS or not name.isprintable() or "/" in name or "\\" in name:
+        raise WireError(f"{name[:80]!r} is not a column's name (printable, no slashes)")
+    if name.startswith(FINAL) and not place.shape:
+        raise WireError(f"{name[:80]!r} is a single value; a final observation has vectors and pictures")
+    if name.startswith(FINAL + IMAGES) and (place.dtype != np.uint8 or len(place.shape) not in (1, 3, 4)):
+        raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} is neither a JPEG file nor a raw frame")
 
 
 def _cameras(columns: Mapping[str, ArrayPlace]) -> Iterator[_Camera]:

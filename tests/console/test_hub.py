@@ -129,7 +129,18 @@ def claiming(height: int, width: int) -> bytes:
     return bytes(file)
 
 
-@pytest.mark.parametrize("picture", [b"", b"no picture", claiming(65_000, 65_000)], ids=["nothing", "noise", "bomb"])
+def with_odd_colours() -> bytes:
+    """A JPEG file whose colours have a resolution that simplejpeg has no name for."""
+    file = bytearray(jpeg(1))
+    file[file.index(b"\xff\xc0") + 11] = 0x14
+    return bytes(file)
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [b"", b"no picture", claiming(65_000, 65_000), with_odd_colours()],
+    ids=["nothing", "noise", "bomb", "colours"],
+)
 def test_browsers_get_no_picture_that_would_burst_them(hub: ConsoleHub, picture: bytes) -> None:
     with pytest.raises(WireError, match="frame"):
         hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), picture)

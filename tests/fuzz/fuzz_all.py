@@ -24,8 +24,10 @@ def main() -> int:
     failed = []
     for name in names or TARGETS:
         done = fuzz(name, Path.cwd(), f"-max_total_time={seconds}", seconds=float(seconds))
-        last = [line for line in done.stderr.splitlines() if line.startswith("#")][-1:]
-        print(f"{name}: {'ok' if done.returncode == 0 else 'FOUND'} {' '.join(last)[:100]}", flush=True)
+        lines = done.stderr.splitlines()
+        taken = [line for line in lines if line.startswith("#taken")][-1:]
+        last = [line for line in lines if line.startswith("#") and line not in taken][-1:]
+        print(f"{name}: {'ok' if done.returncode == 0 else 'FOUND'} {' '.join(taken + last)[:140]}", flush=True)
         if done.returncode:
             failed.append(name)
             print(done.stderr[-3000:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,44 +10,60 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import mutations
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zmq
 
 from hal.errors import HalError
-from user_sys.codec import decode_packet
+from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from user_sys import messages as m
+from user_sys.codec import decode_packet, encode_packet
 from user_sys.config import load
-from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.console import wire as console
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source, decode_chunk, frame_columns
 from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
 from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_read import LerobotDataSet
-from user_sys.messages import ChunkOffer, Heartbeat, Hello, WeightsGrains
-from user_sys.store.block import decode_block, summarise_records
+from user_sys.store.block import TABLES, decode_block, summarise_records
 from user_sys.store.frame import RecordRef
-from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, decode_label, encode_label
+from user_sys.store.labels import (
+    DeleteLabel,
+    NoteLabel,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    decode_label,
+    encode_label,
+)
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
-from user_sys.store.store import CHUNK
+from user_sys.store.store import CHUNK, LABEL
 from user_sys.topology import RunConfig
 from user_sys.tunnel import wire
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.wire import Channel, Envelope, channel_of, encode, protocol_of_hello
-from user_sys.weights.records import ParcelInfo, check_parcel, decode_record
+from user_sys.weights.delta import apply_delta
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.records import Manifest, Order, ParcelInfo, Signed, check_parcel, decode_record
+from user_sys.weights.state import State, build_state, describe
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 _LIMITS = TunnelLimits()
+_BLACK = np.zeros((8, 8, 3), np.uint8)
 
 
 @dataclass(frozen=True)
 class Target:
-    """`parse` takes any bytes, and raises nothing but `allowed`."""
+    """`parse` takes any bytes, and raises nothing but `allowed`; `mutate` knows the form of `examples`."""
 
     parse: Callable[[bytes], object]
     allowed: tuple[type[Exception], ...]
     examples: tuple[bytes, ...] = ()
+    mutate: mutations.Mutate | None = None
 
 
 def _chunk() -> bytes:
@@ -55,17 +72,97 @@ def _chunk() -> bytes:
     return Chunk(header, {"reward": np.zeros(2, np.float32)}, {}).encode()
 
 
+def _last_chunk() -> bytes:
+    """One with pictures, phases and an end."""
+    end = EpisodeEnd(steps=4, success=True)
+    header = ChunkHeader(episode="e", index=1, first_step=2, steps=2, robot="r", embodiment="m", task="t", sentence="s",
+                         source=Source.ONLINE, seed=0, started_unix_ns=0, end=end)  # fmt: skip
+    columns = {
+        **frame_columns("observation.images.f", [b"\xff\xd8", None]),
+        **frame_columns("observation.images.r", [_BLACK[:1, :2], None]),
+        "phase": np.array([0, 2], np.uint8),
+        "t_capture_ns": np.arange(2),
+    }
+    return Chunk(header, columns, {"observation.state": np.zeros(3, np.float32)}).encode()
+
+
 def _block() -> bytes:
-    chunk = _chunk()
-    return summarise_records([(RecordRef(0, 0, len(chunk), CHUNK), memoryview(chunk))])
+    records = [(CHUNK, _chunk()), (CHUNK, _last_chunk()), (LABEL, encode_label(_LABELS[0])), (LABEL, b"damaged")]
+    return summarise_records(
+        (RecordRef(0, place, len(raw), kind), memoryview(raw)) for place, (kind, raw) in enumerate(records)
+    )
+
+
+class _Counts(msgspec.Struct, array_like=True):
+    chunks: int
+    steps: int
+
+
+def _changed_block(raw: bytes, rng: random.Random) -> bytes:
+    """Changes the packet, or the tables within it."""
+    if rng.random() < 0.5:
+        return mutations.packet(raw, rng)
+    counts, arrays = decode_packet(raw, _Counts)
+    tables = mutations.msgpack(arrays[TABLES].tobytes(), rng)
+    return encode_packet(counts, {**arrays, TABLES: np.frombuffer(tables, np.uint8)})
 
 
 _SAID: Any = {"episode": "e", "labeller": "l", "at_unix_ns": 0}
 _LABELS = (
     SuccessLabel(success=True, **_SAID),
     RewardLabel(first_step=0, rewards=(0.0, 1.0), **_SAID),
+    PhaseLabel(first_step=0, steps=2, phase=Phase.TELEOP, **_SAID),
     DeleteLabel(**_SAID),
+    NoteLabel(note="n", **_SAID),
 )
+
+
+_SPEC = RobotSpec(
+    model="m",
+    rate_hz=10,
+    observation=(ArraySpec(name="observation.state", labels=("x",), units=("m",), low=(-1,), high=(1,)),),
+    action=ArraySpec(name="action", labels=("x",), units=("m",), low=(-1,), high=(1,)),
+    cameras=(CameraSpec(name="front", height=8, width=8, rate_hz=10),),
+)
+
+
+def _states() -> tuple[State, State]:
+    """Two versions of the same weights: a few values of one tensor changed, all of another, none of the third."""
+    base = {
+        "few": np.zeros(600, np.float32),
+        "all": np.zeros((2, 3), np.float64),
+        "none": np.ones(2, np.uint8),
+    }
+    few = base["few"].copy()
+    few[::50] = 1
+    return build_state(base), build_state({**base, "few": few, "all": base["all"] + 1})
+
+
+def _parcels() -> tuple[Parcel, Parcel]:
+    base, new = _states()
+    small = delta_parcel(0, base, 1, new)
+    assert small is not None
+    return full_parcel(new, 1), small
+
+
+_BASE, _NEW = _states()
+_PARCELS = _parcels()
+_MANIFEST = describe(_NEW, 1, 0, 0, (0.0, 0.0))
+_ORDER = Order(serial=1, version=1, by="b", reason="r", given_unix_ns=0)
+_SIGNED = Signed(msgspec.msgpack.encode(_MANIFEST), bytes(64))
+_RECORDS = (ParcelInfo, Manifest, Order, Signed)
+
+
+def _record(raw: bytes) -> None:
+    """The first byte says of which kind."""
+    found = decode_record(raw[1:], _RECORDS[(raw[:1] or b"\0")[0] % len(_RECORDS)])
+    if isinstance(found, ParcelInfo):
+        check_parcel(found)
+
+
+def _kinds_of_records() -> Iterable[bytes]:
+    for record in (_PARCELS[0].info, _PARCELS[1].info, _MANIFEST, _ORDER, _SIGNED):
+        yield bytes([_RECORDS.index(type(record))]) + msgspec.msgpack.encode(record)
 
 
 def _on_its_channel(envelope: Envelope) -> bytes:
@@ -74,19 +171,63 @@ def _on_its_channel(envelope: Envelope) -> bytes:
     return bytes([channel | (128 if envelope.payload else 0)]) + bytes(encode(envelope)[0])
 
 
-def _messages() -> Iterable[Envelope]:
-    yield Envelope(Hello(protocol=1, role="robot", name="r"))
-    yield Envelope(Heartbeat(t_client_ns=1))
-    yield Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk")
-    yield Envelope(WeightsGrains(parcel=b"p", first=0), b"w")
+_ALONE: tuple[wire.AnyMessage, ...] = (
+    m.Hello(protocol=1, role="robot", name="r"),
+    m.Hello(protocol=3, oldest=2, role="robot", name="r", holder="h", stream="s", spec=_SPEC),
+    m.Welcome(protocol=3, gateway="g", resume_after=7),
+    m.Refusal(reason="r"),
+    m.Heartbeat(t_client_ns=1),
+    m.Grant(messages=1, size_bytes=1),
+    m.LeaseRequest(robot="r", holder="h", floor=1),
+    m.LeaseGrant(robot="r", holder="h", token=1, ttl_s=1.0),
+    m.LeaseRelease(robot="r", token=1),
+    m.OperatorCommand(robot="r", operator="o", order="drive", twist=(0.0, 1.0)),
+    m.OperatorReply(robot="r", operator="o", order="drive", accepted=True),
+    m.WatchRequest(robot="r", rate_hz=1.0, ttl_s=1.0),
+    m.RobotStatus(robot="r", authority="a", operator="o", phase="p", episode="e", step=1, policy_version=1,
+                  real_time=True, outbox_chunks=1, control_hz=10.0, safety_interventions=0),
+    m.EpisodeReport(robot="r", episode="e", source="s", steps=1, success=None, intervention_steps=0,
+                    episode_return=0.0, policy_version=1),
+    m.MetricsReport(node="n", count=1, scalars={"s": 1.0}),
+    m.StopRun(reason="r"),
+    m.ChunkAck(sequence=1),
+    m.ChunkRefusal(sequence=1, reason="r"),
+    m.PreviewAck(robot="r", camera="c"),
+    m.WeightsAsk(),
+    m.WeightsOffer(manifests=(_SIGNED,), parcels=tuple(p.info for p in _PARCELS), signer=bytes(32), order=_SIGNED),
+    m.WeightsRequest(parcel=b"p", first=0, count=1),
+    m.WeightsGone(parcel=b"p"),
+    m.WeightsProgress(oldest=1),
+    m.WeightsReceived(version=1),
+    m.WeightsApplied(robot="r", version=1, seconds=0.1),
+)  # fmt: skip
+_ENVELOPES = (
+    *map(Envelope, _ALONE),
+    Envelope(m.ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
+    Envelope(m.Preview(robot="r", camera="c", step=1), b"jpeg"),
+    Envelope(m.WeightsGrains(parcel=b"p", first=0), b"w"),
+)
 
 
 def _message(raw: bytes) -> None:
-    """The first byte says which channel and how many frames."""
+    """The first byte says which channel and how many frames. What a gateway asks of any message is asked too."""
     first, rest = raw[:1] or b"\0", raw[1:]
     channel = list(Channel)[(first[0] & 127) % 3]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
-    wire.decode(channel, frames, _LIMITS)
+    message = wire.decode(channel, frames, _LIMITS).message
+    wire.coalescing_key(message)
+    if isinstance(message, m.Hello) and message.spec is not None:
+        assert len(message.spec.embodiment) == 16
+
+
+_PAGE = (
+    console.Hello("o"),
+    console.Order("r", "take-over"),
+    console.Drive("r", (0.0, 0.5, -1.0), 1.0),
+    console.Seen("r", "c"),
+    console.Look(True),
+    console.Ping(1.0),
+)
 
 
 def _in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
@@ -142,7 +283,6 @@ def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
     return read, (msgspec.json.encode(info),)
 
 
-_BLACK = np.zeros((8, 8, 3), np.uint8)
 _info, _info_examples = _data_set()
 _segment, _segment_examples = _log_file("*.seg*")
 _manifest, _manifest_examples = _log_file("*[Mm][Aa][Nn][Ii][Ff]*")
@@ -150,24 +290,40 @@ _public, _secret = (key.decode() for key in zmq.curve_keypair())
 _key = msgspec.json.encode({"public": _public, "secret": _secret})
 _entry = msgspec.json.encode({"public": _public, "name": "r", "role": "robot"})
 
+_RUN = Path(__file__).parents[2] / "configs/demo-smoke.yaml"
+
 TARGETS = {
-    "packet": Target(lambda raw: decode_packet(raw, ChunkHeader), (WireError,), (_chunk(),)),
-    "chunk": Target(decode_chunk, (WireError,), (_chunk(),)),
-    "block": Target(decode_block, (WireError,), (_block(),)),
-    "label": Target(decode_label, (WireError,), tuple(map(encode_label, _LABELS))),
-    "message": Target(_message, (WireError,), tuple(map(_on_its_channel, _messages()))),
-    "hello": Target(protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _messages())),
-    "parcel": Target(lambda raw: check_parcel(decode_record(raw, ParcelInfo)), (WireError,)),
+    "packet": Target(lambda raw: decode_packet(raw, ChunkHeader), (WireError,), (_chunk(),), mutations.packet),
+    "chunk": Target(decode_chunk, (WireError,), (_chunk(), _last_chunk()), mutations.packet),
+    "block": Target(decode_block, (WireError,), (_block(),), _changed_block),
+    "label": Target(decode_label, (WireError,), tuple(map(encode_label, _LABELS)), mutations.msgpack),
+    "message": Target(
+        _message, (WireError,), tuple(map(_on_its_channel, _ENVELOPES)), mutations.after_first(mutations.msgpack)
+    ),
+    "hello": Target(
+        protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _ENVELOPES[:4]), mutations.msgpack
+    ),
+    "parcel": Target(_record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)),
+    "delta": Target(
+        lambda raw: apply_delta(_BASE.tensors, raw), (WireError,), (bytes(_PARCELS[1].payload),), mutations.packet
+    ),
+    "page": Target(
+        lambda raw: console.decode(raw.decode(errors="replace")),
+        (WireError,),
+        tuple(map(msgspec.json.encode, _PAGE)),
+        mutations.json,
+    ),
     "segment": Target(_segment, (StoreError,), _segment_examples),
     "manifest": Target(_manifest, (StoreError,), _manifest_examples),
-    "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,)),
+    "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,), mutations.json),
     "public-key": Target(_in_file("r.pub", load_public_key), (RunError,), (_public.encode(),)),
-    "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,)),
-    "picture": Target(
-        lambda raw: decode(decode_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))
-    ),
-    "data-set": Target(_info, (DataSetError,), _info_examples),
+    "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,), mutations.json),
+    "picture": Target(lambda raw: decode(decode_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))),
+    "data-set": Target(_info, (DataSetError,), _info_examples, mutations.json),
     "config": Target(
-        _in_file("run.yaml", lambda path: load(RunConfig, path)), (ConfigError, HalError), (b"robots: [{name: a}]",)
+        _in_file("run.yaml", lambda path: load(RunConfig, path)),
+        (ConfigError, HalError),
+        (b"robots: [{name: a}]", _RUN.read_bytes()),
+        mutations.yaml,
     ),
-}  # fmt: skip
+}

@@ -228,6 +228,10 @@ def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_
         registry.fault("panda-0", "it dropped out")
     assert health(registry) is Health.QUARANTINED
     assert registry.record("panda-0").note == "by the registry: 11 faults within 60 s, the last: it dropped out"
+    written = book.path.read_bytes()
+    for _ in range(3 * MAX_FAULTS):
+        registry.fault("panda-0", "it dropped out once more")
+    assert (book.path.read_bytes(), len(read_diary(book.path.parent / "drivers.jsonl"))) == (written, 1)
     book.lift("panda-0", "carol")
     registry.expire()
     assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")

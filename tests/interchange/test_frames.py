@@ -32,6 +32,12 @@ def png_bomb(side: int) -> bytes:
     return target.getvalue()
 
 
+def with_sampling(file: bytes, sampling: int) -> bytes:
+    """`file` with other factors by which brightness is sampled more finely than colour; 0x14: once across, 4 down."""
+    at = file.index(b"\xff\xc0") + 11
+    return file[:at] + bytes([sampling]) + file[at + 1 :]
+
+
 @pytest.mark.parametrize("use", [decode, frame_size, decode_file])
 def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken(
     use: Callable[[bytes], object],
@@ -56,6 +62,12 @@ def test_honest_pictures_pass() -> None:
     honest = picture("front", 1)
     assert frame_size(encode_jpeg(honest)) == decode(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
     assert (decode_file(encode_png(honest)) == honest).all()
+
+
+@pytest.mark.parametrize("use", [decode, frame_size])
+def test_a_jpeg_file_whose_colours_have_an_uncommon_resolution_is_refused(use: Callable[[bytes], object]) -> None:
+    with pytest.raises(DataSetError, match="no JPEG file that can be read"):
+        use(with_sampling(encode_jpeg(picture("front", 0)), 0x14))
 
 
 def test_a_damaged_png_file_is_refused_whatever_is_damaged() -> None:

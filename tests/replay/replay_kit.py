@@ -35,6 +35,13 @@ def grey(level: int) -> bytes:
     return simplejpeg.encode_jpeg(np.full(SHAPE, level, np.uint8), quality=95)
 
 
+def odd(level: int) -> bytes:
+    """A JPEG file whose colours have a resolution that simplejpeg has no name for."""
+    file = bytearray(grey(level))
+    file[file.index(b"\xff\xc0") + 11] = 0x14
+    return bytes(file)
+
+
 def raw(level: int) -> Array:
     return np.full(SHAPE, level, np.uint8)
 

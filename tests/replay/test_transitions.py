@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_kit import CAMERA, PICTURES, SHAPE, STATE, Store, chunk, grey, raw, seen, wait_until
+from replay_kit import CAMERA, PICTURES, SHAPE, STATE, Store, chunk, grey, odd, raw, seen, wait_until
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError, StoreCorrupt
@@ -156,7 +156,7 @@ def test_a_step_of_which_no_frame_is_known_is_drawn_anew(store: Store) -> None:
         assert drawing.redrawn > 0
 
 
-@pytest.mark.parametrize("frame", [b"\xff\xd8 not a picture", np.zeros((8, 8, 3), np.uint8), grey(3)[:100]])
+@pytest.mark.parametrize("frame", [b"\xff\xd8 not a picture", np.zeros((8, 8, 3), np.uint8), grey(3)[:100], odd(3)])
 def test_a_frame_that_does_not_fit_costs_only_the_steps_that_show_it(store: Store, frame: object) -> None:
     store.put(chunk(1, 0, 2, frames={0: grey(10)}))
     store.put(chunk(1, 2, 2, index=1, frames={2: frame, 3: frame}))  # type: ignore[dict-item]

@@ -142,12 +142,13 @@ def test_a_key_can_claim_no_other_name_or_role(bench: Bench, name: str, role: st
         bench.dial(name, bench.keys["panda-0"], role=role).wait_open(120)
 
 
-def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench) -> None:
+@pytest.mark.parametrize("name", ["panda-1", ""])
+def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench, name: str) -> None:
     client = bench.open("panda-0")
     client.send(status(1))
-    client.send(status(1, robot="panda-1"))
+    client.send(status(1, robot=name))
     until(lambda: client.state is TunnelState.REFUSED, "the forger is refused")
-    assert "in the name of 'panda-1'" in client.reason
+    assert f"in the name of {name!r}" in client.reason
     assert [message.robot for _, message in bench.handler.messages if isinstance(message, RobotStatus)] == ["panda-0"]
 
 

@@ -110,6 +110,7 @@ def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart(
     [
         [("x", "float32", (1 << 40,))],
         [("x", "float32", (1 << 29, 1 << 29, 1 << 29))],
+        [("x", "float64", (2, 0, 1 << 30, 1 << 30)), ("y", "uint8", (64,))],
         [("x", "float32", (-1,))],
         [("x", "float32", (1,) * 9)],
         [("x", "object", (1,))],

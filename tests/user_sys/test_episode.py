@@ -81,6 +81,7 @@ def test_each_frame_can_be_found_and_checked_by_itself() -> None:
         {"observation.images.new": np.zeros(3, np.uint8)},
         {"reward": np.zeros(3, np.float64)},
         {"phase": np.zeros((3, 1), np.uint8)},
+        {"phase": np.array([0, 1, 77], np.uint8)},
         {"observation.state": np.float32(1)},
     ],
 )
@@ -107,6 +108,40 @@ def test_a_packed_chunk_gives_single_columns() -> None:
 def test_a_name_that_could_leave_its_folder_is_refused(field: str, name: str) -> None:
     with pytest.raises(WireError, match="not a name"):
         decode_chunk(Chunk(replace(HEADER, **{field: name}), COLUMNS, {}).encode())
+
+
+@pytest.mark.parametrize("name", ["observation.images.a/../../../../a", "", "a\nb", "a\\b", "x" * 300])
+def test_a_column_that_could_leave_its_folder_or_break_a_line_is_refused(name: str) -> None:
+    with pytest.raises(WireError, match="not a column's name"):
+        open_chunk(Chunk(HEADER, {name: np.zeros(3, np.float32)}, {}).encode())
+
+
+@pytest.mark.parametrize(
+    "final",
+    [
+        {"observation.state": np.float32(1)},
+        {"observation.images.front": np.zeros((), np.uint8)},
+        {"observation.images.front": np.zeros(5, np.float32)},
+        {"observation.images.front": np.zeros((2, 4), np.uint8)},
+    ],
+)
+def test_a_final_observation_that_nobody_could_read_is_refused(final: dict[str, np.ndarray]) -> None:
+    with pytest.raises(WireError):
+        open_chunk(Chunk(HEADER, COLUMNS, {k: np.asarray(v) for k, v in final.items()}).encode())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sentence": "lift " * 1000},
+        {"end": EpisodeEnd(steps=-1, success=None)},
+        {"end": EpisodeEnd(steps=(1 << 64) - 1, success=None)},
+        {"end": EpisodeEnd(steps=13, success=True, reward_source="x" * 5000)},
+    ],
+)
+def test_words_and_ends_beyond_all_bounds_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        open_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,9 @@ from hypothesis.extra import numpy as hnp
 from msgspec.structs import replace
 from weights_kit import changed, random_weights
 
-from user_sys.codec import Array
+from user_sys.codec import Array, encode_packet
 from user_sys.errors import WireError
-from user_sys.weights.delta import changed_values
+from user_sys.weights.delta import apply_delta, changed_values
 from user_sys.weights.parcel import (
     GRAIN_BYTES,
     Parcel,
@@ -161,6 +162,24 @@ def test_damage_is_found_and_nothing_but_an_error_comes_of_it(draw: st.DataObjec
     except WireError:
         return
     assert same(found, new), "a flipped bit of padding changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("parts", "streams"),
+    [
+        ([("w", "sparse", "float32", (4,), 2, 1)], {"0.gaps": np.zeros(2, np.int64), "0.bits": np.zeros(8, np.uint8)}),
+        ([("w", "sparse", "float32", (4,), 1, 1)], {"0.gaps": np.uint8(0), "0.bits": np.zeros(4, np.uint8)}),
+        ([("w", "whole", "float32", (4,))], {"0.whole": np.zeros(16, np.float64)}),
+        ([("w", "whole", "float32", (4,))] * 2, {f"{n}.whole": np.zeros(16, np.uint8) for n in (0, 1)}),
+    ],
+)
+def test_a_difference_that_is_made_up_is_refused(parts: list[object], streams: dict[str, Array]) -> None:
+    class Header(msgspec.Struct, array_like=True):
+        parts: list[object]
+
+    payload = encode_packet(Header(parts), {name: np.asarray(stream) for name, stream in streams.items()})
+    with pytest.raises(WireError, match="names a tensor twice, or whose streams are no bytes"):
+        apply_delta({"w": np.zeros(4, np.float32)}, payload)
 
 
 def test_a_manifest_that_contradicts_itself_is_refused() -> None:

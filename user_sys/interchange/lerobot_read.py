@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import msgspec
@@ -13,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from user_sys.codec import Array
+from user_sys.codec import DTYPES, Array
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, decode_file, frame_size
 from user_sys.interchange.lerobot_format import INFO, TASKS, Feature, Info
@@ -21,6 +23,7 @@ from user_sys.interchange.video import VideoReader
 
 READ_ROWS = 256  # decoded from Parquet at a time
 _BROKEN = (pa.ArrowException, OSError)  # what pyarrow raises
+_NUMBER = re.compile(r"(0?\d?d)?")  # how a path may write a number: a width of many digits would fill the memory
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class LerobotDataSet:
             )
         if info.fps <= 0:
             raise DataSetError(f"{root / INFO} says {info.fps} frames a second")
+        for template in (info.data_path, info.video_path or ""):
+            _require_template(root, template)
         return cls(root, info, _read_tasks(root / TASKS))
 
     def cameras(self) -> list[str]:
@@ -124,9 +129,8 @@ class LerobotDataSet:
                 yield row
 
     def _rows_of(self, facts: Mapping[str, Any]) -> pa.Table:
-        path = self._root / self.info.data_path.format(
-            chunk_index=facts["data/chunk_index"], file_index=facts["data/file_index"]
-        )
+        numbers = {"chunk_index": facts["data/chunk_index"], "file_index": facts["data/file_index"]}
+        path = self._inside(self.info.data_path, numbers | {"video_key": ""})
         if self._rows is None or self._rows.path != path:
             if self._rows is not None:
                 self._rows.close()
@@ -168,11 +172,8 @@ class LerobotDataSet:
 
     def _video_frames(self, feature: str, count: int, facts: Mapping[str, Any]) -> Iterator[Array]:
         try:
-            path = self._root / str(self.info.video_path).format(
-                video_key=feature,
-                chunk_index=facts[f"videos/{feature}/chunk_index"],
-                file_index=facts[f"videos/{feature}/file_index"],
-            )
+            numbers = {kind: facts[f"videos/{feature}/{kind}"] for kind in ("chunk_index", "file_index")}
+            path = self._inside(str(self.info.video_path), numbers | {"video_key": feature})
             start_s = float(facts[f"videos/{feature}/from_timestamp"])
         except KeyError as error:
             raise DataSetError(f"the episodes' table of {self._root} has no column {error}") from None
@@ -182,6 +183,16 @@ class LerobotDataSet:
                 known[1].close()
             known = self._videos[feature] = (path, VideoReader(path))
         return known[1].read(start_s, count, self.info.fps)
+
+    def _inside(self, template: str, fields: Mapping[str, Any]) -> Path:
+        """The file that `template` names. Raises DataSetError: it would not lie in the data set."""
+        try:
+            path = Path(template.format(**fields))
+        except (ValueError, TypeError) as error:
+            raise DataSetError(f"{self._root / INFO}: {template!r} names no file for {fields}: {error}") from None
+        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+            raise DataSetError(f"{self._root / INFO}: {str(path)!r} lies outside the data set")
+        return self._root / path
 
 
 class _RowReader:
@@ -241,13 +252,24 @@ def _read_info(root: Path) -> Info:
         raise DataSetError(f"{path} is not what LeRobot v3 writes: {error}") from None
 
 
+def _require_template(root: Path, template: str) -> None:
+    """Raises DataSetError: more than plain numbers and names stands in the braces."""
+    try:
+        parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise DataSetError(f"{root / INFO}: the path {template!r} is none: {error}") from None
+    for field, form, conversion in parts:
+        if field not in ("chunk_index", "file_index", "video_key") or conversion or not _NUMBER.fullmatch(form or ""):
+            raise DataSetError(f"{root / INFO}: the path {template!r} has an unknown field {field!r}")
+
+
 def _read_tasks(path: Path) -> dict[int, str]:
     """Numbers to sentences; the column of sentences has no fixed name."""
     try:
         table = pq.read_table(path)
         names = [name for name in table.column_names if name != "task_index"]
         return dict(zip(table["task_index"].to_pylist(), table[names[0]].to_pylist(), strict=True))
-    except (*_BROKEN, KeyError, IndexError) as error:
+    except (*_BROKEN, KeyError, IndexError, TypeError) as error:
         raise _broken(path, error) from None
 
 
@@ -262,6 +284,8 @@ def _numeric(name: str, feature: Feature, column: pa.ChunkedArray) -> Array:
         array = array.storage if hasattr(array, "storage") else array.flatten()
     if array.null_count:
         raise DataSetError(f"feature {name!r} has missing values")
+    if feature.dtype not in DTYPES:
+        raise DataSetError(f"feature {name!r} has the dtype {feature.dtype!r}; a store takes {sorted(DTYPES)}")
     shape = (len(column),) if feature.shape == (1,) else (len(column), *feature.shape)
     try:
         return np.asarray(array.to_numpy(zero_copy_only=False), feature.dtype).reshape(shape)

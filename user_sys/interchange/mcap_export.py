@@ -186,11 +186,11 @@ class _EpisodeWriter:
 
 
 def _unix_times_ns(episode: StoredEpisode) -> list[int]:
-    """When each step was captured; where nothing says so, the episode's start."""
+    """When each step was captured, 1970 at the earliest (MCAP knows no time before); else the episode's start."""
     captured, header = episode.columns.get("t_capture_ns"), episode.header
     if captured is None:
-        return [header.started_unix_ns] * episode.steps
-    times: list[int] = (captured + header.unix_offset_ns).tolist()
+        return [max(0, header.started_unix_ns)] * episode.steps
+    times: list[int] = np.maximum(captured + header.unix_offset_ns, 0).tolist()
     return times
 
 

@@ -10,6 +10,7 @@ from crc32c import crc32c
 from user_sys.codec import Array, ArrayPlace
 from user_sys.episode import APPLIED, FINAL, LENGTH, PackedChunk
 from user_sys.errors import WireError
+from user_sys.jpeg import jpeg_size
 from user_sys.replay.features import ACTION, Features
 
 FRAME = np.dtype([("chunk", "i4"), ("start", "u4"), ("bytes", "i4"), ("crc", "u4")])
@@ -96,10 +97,7 @@ class ChunkRows:
 
 
 def _jpeg_shape(view: memoryview) -> tuple[int, int, int] | None:
-    import simplejpeg  # here, because a learner of states alone needs no codec
-
     try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(view)
-    except ValueError:
+        return (*jpeg_size(view), 3)
+    except WireError:
         return None
-    return height, width, 3

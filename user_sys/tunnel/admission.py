@@ -45,4 +45,4 @@ def _claimed_name(role: Role, message: AnyMessage) -> str | None:
     """Whose name a message is written in, where that must be the sender's own."""
     if role == "console":
         return None
-    return getattr(message, "robot", None) or getattr(message, "node", None)
+    return getattr(message, "robot", getattr(message, "node", None))

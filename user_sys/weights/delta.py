@@ -77,6 +77,9 @@ def apply_delta(
         WireError: not a difference, or of other tensors. Nothing is allocated beyond the size of a tensor.
     """
     header, streams = decode_packet(payload, _Header)
+    names = {part.name for part in header.parts}
+    if len(names) < len(header.parts) or any(s.dtype != np.uint8 or s.ndim != 1 for s in streams.values()):
+        raise WireError("a difference that names a tensor twice, or whose streams are no bytes")
     changed = dict(tensors)
     for index, part in enumerate(header.parts):
         base = changed.get(part.name)
@@ -85,7 +88,7 @@ def apply_delta(
         found = {name: streams.get(f"{index}.{name}", np.empty(0, np.uint8)) for name in ("gaps", "bits", "whole")}
         changed[part.name] = _patched(base, part, found) if part.kind == "sparse" else _whole(part, found["whole"])
         breathe(base.nbytes)
-    return changed, {part.name for part in header.parts}
+    return changed, names
 
 
 def changed_values(base: Array, new: Array, most: int, breathe: Breathe = at_once) -> Array | None:
