@@ -24,7 +24,7 @@ INSTALLED_BENCH := .venv-bench/.installed
 STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ test-franka: $(INSTALLED_FRANKA)  ## the Franka driver with franky itself, on a 
 
 test-ros2: $(INSTALLED_ROS2)  ## with ROS 2 itself: our driver, a simulated ros2_control, and another DDS
 	.venv-ros2/bin/python -m pytest -m ros2 tests/robots $(ARGS)
+
+test-fleet: $(INSTALLED_DEV) $(INSTALLED_LEROBOT) $(INSTALLED_ROS2)  ## four unlike robots in one job, on two Ray nodes and two robots' computers
+	$(BIN)/pytest -m fleet --timeout 3600 tests/robots/test_fleet_of_four.py $(ARGS)
 
 lint: $(INSTALLED_DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .

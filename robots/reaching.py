@@ -30,13 +30,15 @@ LEAD_STEPS = 3.0  # a joint that is held up is told to be at most so many steps 
 class ReachConfig:
     """Attributes:
     space: of the goal: the joints' or the tool's, for a robot that says where its tool is.
-    low, high: where goals are drawn from, in the space's units; by default the inner half of each joint's range, and of
-        the workspace.
+    joints: those that are to be at the goal, by their labels in the state; the others may be anywhere. By default all.
+    low, high: where goals are drawn from, in the space's units, joints in the robot's own order; by default the inner
+        half of each joint's range, and of the workspace.
     tolerance: how near is there: of each joint (by default 5% of that range), or of the tool (0.03 m).
     step_max: the longest step of a joint in a control period; by default what its greatest speed allows.
     """
 
     space: Literal["joints", "tool"] = "joints"
+    joints: tuple[str, ...] = ()
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     tolerance: float | None = None
@@ -51,8 +53,9 @@ class ReachingRobot(Robot):
         """Raises SpecError where the robot has no joints to move, no range to draw goals from, or a goal already."""
         self.robot, self.config = robot, config
         inner = robot.spec
-        self._where = _indices(inner, config)
-        self.low, self.high = _region(inner, config, len(self._where))
+        self.chosen = _chosen(inner, config)
+        self._where = _indices(inner, config, self.chosen)
+        self.low, self.high = _region(inner, config, self.chosen, len(self._where))
         self.tolerance = _tolerance(config, self.high - self.low)
         self._turns = list(inner.joint_target)
         self._angles = list(inner.limits.joint_position)
@@ -141,7 +144,8 @@ def with_reach(station: Station, config: ReachConfig, sentence: str = "") -> Sta
 
 def _expert_of(robot: ReachingRobot) -> Callable[[int, float], Expert] | None:
     spec = robot.spec
-    steps = list(spec.joint_delta if robot.config.space == "joints" else spec.tool_delta)
+    joints = [spec.joint_delta[joint] for joint in robot.chosen] if spec.joint_delta else []
+    steps = joints if robot.config.space == "joints" else list(spec.tool_delta)
     if not steps:
         return None
     low, high = np.array(spec.action.low), np.array(spec.action.high)
@@ -161,11 +165,20 @@ def _expert_of(robot: ReachingRobot) -> Callable[[int, float], Expert] | None:
     return make
 
 
-def _indices(spec: RobotSpec, config: ReachConfig) -> list[int]:
+def _chosen(spec: RobotSpec, config: ReachConfig) -> list[int]:
+    """Which of the robot's joints are to be at the goal, by their number among them."""
+    labels = [spec.feature(STATE).labels[index] for index in spec.limits.joint_position]
+    if unknown := sorted(set(config.joints) - set(labels)):
+        raise SpecError(f"reach: {spec.model} has no joint {unknown[0]!r}; there are {labels}")
+    return [number for number, label in enumerate(labels) if not config.joints or label in config.joints]
+
+
+def _indices(spec: RobotSpec, config: ReachConfig, chosen: list[int]) -> list[int]:
     """Where in the state that is which is to be at the goal."""
     if any(feature.name == ENVIRONMENT_STATE for feature in spec.observation):
         raise SpecError(f"reach: {spec.model} has an {ENVIRONMENT_STATE} of its own")
-    found = list(spec.limits.joint_position if config.space == "joints" else spec.limits.tool_position)
+    joints = [spec.limits.joint_position[joint] for joint in chosen]
+    found = joints if config.space == "joints" else list(spec.limits.tool_position)
     if not found:
         raise SpecError(
             f"reach: {spec.model} does not say where its {config.space} is, in {spec.feature(STATE).labels}"
@@ -175,9 +188,9 @@ def _indices(spec: RobotSpec, config: ReachConfig) -> list[int]:
     return found
 
 
-def _region(spec: RobotSpec, config: ReachConfig, size: int) -> tuple[Array, Array]:
+def _region(spec: RobotSpec, config: ReachConfig, chosen: list[int], size: int) -> tuple[Array, Array]:
     limits = spec.limits
-    bounds = (limits.joint_low, limits.joint_high)
+    bounds = (_of(limits.joint_low, chosen), _of(limits.joint_high, chosen))
     if config.space == "tool":
         bounds = (limits.workspace_low, limits.workspace_high)
     inner = () if len(bounds[0]) != size or not np.isfinite(bounds).all() else _inner(*bounds)
@@ -187,6 +200,10 @@ def _region(spec: RobotSpec, config: ReachConfig, size: int) -> tuple[Array, Arr
     if len(low) != size or len(high) != size or not (low < high).all():
         raise SpecError(f"reach: `low` and `high` are {size} bounds each, from where goals are drawn")
     return low, high
+
+
+def _of(bounds: tuple[float, ...], chosen: list[int]) -> tuple[float, ...]:
+    return tuple(bounds[joint] for joint in chosen) if bounds else ()
 
 
 def _inner(low: tuple[float, ...], high: tuple[float, ...]) -> tuple[Array, Array]:

@@ -73,14 +73,16 @@ class Launch:
 
 
 @contextmanager
-def user_sys(folder: Path, *argv: object, env: Mapping[str, str] | None = None) -> Iterator[Launch]:
-    """``user-sys argv`` in `folder`; what is left of it at the end is killed."""
+def user_sys(
+    folder: Path, *argv: object, env: Mapping[str, str] | None = None, python: Path | str = sys.executable
+) -> Iterator[Launch]:
+    """``user-sys argv`` in `folder`, by `python`; what is left of it at the end is killed."""
     runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
     out, err = runtime / "out", runtime / "err"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_RUNTIME_DIR": str(runtime), **(env or {})}
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "user_sys.cli", *map(str, argv)],
+            [str(python), "-m", "user_sys.cli", *map(str, argv)],
             cwd=folder,
             stdout=stdout,
             stderr=stderr,

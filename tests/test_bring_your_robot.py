@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from template_kit import install_template
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_S = 240
@@ -32,13 +32,10 @@ def run(python: Path | str, *arguments: object, cwd: Path) -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The template's folder, copied elsewhere, and a Python of an environment of its own that has it installed."""
     folder = tmp_path_factory.mktemp("outside")
-    shutil.copytree(ROOT / "docs" / "template", folder / "package")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"
     site = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).strip()
-    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
-    wheel = run(sys.executable, "-c", build, cwd=folder / "package").splitlines()[-1]
-    shutil.unpack_archive(folder / "package" / wheel, site, "zip")
+    install_template(folder / "package", Path(site))
     return folder, python
 
 

@@ -217,6 +217,13 @@ def _add_edge(verbs: Any) -> argparse.ArgumentParser:
     )
     verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that names this computer's robots")
     verb.add_argument(
+        "--robot",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of a run's CONFIG, this one of its guests; repeatable",
+    )
+    verb.add_argument(
         "--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway, or a relay of this site"
     )
     verb.add_argument(

@@ -43,11 +43,15 @@ def load(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
         ConfigError: one line, naming key and file: no such file, not YAML, an unknown or missing key, a value of the
             wrong type, or what the dataclass's own checks (`__post_init__`) say.
     """
-    differences = {} if path is None else _read(path)
+    return settle(kind, {} if path is None else read(path), overrides, str(path or "defaults"))
+
+
+def settle(kind: type[T], differences: dict[str, Any], overrides: Sequence[str], source: str) -> T:
+    """As `load`, of plain `differences` that came from `source`; they are changed."""
     changes = _parse_overrides(overrides)
     for key, text in changes.items():
         _put(differences, key, text)
-    return _build(kind, differences, _Fit(source=str(path or "defaults"), overridden=frozenset(changes)))
+    return _build(kind, differences, _Fit(source=source, overridden=frozenset(changes)))
 
 
 def build(kind: type[T], differences: Mapping[str, Any], source: str = "options") -> T:
@@ -89,7 +93,8 @@ class _Text(str):
     """The value of an override as it was typed: YAML for most fields, taken to the letter where text is asked for."""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """What the YAML file at `path` says, as it stands there. Raises ConfigError: no such file, not YAML, no mapping."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; this is no configuration")

@@ -63,7 +63,7 @@ def evaluate(
             station.task.max_steps,
             deterministic=True,
         )
-        with local_driver(station) as driver:
+        with local_driver(station, robot) as driver:
             yield from _episodes(driver, pilot, range(first, count), seed, [_camera_man(film)] if filmed else [])
 
 

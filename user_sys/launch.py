@@ -27,7 +27,7 @@ from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
 from user_sys.errors import RunError, WireError
-from user_sys.learners import LEARNER, learners_of
+from user_sys.learners import LEARNER, learner_from_robot, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
@@ -40,6 +40,7 @@ from user_sys.prepare import (
     local_endpoint,
     prepare,
     require_keys,
+    require_let_in,
     share_keys,
 )
 from user_sys.progress import ProgressDisplay
@@ -117,6 +118,7 @@ def _open(args: Namespace, verb: str) -> tuple[RunFolder, RunConfig, RunCard]:
         )
     _require_port(config)
     require_keys(config.gateway.endpoint, args.keys)
+    require_let_in(config.guests, args.keys)
     for robot in config.robots:
         robot_spec(robot)
         if robot.link:
@@ -332,7 +334,9 @@ class Run:
     def _introduce(self, robot: str) -> None:
         """A robot is heard of for the first time in this launch: the console learns what it is, a learner starts."""
         self._start_learners()
-        spec = next((card.spec for card in read_cards(self._folder.robots) if card.robot == robot), None)
+        cards = read_cards(self._folder.robots)
+        self.monitor.taught_by(learner_from_robot(cards))
+        spec = next((card.spec for card in cards if card.robot == robot), None)
         if spec is not None:
             self._show(self._hub.introduce, robot, spec)
 

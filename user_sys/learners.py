@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,12 @@ def learners_of(cards: Iterable[RobotCard]) -> tuple[LearnerPlan, ...]:
             name = f"{LEARNER}-{_UNSAFE.sub('-', card.spec.model)}-{embodiment[:6]}" if plans else LEARNER
             plans[embodiment] = LearnerPlan(name, card.spec)
     return tuple(plans.values())
+
+
+def learner_from_robot(cards: Sequence[RobotCard]) -> dict[str, str]:
+    """The name of each robot's learner."""
+    names = {plan.spec.embodiment: plan.name for plan in learners_of(cards)}
+    return {card.robot: names[card.spec.embodiment] for card in cards}
 
 
 def folder_of(parent: Path, learner: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from user_sys.learners import LEARNER
@@ -42,7 +42,7 @@ class RunMonitor:
     Attributes:
         env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`).
         updates: of all learners together, as they last reported.
-        version, training_s: as the run's first learner last reported.
+        training_s: as the run's first learner last reported.
         robots_connected: as the gateway last reported.
         points: each autonomous online episode against training time.
     """
@@ -52,12 +52,13 @@ class RunMonitor:
         self._started = clock()
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
-        self.version = -1
         self.robots_connected = 0
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
         self._learned: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # the newest of each learner
+        self._learner_from_robot: dict[str, str] = {}
         self._steps_rate, self._updates_rate = _Rate(), _Rate()
 
     def seed_history(self, episodes: int, env_steps: int, interventions: int) -> None:
@@ -68,6 +69,10 @@ class RunMonitor:
     def heard(self) -> frozenset[str]:
         """The robots that have said something in this launch."""
         return frozenset(self._robots)
+
+    def taught_by(self, learner_from_robot: Mapping[str, str]) -> None:
+        """Which learner each robot's policy comes from; until that is said, it is the run's first."""
+        self._learner_from_robot = dict(learner_from_robot)
 
     def on_status(self, status: RobotStatus) -> None:
         self._robots[status.robot] = (self._clock(), status)
@@ -90,10 +95,11 @@ class RunMonitor:
         self._learned[report.node] = report.count
         self.updates = sum(self._learned.values())
         self._updates_rate.add(self._clock(), self.updates)
+        if "policy_version" in report.scalars:
+            self._versions[report.node] = int(report.scalars["policy_version"])
         if report.node == LEARNER:
             self.training_s = report.scalars.get("training_s", self.training_s)
             self._reported_at = self._clock()
-            self.version = int(report.scalars.get("policy_version", self.version))
 
     def _training_now_s(self) -> float:
         """Training time between two of the learner's reports."""
@@ -135,15 +141,19 @@ class RunMonitor:
             env_steps_per_s=self._steps_rate.per_s,
             updates=self.updates,
             updates_per_s=self._updates_rate.per_s,
-            policy_version=max(0, self.version),
+            policy_version=self._versions.get(LEARNER, 0),
             staleness=self._staleness(),
             interventions=self.interventions,
             robots=tuple(self._views()),
         )
 
     def _staleness(self) -> int:
-        acting = [status.policy_version for _, status in self._robots.values()]
-        return max(0, self.version - min(acting)) if acting and self.version >= 0 else 0
+        """How far the robot that is furthest behind its own learner is."""
+        behind = [0]
+        for robot, (_, status) in self._robots.items():
+            newest = self._versions.get(self._learner_from_robot.get(robot, LEARNER), status.policy_version)
+            behind.append(newest - status.policy_version)
+        return max(behind)
 
     def _views(self) -> Iterator[RobotProgress]:
         for name, (heard, status) in sorted(self._robots.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -64,6 +65,21 @@ def require_keys(endpoint: str, keys: Path | None) -> None:
         f"gateway.endpoint: {endpoint} can be reached from outside, and there are no keys for it: make some with "
         f"`user-sys keys new {GATEWAY} --folder {folder}` and give --keys {folder}"
     )
+
+
+def require_let_in(guests: Sequence[RobotConfig], keys: Path | None) -> None:
+    """Raises RunError where the gateway would not let one of the run's `guests` in.
+
+    Args:
+        keys: the folder of keys; None for a run's own, which no guest can be in.
+    """
+    folder = keys or Path("keys")
+    known = {entry.name for entry in Keyring(folder).list() if entry.role == "robot"} if keys else set()
+    if strangers := [robot.name for robot in guests if robot.name not in known]:
+        raise RunError(
+            f"guests: {strangers[0]} comes in from a computer of its own, and its key is not let in: `user-sys keys "
+            f"allow {strangers[0]} --role robot --public=KEY --folder {folder}`, and give --keys {folder}"
+        )
 
 
 def share_keys(folder: RunFolder, keys: Path) -> None:

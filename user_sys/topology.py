@@ -55,13 +55,15 @@ class RayConfig:
 class RunConfig:
     """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
 
-    `robots` are those that the run itself drives; others come in over the tunnel. `needs` is what it needs besides.
+    `robots` are those that the run itself drives. `guests` are driven by computers of their own and come in over the
+    tunnel (``user-sys edge FILE --robot NAME``); others may too. `needs` is what it needs besides.
     """
 
     name: str = ""
     runs: Path = Path("runs")
     seed: int = 0
     robots: tuple[RobotConfig, ...] = ()
+    guests: tuple[RobotConfig, ...] = ()
     needs: tuple[NeedConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
@@ -77,7 +79,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        require_unique_names(self.robots)
+        require_unique_names((*self.robots, *self.guests))
 
     def requests(self) -> tuple[Request, ...]:
         """The robots that it names, and its needs, as one request for placement."""
@@ -149,15 +151,17 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
             runs here.
     """
     beside_folder = {here: 0.01}
-    root = folder.path.resolve()
-    gateway = Node("gateway", module_argv("user_sys.gateway", "--run", root), beside_folder, folder.log("gateway"))
+    folder = RunFolder(folder.path.resolve())  # a node of a cluster that runs has a working directory of its own
+    gateway = Node(
+        "gateway", module_argv("user_sys.gateway", "--run", folder.path), beside_folder, folder.log("gateway")
+    )
     edges = []
     for robot in config.robots:
-        state = root / "edge" / robot.name
+        state = folder.edge(robot.name)
         resource = f"robot:{robot.name}"
         parts = station_argv(robot.name, state)
         if robot.link:
-            parts = ((f"{robot.name}-link", link_command(folder.link(robot.name).resolve())), *parts)
+            parts = ((f"{robot.name}-link", link_command(folder.link(robot.name))), *parts)
         alone = {resource: round(1 / len(parts), 2)}  # of which there is one
         place = alone if declared(resource) or not robot.simulated else beside_folder
         for name, argv in parts:
@@ -167,5 +171,6 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
 
 def learner_node(folder: RunFolder, name: str, here: str) -> Node:
     """A learner (`user_sys.learners`). It reads the gateway's store by mmap, so it runs where the run folder is."""
-    argv = module_argv("user_sys.learner", folder.path.resolve(), name)
+    folder = RunFolder(folder.path.resolve())
+    argv = module_argv("user_sys.learner", folder.path, name)
     return Node(name, argv, {here: 0.01}, folder.log(name))

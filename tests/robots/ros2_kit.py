@@ -26,8 +26,8 @@ HERE_ONLY = {"ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST", "ROS_DOMAIN_ID": str(
 class Ros2Peer:
     """The peer's process."""
 
-    def __init__(self, domain: int, program: Path) -> None:
-        self._command = [sys.executable, str(program), str(domain)]
+    def __init__(self, domain: int, program: Path, *arguments: str, python: str = sys.executable) -> None:
+        self._command = [python, str(program), str(domain), *arguments]
         self.start()
 
     def start(self) -> None:

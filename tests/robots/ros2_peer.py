@@ -1,4 +1,4 @@
-"""An arm behind ros2_control, simulated with rclpy in a process of its own: ``ros2_peer.py DOMAIN``.
+"""An arm behind ros2_control, simulated with rclpy in a process of its own: ``ros2_peer.py DOMAIN [ARM]``.
 
 It has the nodes, topics, services and parameters that a controller manager with a joint state broadcaster, a joint
 trajectory controller, a forward position controller and a force torque sensor broadcaster shows, besides two cameras, a
@@ -13,6 +13,8 @@ import os
 import select
 import sys
 import time
+from dataclasses import dataclass
+from math import pi
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,26 @@ from std_msgs.msg import Bool, Float64MultiArray, String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
 
-JOINTS = ("shoulder", "elbow", "wrist")
-IN_STATES = ("wrist", "finger", "shoulder", "elbow")
-IN_FORWARD = ("elbow", "wrist", "shoulder")
 UPDATE_HZ, PICTURE_HZ = 100.0, 30.0
 WIDTH, HEIGHT = 64, 48
 LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-URDF = """<robot name="three">
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Its joints in the trajectory controller's order, in that of joint states, and in the forward controller's."""
+
+    joints: tuple[str, ...]
+    in_states: tuple[str, ...]
+    in_forward: tuple[str, ...]
+    urdf: str
+
+
+THREE = Arm(
+    joints=("shoulder", "elbow", "wrist"),
+    in_states=("wrist", "finger", "shoulder", "elbow"),
+    in_forward=("elbow", "wrist", "shoulder"),
+    urdf="""<robot name="three">
   <joint name="mount" type="fixed"><parent link="world"/><child link="base"/><origin xyz="0 0 0.1"/></joint>
   <joint name="shoulder" type="revolute"><parent link="base"/><child link="upper"/><axis xyz="0 0 1"/>
     <limit lower="-2.5" upper="2.5" velocity="2.0" effort="50"/></joint>
@@ -47,16 +62,50 @@ URDF = """<robot name="three">
   <joint name="finger" type="prismatic"><parent link="hand"/><child link="tip"/>
     <origin xyz="0.1 0 0"/><axis xyz="1 0 0"/>
     <limit lower="0.0" upper="0.08" velocity="0.2" effort="20"/></joint>
-</robot>"""
+</robot>""",
+)
+# Universal Robots, "DH parameters for calculations of kinematics and dynamics": d, a and alpha of the link before each
+# joint; and its range. All turn at up to half a turn a second.
+UR5E_DH = {
+    "shoulder_pan_joint": (0.0, 0.0, 0.0, 2 * pi),
+    "shoulder_lift_joint": (0.1625, 0.0, pi / 2, 2 * pi),
+    "elbow_joint": (0.0, -0.425, 0.0, pi),
+    "wrist_1_joint": (0.0, -0.3922, 0.0, 2 * pi),
+    "wrist_2_joint": (0.1333, 0.0, pi / 2, 2 * pi),
+    "wrist_3_joint": (0.0997, 0.0, -pi / 2, 2 * pi),
+}
+UR5E_FLANGE_M = 0.0996
+
+
+def ur5e() -> Arm:
+    """As ``joint_state_broadcaster`` does, its states name the joints by the alphabet."""
+    links = ["base_link", *(f"{name.removesuffix('joint')}link" for name in UR5E_DH)]
+    turning = [
+        f'<joint name="{name}" type="revolute"><parent link="{links[i]}"/><child link="{links[i + 1]}"/>'
+        f'<origin xyz="{a} 0 {d}" rpy="{alpha} 0 0"/><axis xyz="0 0 1"/>'
+        f'<limit lower="{-most}" upper="{most}" velocity="{pi}" effort="150"/></joint>'
+        for i, (name, (d, a, alpha, most)) in enumerate(UR5E_DH.items())
+    ]
+    flange = (
+        f'<joint name="flange" type="fixed"><parent link="{links[-1]}"/><child link="tool0"/>'
+        f'<origin xyz="0 0 {UR5E_FLANGE_M}"/></joint>'
+    )
+    names = tuple(UR5E_DH)
+    urdf = f'<robot name="ur5e">{"".join(turning)}{flange}</robot>'
+    return Arm(names, tuple(sorted((*names, "finger"))), names[::-1], urdf)
+
+
+ARMS = {"three": lambda: THREE, "ur5e": ur5e}
 
 
 class Peer:
-    def __init__(self, domain: int) -> None:
+    def __init__(self, domain: int, arm: Arm) -> None:
+        self.arm = arm
         self.context = rclpy.Context()
         rclpy.init(args=[], context=self.context, domain_id=domain)
         self.executor = SingleThreadedExecutor(context=self.context)
-        self.place = dict.fromkeys(IN_STATES, 0.0)
-        self.speed = dict.fromkeys(IN_STATES, 0.0)
+        self.place = dict.fromkeys(arm.in_states, 0.0)
+        self.speed = dict.fromkeys(arm.in_states, 0.0)
         self.states = {"arm_controller": "active", "forward": "inactive", "grip": "active"}
         self.way: tuple[dict[str, float], dict[str, float], float, float] | None = None
         self.goal: dict[str, float] = {}
@@ -84,9 +133,9 @@ class Peer:
         self.button.publish(Bool(data=False))
 
     def _sensors(self) -> None:
-        node = self._node("robot_state_publisher", robot_description=URDF)
+        node = self._node("robot_state_publisher", robot_description=self.arm.urdf)
         self.description = node.create_publisher(String, "/robot_description", LATCHED)
-        self.description.publish(String(data=URDF))
+        self.description.publish(String(data=self.arm.urdf))
         self.joint_states = node.create_publisher(JointState, "/joint_states", 10)
         self.wrench = node.create_publisher(WrenchStamped, "/wrench", 10)
         self.image = node.create_publisher(Image, "/camera/image_raw", qos_profile_sensor_data)
@@ -95,13 +144,13 @@ class Peer:
         self.node = node
 
     def _arm(self) -> None:
-        arm = self._node("arm_controller", joints=list(JOINTS), command_interfaces=["position"])
+        arm = self._node("arm_controller", joints=list(self.arm.joints), command_interfaces=["position"])
         arm.create_subscription(JointTrajectory, "~/joint_trajectory", self._trajectory, 1)
-        forward = self._node("forward", joints=list(IN_FORWARD), interface_name="position")
+        forward = self._node("forward", joints=list(self.arm.in_forward), interface_name="position")
         forward.create_subscription(Float64MultiArray, "~/commands", self._forward, 1)
         grip = self._node("grip", joints=["finger"], interface_name="position")
         grip.create_subscription(Float64MultiArray, "~/commands", self._grip, 1)
-        spin = self._node("spin", joints=list(JOINTS), interface_name="velocity")
+        spin = self._node("spin", joints=list(self.arm.joints), interface_name="velocity")
         spin.create_subscription(Float64MultiArray, "~/commands", lambda _: None, 1)
 
     def _list(self, _: Any, response: Any) -> Any:
@@ -134,7 +183,7 @@ class Peer:
             return
         point = message.points[-1] if message.points else None
         end_s = start_s + (point.time_from_start.sec + point.time_from_start.nanosec / 1e9 if point else 0)
-        if point is None or set(message.joint_names) != set(JOINTS) or end_s < now_s:
+        if point is None or set(message.joint_names) != set(self.arm.joints) or end_s < now_s:
             self.counts["refused"] += 1
             return
         self.counts["trajectories"] += 1
@@ -144,7 +193,7 @@ class Peer:
     def _forward(self, message: Any) -> None:
         if self.states["forward"] == "active":
             self.counts["forwards"] += 1
-            self.place.update(zip(IN_FORWARD, message.data, strict=True))
+            self.place.update(zip(self.arm.in_forward, message.data, strict=True))
 
     def _grip(self, message: Any) -> None:
         if self.states["grip"] == "active":
@@ -156,12 +205,12 @@ class Peer:
             start, goal, from_s, until_s = self.way
             share = min(1.0, (time.time() - from_s) / max(until_s - from_s, 1e-6))
             self.place.update({name: start[name] + share * (goal[name] - start[name]) for name in goal})
-        self.speed = {name: (self.place[name] - before[name]) * UPDATE_HZ for name in IN_STATES}
+        self.speed = {name: (self.place[name] - before[name]) * UPDATE_HZ for name in self.arm.in_states}
         if "stamps" not in self.mute:
             self.stamp = rclpy.time.Time(nanoseconds=time.time_ns() + round(self.skew_s * 1e9)).to_msg()
         if "joints" not in self.mute:
-            message = JointState(name=list(IN_STATES), position=[self.place[n] for n in IN_STATES])
-            message.velocity = [self.speed[n] for n in IN_STATES]
+            message = JointState(name=list(self.arm.in_states), position=[self.place[n] for n in self.arm.in_states])
+            message.velocity = [self.speed[n] for n in self.arm.in_states]
             message.header.stamp = self.stamp
             self.joint_states.publish(message)
         if "wrench" not in self.mute:
@@ -220,4 +269,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    Peer(int(sys.argv[1])).run()
+    Peer(int(sys.argv[1]), ARMS[sys.argv[2] if len(sys.argv) > 2 else "three"]()).run()

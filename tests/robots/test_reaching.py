@@ -142,6 +142,23 @@ def test_the_goal_is_seen_with_the_way_to_it_and_a_seed_repeats_itself() -> None
     np.testing.assert_array_equal(robot.goal, goal)
 
 
+def test_only_the_joints_that_are_named_are_to_be_at_the_goal() -> None:
+    station = with_reach(Station("arm-0", Arm(), AttendedTask("x", "x", 9)), ReachConfig(joints=("a",)))
+    robot, task = station.robot, station.task
+    assert isinstance(robot, ReachingRobot) and station.expert is not None
+    assert robot.spec.feature(ENVIRONMENT_STATE).labels == ("goal_a", "to_goal_a")
+    with robot:
+        task.reset(robot, np.random.default_rng(3))
+        steps = station.expert(0, 0.0)(robot.observe().arrays)
+        assert (steps[1], abs(steps[2])) == (0.0, pytest.approx(SPEED / 10)), "b stays where it is"
+        arm = robot.robot
+        assert isinstance(arm, Arm)
+        arm.state[:2] = robot.goal[0], -1.0
+        assert task.evaluate(robot.observe()).success
+    with pytest.raises(SpecError, match="no joint 'c'; there are \\['b', 'a'\\]"):
+        ReachingRobot(Arm(), ReachConfig(joints=("c",)))
+
+
 def test_the_expert_reaches_every_goal_through_the_safety_kernel() -> None:
     station = with_reach(Station("arm-0", Arm(), AttendedTask("x", "x", 9)), ReachConfig(max_steps=60), "go there")
     robot, task = station.robot, station.task

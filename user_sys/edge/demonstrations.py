@@ -55,7 +55,7 @@ def demonstrate(
         raise ConfigError(
             f"no scripted expert knows the task {config.task!r}; give a store with demonstrations instead"
         )
-    with local_driver(station, config.frame_stride) as driver:
+    with local_driver(station, config, config.frame_stride) as driver:
         chunks: list[bytes] = []
         task = station.task
         record = Recorder(driver.spec, config.name, task.name, task.sentence, chunks.append, recorder)

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +25,7 @@ from hal.durable import replace_durably
 from hal.lease import MachineLock
 from hal.resource import local_node
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
-from user_sys.config import load
+from user_sys.config import as_dict, load, read, settle
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
 from user_sys.edge.outbox import Outbox, OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
@@ -76,7 +76,7 @@ def edge_main(args: Namespace) -> int:
 
     if not args.verbose:
         logging.getLogger("hal.supervision").setLevel(logging.ERROR)  # what it would say is said in plain words
-    config = load(EdgeConfig, args.config, args.overrides)
+    config = _load(args)
     _require_sound(config, args.connect, args.keys)
     folder = args.folder.resolve()
     for robot in config.robots:
@@ -87,6 +87,20 @@ def edge_main(args: Namespace) -> int:
         watches = [RobotWatch(r.name, folder / r.name, folder / "logs", args.connect, say) for r in config.robots]
         _run(watches, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, say)
     return 0
+
+
+def _load(args: Namespace) -> EdgeConfig:
+    """CONFIG itself; with ``--robot``, what concerns these guests of a run's CONFIG, whose other keys are the run's."""
+    if not args.robot:
+        return load(EdgeConfig, args.config, args.overrides)
+    of_run = read(args.config)
+    listed = of_run["guests"] if isinstance(of_run.get("guests"), list) else []
+    guests = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
+    if unknown := [name for name in args.robot if name not in guests]:
+        raise ConfigError(f"--robot {unknown[0]}: {args.config} names {sorted(guests) or 'none'} under guests:")
+    mine = {field.name: of_run[field.name] for field in fields(EdgeConfig) if field.name in of_run}
+    mine = {"demonstrations": as_dict(DemonstrationConfig()), **mine, "robots": [guests[name] for name in args.robot]}
+    return settle(EdgeConfig, mine, args.overrides, str(args.config))
 
 
 def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:

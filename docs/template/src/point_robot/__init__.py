@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
 from hal.task import Outcome, Task
 from point_robot.controller import Controller
+from robots.reaching import REACH, ReachConfig, with_reach
 
 JOINTS = ("shoulder", "elbow")
 LIMIT_RAD, SPEED_RAD_S = math.pi / 2, 1.0
@@ -24,10 +25,11 @@ LIMIT_RAD, SPEED_RAD_S = math.pi / 2, 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes: `address` is where the controller is."""
+    """Attributes: `address` is where the controller is; `reach` is of the task of that name."""
 
     address: str = "127.0.0.1"
     rate_hz: float = 20.0
+    reach: ReachConfig = field(default_factory=ReachConfig)
 
 
 def spec(options: Options) -> RobotSpec:
@@ -104,4 +106,6 @@ class Upright(Task):
 
 def make_station(request: StationRequest) -> Station:
     """What the entry point in pyproject.toml names. Unknown options are refused by `read_options`."""
-    return Station(request.name, PointRobot(read_options(Options, request)), Upright())
+    options = read_options(Options, request)
+    station = Station(request.name, PointRobot(options), Upright())
+    return with_reach(station, options.reach) if request.task == REACH else station
