@@ -13,6 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
+DIARY = "drivers.jsonl"  # in the folder of a registry
 What = Literal["granted", "reinstated", "released", "lapsed", "revoked", "quarantined", "draining", "restored"]
 
 
@@ -48,7 +49,11 @@ class Diary:
 
 
 def read_diary(path: Path) -> list[Entry]:
-    """Every entry, oldest first; none where there is no file. Raises OSError, msgspec.MsgspecError: a torn line."""
-    if not path.exists():
-        return []
-    return [msgspec.json.decode(line, type=Entry) for line in path.read_bytes().splitlines()]
+    """Every entry, oldest first; none where there is no file. A damaged line is logged and left out. Raises OSError."""
+    entries = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+        try:
+            entries.append(msgspec.json.decode(line, type=Entry))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.warning("diary.damaged_line file=%s line=%d: %s", path, number, error)
+    return entries

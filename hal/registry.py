@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.diary import Diary, What
+from hal.diary import DIARY, Diary, What
 from hal.durable import replace_durably
 from hal.errors import LeaseError, RegistryError
 from hal.lease import Lease, LeaseTable
@@ -62,7 +62,7 @@ class Registry:
         self._leases, self._clock = leases, clock
         self._path = folder / "registry.json"
         self._book = OrderBook(folder / "orders.json")
-        self._diary = Diary(folder / "drivers.jsonl")
+        self._diary = Diary(folder / DIARY)
         self._lost_after_ns = round(lost_after_s * _NS)
         self._known = {record.name: record for record in read_registry(folder)}
         self._seen_ns = dict.fromkeys(self._known, clock())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from user_sys.compose import RobotConfig
 from user_sys.config import load
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.session import SessionConfig
@@ -18,7 +19,7 @@ from user_sys.gateway import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.prepare import free_endpoint, prepare
 from user_sys.run_folder import RunCard, create
-from user_sys.topology import RunConfig, RunFolder, topology
+from user_sys.topology import RunConfig, RunFolder, learner_node, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.server import Peer, TunnelServer
@@ -51,6 +52,17 @@ def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunC
     folder, card = create(config, "run", free_endpoint(GatewayConfig().endpoint))
     prepare(config, folder, card)
     return config, folder, card
+
+
+def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(robots=(RobotConfig(name="far", driver="fake", link={"delay_ms": 1.0}),))
+    folder = RunFolder(Path("runs/demo"))
+    for node in (*topology(config, folder, "here", lambda _: True), learner_node(folder, "learner", "here")):
+        assert node.log.parent == tmp_path / "runs" / "demo" / "logs"
+        assert not [part for part in node.argv if part.startswith("runs")]
 
 
 def test_a_robot_with_a_link_dials_through_a_process_that_delays(tmp_path: Path) -> None:

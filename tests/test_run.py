@@ -219,6 +219,17 @@ def test_rates_and_staleness_follow_what_is_reported(monitor: RunMonitor, clock:
     assert monitor.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in monitor.scalars()
 
 
+def test_a_robot_is_behind_its_own_learner_and_no_other(monitor: RunMonitor) -> None:
+    monitor.on_metrics(learner(100, 1.0, version=90))
+    monitor.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))
+    monitor.on_status(status("left", version=89))
+    monitor.on_status(status("right", version=2))
+    monitor.taught_by({"left": "learner", "right": "learner-arm-1"})
+    assert monitor.progress("training").staleness == 2
+    monitor.taught_by({"left": "learner", "right": "learner-that-is-silent"})
+    assert monitor.progress("training").staleness == 1
+
+
 def test_a_robot_that_is_silent_is_shown_as_lost(monitor: RunMonitor, clock: Clock) -> None:
     monitor.on_status(status("left"))
     clock.now_s += LOST_AFTER_S + 1

@@ -14,11 +14,15 @@ from run_kit import Launch, until, user_sys
 from site_kit import allow, gateway, headers, require_delivered
 
 from hal.supervision import NodeState, NodeStatus
+from user_sys.compose import RobotConfig
+from user_sys.edge.main import edge_config
 from user_sys.edge.session_report import Doing, SessionReport
 from user_sys.edge.watch import OVER, condition
+from user_sys.errors import ConfigError, RunError
 from user_sys.gateway.service import GatewayAddress
-from user_sys.prepare import free_endpoint
+from user_sys.prepare import free_endpoint, require_let_in
 from user_sys.robot_cards import read_cards
+from user_sys.topology import RunConfig
 from user_sys.tunnel.keys import Keyring, load_public_key, new_keypair, save_keypair
 
 LEFT = """
@@ -104,6 +108,34 @@ def test_what_cannot_work_is_said_before_a_robot_moves(said: str, robot: Path) -
     with user_sys(robot, "edge", "robots.yaml", "--connect", endpoint) as launch:
         assert launch.wait() == 2
         assert launch.err.startswith("user-sys: error: ") and said in launch.err and launch.err.count("\n") == 1
+
+
+RUN = """
+robots: [{name: left, driver: fake, task: reach}]
+guests: [{name: right, driver: fake, task: reach, real_time: true}, {name: other, driver: fake, task: reach}]
+learner: {max_training_s: 8}
+"""
+
+
+def test_a_robots_computer_reads_what_a_runs_file_says_of_its_guest(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    mine = edge_config(path, ["right"], ["--robots.0.options.rate_hz=20"])
+    (robot,) = mine.robots
+    assert (robot.name, robot.real_time, robot.options) == ("right", True, {"rate_hz": 20})
+    assert mine.demonstrations == RunConfig().demonstrations, "as many as the run's own robots show"
+    with pytest.raises(ConfigError, match=r"--robot left: .*run.yaml names \['other', 'right'\] under guests"):
+        edge_config(path, ["left"], [])
+
+
+def test_a_run_says_which_of_its_guests_nobody_has_let_in(tmp_path: Path) -> None:
+    guests = (RobotConfig(name="right"), RobotConfig(name="other"))
+    with pytest.raises(RunError, match="guests: right comes in from a computer of its own"):
+        require_let_in(guests, None)
+    Keyring(tmp_path).allow(new_keypair().public, "right", "robot")
+    with pytest.raises(RunError, match="keys allow other --role robot"):
+        require_let_in(guests, tmp_path)
+    require_let_in(guests[:1], tmp_path)
 
 
 def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:

@@ -252,6 +252,8 @@ def test_who_drove_what_when_can_be_read_afterwards(
     registry.expire()
     book.lift("panda-0", "carol")
     registry.expire()
+    with (tmp_path / "drivers.jsonl").open("ab") as file:
+        file.write(b'{"unix_s": 1, "wh\n\xff\n')  # what a power cut may leave
     diary = read_diary(tmp_path / "drivers.jsonl")
     assert [(e.what, e.holder, e.token, e.why) for e in diary] == [
         ("granted", "alice", 1, ""),

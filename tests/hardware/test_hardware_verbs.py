@@ -135,6 +135,18 @@ def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: p
     assert registry.record("far-0").health == "draining"
 
 
+def test_the_diary_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (entry,) = told(capsys, "diary", "--run", run)
+    assert (entry["resource"], entry["what"], entry["holder"], entry["token"]) == (
+        "far-0",
+        "granted",
+        "edge on cart",
+        1,
+    )
+    assert "edge on cart" in said(capsys, "diary", "far-0", "--run", run)
+    assert told(capsys, "diary", "near-0", "--run", run) == []
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

@@ -76,7 +76,7 @@ def edge_main(args: Namespace) -> int:
 
     if not args.verbose:
         logging.getLogger("hal.supervision").setLevel(logging.ERROR)  # what it would say is said in plain words
-    config = _load(args)
+    config = edge_config(args.config, args.robot, args.overrides)
     _require_sound(config, args.connect, args.keys)
     folder = args.folder.resolve()
     for robot in config.robots:
@@ -89,18 +89,22 @@ def edge_main(args: Namespace) -> int:
     return 0
 
 
-def _load(args: Namespace) -> EdgeConfig:
-    """CONFIG itself; with ``--robot``, what concerns these guests of a run's CONFIG, whose other keys are the run's."""
-    if not args.robot:
-        return load(EdgeConfig, args.config, args.overrides)
-    of_run = read(args.config)
+def edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]) -> EdgeConfig:
+    """The configuration in the file at `path`; with `robots`, it is a run's, and what it says of these guests counts.
+
+    Raises:
+        ConfigError: as `load`; a run's file names no such guest.
+    """
+    if not robots:
+        return load(EdgeConfig, path, overrides)
+    of_run = read(path)
     listed = of_run["guests"] if isinstance(of_run.get("guests"), list) else []
     guests = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
-    if unknown := [name for name in args.robot if name not in guests]:
-        raise ConfigError(f"--robot {unknown[0]}: {args.config} names {sorted(guests) or 'none'} under guests:")
+    if unknown := [name for name in robots if name not in guests]:
+        raise ConfigError(f"--robot {unknown[0]}: {path} names {sorted(guests) or 'none'} under guests:")
     mine = {field.name: of_run[field.name] for field in fields(EdgeConfig) if field.name in of_run}
-    mine = {"demonstrations": as_dict(DemonstrationConfig()), **mine, "robots": [guests[name] for name in args.robot]}
-    return settle(EdgeConfig, mine, args.overrides, str(args.config))
+    mine = {"demonstrations": as_dict(DemonstrationConfig()), **mine, "robots": [guests[name] for name in robots]}
+    return settle(EdgeConfig, mine, overrides, str(path))
 
 
 def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:

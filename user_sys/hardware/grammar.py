@@ -33,6 +33,7 @@ def add_hardware(verbs: Any) -> None:
             _add_run(order)
     _add_explain(orders)
     _add_people(orders)
+    _add_diary(orders)
 
 
 def _add_explain(orders: Any) -> None:
@@ -60,6 +61,15 @@ def _add_people(orders: Any) -> None:
         if name != "restore":
             order.add_argument("--reason", default="", metavar="TEXT", help="why; whoever asks for the robot is told")
         order.set_defaults(runs=(VERBS, f"{name}_main"))
+
+
+def _add_diary(orders: Any) -> None:
+    summary = "who got, lost or gave back a run's robots, when and why"
+    diary = orders.add_parser("diary", help=summary, description=f"Tells {summary}.")
+    diary.add_argument("name", nargs="?", default="", metavar="ROBOT", help="this one only")
+    diary.add_argument("--run", type=Path, required=True, metavar="RUN", help="run folder, such as runs/latest")
+    diary.add_argument("--json", action="store_true", help="for other programs")
+    diary.set_defaults(runs=(VERBS, "diary_main"))
 
 
 def _add_run(order: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hal.diary import DIARY, read_diary
 from hal.discovery import Change, Discoverer, Event, discover
 from hal.doctor import Finding, Machine, Verdict, examine
 from hal.errors import PlacementError
@@ -127,6 +128,21 @@ def restore_main(args: Namespace) -> int:
     """``user-sys hardware restore ROBOT --run RUN``"""
     order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, args.by or getpass.getuser())
     Console().print(Text(f"{args.name} is back in use; it was {order.what} {order.note}"), soft_wrap=True)
+    return 0
+
+
+def diary_main(args: Namespace) -> int:
+    """``user-sys hardware diary [ROBOT] --run RUN``: one line an entry, oldest first."""
+    entries = [e for e in read_diary(_run_folder(args.run) / DIARY) if args.name in ("", e.resource)]
+    if args.json:
+        _print_json(msgspec.to_builtins(entries))
+        return 0
+    table = Table("when", "robot", "what", "who", "token", "why", box=None)
+    for entry in entries:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.unix_s))
+        row = (when, entry.resource, entry.what, entry.holder, str(entry.token or ""), entry.why)
+        table.add_row(*map(Text, row))
+    Console().print(table)
     return 0
 
 
