@@ -1,7 +1,7 @@
 """What the learner's step notices of pushes (goal 11), and the governor at work.
 
-The learner is real (RLPD's update on random batches, one thread), its publisher too; the gateway and a robot are
-processes of their own, as in a run.
+The learner is real (RLPD's update on random batches, one thread), its envoy too; the gateway and a robot are processes
+of their own, as in a run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd
 from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.learner.envoy import Envoy
+from user_sys.learner.envoy_wire import Setup
 from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
@@ -32,8 +34,7 @@ from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.inlet import InletConfig, WeightsInlet
-from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.signing import ensure_signer
+from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.swap import PolicySwapper
 
 PAIRS = 15
@@ -54,10 +55,10 @@ def step_rows() -> list[Row]:
             ("every step, governor off", GovernorConfig(enabled=False), 0.0, None),
             ("once a second, governor on", GovernorConfig(), 1.0, 1 / 1.01),
         ):
-            with fleet.publisher(config) as publisher:
-                rows += _row(fleet, publisher, title, every_s, target)
-        with fleet.publisher(GovernorConfig()) as publisher:
-            plot(fleet, publisher)
+            with fleet.envoy(config) as envoy:
+                rows += _row(fleet, envoy, title, every_s, target)
+        with fleet.envoy(GovernorConfig()) as envoy:
+            plot(fleet, envoy)
     return rows
 
 
@@ -89,20 +90,27 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def publisher(self, config: GovernorConfig) -> Publisher:
-        client = self._stack.enter_context(connect(self.run, self.address, "learner", "learner"))
-        signer = ensure_signer(self.run / "keys", "learner")
-        return Publisher(client, signer, PublishConfig(governor=config))
+    def envoy(self, config: GovernorConfig) -> Envoy:
+        keys, hello = self.run / "keys", Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
+        setup = Setup(
+            endpoint=self.address.endpoint,
+            key=str(keys / "learner.key"),
+            gateway_key=self.address.public_key,
+            hello=hello,
+            signing=str(keys),
+            publish=PublishConfig(governor=config),
+        )
+        return Envoy(setup, print)
 
-    def step(self, publisher: Publisher, push: bool) -> float:
+    def step(self, envoy: Envoy, push: bool) -> float:
         """Seconds of one update as the learner makes it, with what it does to publish when it does."""
         started = time.perf_counter()
         self.algorithm.update(self.batch)
         updated = time.perf_counter()
-        publisher.observe(updated - started)
-        if push and not publisher.busy:
+        envoy.observe(updated - started)
+        if push and not envoy.busy:
             self.version += 1
-            publisher.publish(self.algorithm.policy_weights(), self.version, self.version)
+            envoy.publish(self.algorithm.policy_weights(), self.version, self.version)
         return time.perf_counter() - started
 
 
@@ -130,7 +138,7 @@ def act(run: Path, address: GatewayAddress) -> None:
                 time.sleep(0.01)
 
 
-def _row(fleet: Fleet, publisher: Publisher, title: str, every_s: float, target: float | None) -> list[Row]:
+def _row(fleet: Fleet, envoy: Envoy, title: str, every_s: float, target: float | None) -> list[Row]:
     next_s = 0.0
 
     def due() -> bool:
@@ -141,15 +149,15 @@ def _row(fleet: Fleet, publisher: Publisher, title: str, every_s: float, target:
         return True
 
     for _ in range(SETTLING_PAIRS):
-        half(fleet, publisher, lambda: False)
-        half(fleet, publisher, due)
+        half(fleet, envoy, lambda: False)
+        half(fleet, envoy, due)
     idle, pushing = list[Half](), list[Half]()
-    published = publisher.published
+    published = envoy.published
     for pair in range(PAIRS):
         for push in (pair % 2 == 0, pair % 2 == 1):
-            (pushing if push else idle).append(half(fleet, publisher, due if push else lambda: False))
+            (pushing if push else idle).append(half(fleet, envoy, due if push else lambda: False))
     name = f"push {title}; bound: without pushes"
-    share = (publisher.published - published) / (PAIRS * STEPS)
+    share = (envoy.published - published) / (PAIRS * STEPS)
     return [
         Row(11, f"versions published for each step, {title}", "", share, None, None),
         _half_row(f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target),
@@ -182,35 +190,34 @@ class Half:
     process_ms: float
 
 
-def half(fleet: Fleet, publisher: Publisher, due: Callable[[], bool]) -> Half:
+def half(fleet: Fleet, envoy: Envoy, due: Callable[[], bool]) -> Half:
     """`STEPS` steps, after what was under way has arrived."""
-    publisher.settle(10)
+    envoy.settle(10)
     process_s, wall, own = time.process_time(), list[float](), list[float]()
     for _ in range(STEPS):
         own_s = time.thread_time()
-        wall.append(fleet.step(publisher, due()))
+        wall.append(fleet.step(envoy, due()))
         own.append(time.thread_time() - own_s)
     process_ms = 1e3 * (time.process_time() - process_s) / STEPS
     return Half(1e3 * statistics.median(wall), 1e3 * statistics.median(own), process_ms)
 
 
-def plot(fleet: Fleet, publisher: Publisher) -> None:
+def plot(fleet: Fleet, envoy: Envoy) -> None:
     """The governor's decisions over half a minute: a learner that pushes for ten seconds of every fifteen."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    started, times = time.monotonic(), []
+    started, times, shares_left = time.monotonic(), [], []
     while (now := time.monotonic() - started) < GOVERNED_S:
-        times.append((now, 1e3 * fleet.step(publisher, push=now % 15 >= 5)))
+        times.append((now, 1e3 * fleet.step(envoy, push=now % 15 >= 5)))
+        shares_left.append(envoy.scalars().get("governor/share", 1.0))
     figure, (steps, shares) = plt.subplots(2, 1, sharex=True, figsize=(9, 5), layout="constrained")
     steps.plot(*zip(*times, strict=True), ".", markersize=2, color="0.5")
     steps.set_ylabel("learner's step, ms")
     steps.set_ylim(0, 2.5 * float(np.median([t for _, t in times])))
-    decisions = publisher.governor.decisions
-    at = [decision.at_s - started for decision in decisions]
-    shares.step(at, [decision.share for decision in decisions], where="post")
+    shares.step([at for at, _ in times], shares_left, where="post")
     shares.set_ylabel("share left to pushes")
     shares.set_xlabel("seconds; pushes after every step from 5 to 15 and from 20 to 30")
     shares.set_ylim(0, 1.05)

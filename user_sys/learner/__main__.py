@@ -1,4 +1,5 @@
-"""The learner process: ``python -m user_sys.learner RUN``. It reads the run's store and speaks through the tunnel."""
+"""The learner process: ``python -m user_sys.learner RUN``. It reads the run's store; its envoy speaks
+through the tunnel."""
 
 from __future__ import annotations
 
@@ -13,19 +14,18 @@ import torch
 from hal.errors import HalError
 from hal.spec import RobotSpec
 from user_sys.errors import RunError, UserSysError
+from user_sys.learner.envoy import Envoy
+from user_sys.learner.envoy_wire import Setup
 from user_sys.learner.service import Learner
 from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.logs import configure_logging
-from user_sys.messages import PROTOCOL_VERSION, Hello, MetricsReport, StopRun
+from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.metrics import MetricsWriter
 from user_sys.prepare import GATEWAY, local_endpoint
 from user_sys.robot_cards import await_first_card, read_cards
 from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
-from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import load_keypair, load_public_key
-from user_sys.weights.publisher import Publisher
-from user_sys.weights.signing import ensure_signer
+from user_sys.tunnel.keys import load_public_key
 
 log = logging.getLogger(__name__)
 
@@ -50,40 +50,47 @@ def _run(path: Path, name: str) -> int:
     folder, config, run = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
-    keys = load_keypair(folder.keys / f"{name}.key")
-    gateway_key = load_public_key(folder.keys / f"{GATEWAY}.pub")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if (spec := _spec(folder.robots, name, stop)) is None:
         return 0
-    hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec)
+    setup = Setup(
+        endpoint=local_endpoint(run.endpoint),
+        key=str(folder.keys / f"{name}.key"),
+        gateway_key=load_public_key(folder.keys / f"{GATEWAY}.pub"),
+        hello=Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec),
+        signing=str(folder.keys),
+        publish=config.learner.publish,
+    )
+
+    def stopped(reason: str) -> None:
+        log.info("run.stopped %s", reason)
+        stop.set()
+
     with (
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
-        TunnelClient(local_endpoint(run.endpoint), keys, gateway_key, hello) as client,
         MetricsWriter(folder.path, name) as metrics,
-        Publisher(client, ensure_signer(folder.keys, LEARNER), config.learner.publish) as publisher,
+        Envoy(setup, stopped) as envoy,
     ):
 
         def report(updates: int, scalars: dict[str, float]) -> None:
             metrics.write(updates, scalars)
-            client.send(MetricsReport(node=name, count=updates, scalars=scalars))
+            envoy.report(updates, scalars)
 
-        threading.Thread(target=_listen, args=(client, stop), name="inbox", daemon=True).start()
         learner = Learner(
             config.learner,
             spec,
             reader,
-            publish=publisher,
+            publish=envoy,
             report=report,
             checkpoint_dir=folder_of(folder.checkpoints, name),
             features=config.policy.features,
             seed=config.seed,
         )
         learner.run(stop)
-        if not publisher.settle(FAREWELL_S):
-            log.warning("weights.not_delivered version=%d", publisher.version)
-        client.flush(FAREWELL_S)
+        if not envoy.settle(FAREWELL_S):
+            log.warning("weights.not_delivered version=%d", envoy.version)
     return 0
 
 
@@ -103,13 +110,6 @@ def _spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
         if plan.name == name:
             return plan.spec
     raise RunError(f"no robot is known that {name} learns for")
-
-
-def _listen(client: TunnelClient, stop: threading.Event) -> None:
-    while not stop.is_set():
-        if isinstance(message := client.receive(0.5), StopRun):
-            log.info("run.stopped %s", message.reason)
-            stop.set()
 
 
 if __name__ == "__main__":

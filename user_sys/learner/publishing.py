@@ -11,7 +11,7 @@ from user_sys.weights.publisher import PublishConfig
 
 
 class WeightsSink(Protocol):
-    """Where versions go. `user_sys.weights.publisher.Publisher` is one."""
+    """Where versions go. `user_sys.learner.envoy.Envoy` is one."""
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
         """Takes `arrays` over and returns at once. Raises NotFinite: an earlier version was not."""

@@ -8,8 +8,10 @@ store, a run that was stopped and resumed makes bit-identical updates.
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,7 @@ from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
+MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
 """At most so many versions are published from one checkpoint to the next; a resumed learner skips as many, so that it
@@ -132,6 +135,7 @@ class Learner:
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
+        self._steps_s: deque[float] = deque(maxlen=MAX_STEPS)
         self._resume(checkpoint_dir)
 
     @property
@@ -211,6 +215,7 @@ class Learner:
     def _count_time(self, trained: bool, seconds: float) -> None:
         if trained:
             self._training_s += seconds
+            self._steps_s.append(seconds)
         else:
             self._waited_s += seconds
 
@@ -293,13 +298,15 @@ class Learner:
         updates, seconds = self._reported
         elapsed = self._training_s - seconds
         self._reported = (self._updates, self._training_s)
-        cache = self._replay.report()
+        steps_s, cache = list(self._steps_s), self._replay.report()
+        self._steps_s.clear()
         self._report_scalars(
             self._updates,
             {
                 **self._algorithm.scalars(),
                 "training_s": self._training_s,
                 "waited_s": self._waited_s,
+                "step_ms": 1e3 * statistics.median(steps_s) if steps_s else 0.0,
                 "updates_per_s": (self._updates - updates) / elapsed if elapsed > 0 else 0.0,
                 "online_steps": float(self._online_steps),
                 "updates_per_step": self._updates / max(1, self._online_steps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -44,7 +44,7 @@ class PublishConfig:
         at_episode_ends: an episode has ended since the last one.
         kl: the policy has moved by so much since the last one: mean Kullback-Leibler divergence over a batch.
         forms: what robots may choose from: exact, and roundings for links that are too slow for it.
-        max_lead: the learner waits while the slowest robot is so many versions behind; 0 never waits.
+        max_lead: the learner waits while the slowest robot is more than so many versions behind; 0 never waits.
         governor: what publishing may cost the training step.
     """
 
@@ -76,11 +76,17 @@ class Publisher:
     """Publishes from `start` to `close`. One thread calls `publish`; two threads of its own do the work.
 
     A snapshot that waits is replaced by a newer one. What was published is handed out until the gateway has it.
+
+    Args:
+        changed: called by the publisher's threads when a version is ready, was confirmed or could not be published, and
+            when another one is the robots' oldest.
     """
 
-    def __init__(self, link: WeightsLink, signer: Signer, config: PublishConfig) -> None:
+    def __init__(
+        self, link: WeightsLink, signer: Signer, config: PublishConfig, changed: Callable[[], None] = lambda: None
+    ) -> None:
         self.published = 0
-        self._link, self._signer, self._config = link, signer, config
+        self._link, self._signer, self._config, self._tell = link, signer, config, changed
         self.governor = Governor(config.governor)
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
@@ -148,9 +154,29 @@ class Publisher:
         return self._asked
 
     @property
+    def ready(self) -> int:
+        """The newest that can be fetched."""
+        return self._newest
+
+    @property
+    def confirmed(self) -> int:
+        """The newest that the gateway has on its disk."""
+        return self._confirmed
+
+    @property
+    def oldest(self) -> int:
+        """The oldest with which a connected robot acts; `NO_VERSION` where none acts with any."""
+        return self._oldest
+
+    @property
+    def failure(self) -> Exception | None:
+        """What `publish` would raise."""
+        return self._failure
+
+    @property
     def busy(self) -> bool:
         """An earlier snapshot waits, or is worked on."""
-        return self._snapshot is not None or self._encoding
+        return self._failure is None and (self._snapshot is not None or self._encoding)
 
     @property
     def lead(self) -> int:
@@ -170,6 +196,7 @@ class Publisher:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+            self._tell()
 
     # Making parcels
 
@@ -179,6 +206,7 @@ class Publisher:
                 self._encode(snapshot)
             self._link.send_weights(self._offer())
             self._encoding = False
+            self._tell()
 
     def _next(self) -> _Snapshot | None:
         with self._changed:
@@ -249,6 +277,8 @@ class Publisher:
                 with self._changed:
                     self._confirmed = max(self._confirmed, version)
                     self._changed.notify_all()
+                self._tell()
             case WeightsProgress(oldest=oldest):
                 with self._changed:
                     self._oldest = oldest
+                self._tell()

@@ -1,0 +1,127 @@
+"""The demo's arm at 100 Hz in real time, with a push of weights after every update and without (goals 11 and 16).
+
+``python -m benchmarks.pushes [--seconds 60] [--pairs 2]``: whole runs through the command line, a simulated arm that
+learns to lift. Runs with and without pushes take turns, each first in every other pair. Of a run count the learner's
+median step, with all that it does to publish, as its metrics have it; and the errors of the ends of control periods,
+p99, as recorded, once the learner has trained for `SETTLE_S`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Row, report
+from hal.spec import Array
+from user_sys.episode import Source, decode_chunk
+from user_sys.store.log import LogReader
+from user_sys.store.store import CHUNK
+
+CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
+RATE_HZ, TARGET_MS = 100.0, 1.0
+SETTLE_S = 10.0
+ROBOT = "panda-0"
+SETTINGS = {
+    "robots.0.real_time": "true",
+    "robots.0.options.rate_hz": str(RATE_HZ),
+    "target.success": "0",
+    "evaluation.episodes": "1",
+    "evaluation.video_episodes": "0",
+    "console.port": "0",
+}
+PUSHING = {"learner.publish.every_s": "0", "learner.publish.every_updates": "1"}
+QUIET = {"learner.publish.every_s": "1000000"}  # the first version at once, so that there is a policy, and then none
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians and p99 of one run; `versions` were published while it lasted."""
+
+    step_ms: float
+    period_ms: float
+    holds: int
+    versions: float
+    updates: float
+
+
+def measure(runs: Path, name: str, seconds: float, pushing: bool) -> Measured:
+    """One run. Raises CalledProcessError when it fails, and TimeoutExpired after ten minutes more than it should."""
+    settings = SETTINGS | (PUSHING if pushing else QUIET) | {"learner.max_training_s": str(seconds)}
+    options = [text for key, value in settings.items() for text in (f"--{key}", value)]
+    command = [
+        sys.executable,
+        "-m",
+        "user_sys.cli",
+        "train",
+        str(CONFIG),
+        "--name",
+        name,
+        "--runs",
+        str(runs),
+        *options,
+    ]
+    subprocess.run(command, check=True, timeout=600 + seconds)
+    lines = [json.loads(line) for line in (runs / name / "metrics" / "learner.jsonl").read_text().splitlines()]
+    settled = [line for line in lines if line["training_s"] >= SETTLE_S and line["step_ms"] > 0]
+    errors = np.abs(periods_ms(runs / name / "store", settled[0]["time_unix_s"]) - 1e3 / RATE_HZ)
+    return Measured(
+        step_ms=statistics.median(line["step_ms"] for line in settled),
+        period_ms=float(np.quantile(errors, 0.99)),
+        holds=(runs / name / "logs" / f"{ROBOT}-driver.log").read_text().count("watchdog.hold"),
+        versions=lines[-1]["versions_published"],
+        updates=lines[-1]["count"],
+    )
+
+
+def periods_ms(store: Path, since_unix_s: float) -> Array:
+    """Between the ends of control periods, within the episodes of the policy that began since then."""
+    ends: dict[str, list[Array]] = {}
+    with LogReader.open(store) as reader:
+        for ref in reader.records():
+            if ref.kind == CHUNK:
+                chunk = decode_chunk(reader.read(ref))
+                header = chunk.header
+                if header.source is Source.ONLINE and header.started_unix_ns >= since_unix_s * 1e9:
+                    ends.setdefault(header.episode, []).append(np.array(chunk.columns["t_capture_ns"]))
+    return np.concatenate([np.diff(np.concatenate(parts)) / 1e6 for parts in ends.values()])
+
+
+def rows(pairs: int, seconds: float) -> list[Row]:
+    found: dict[bool, list[Measured]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(prefix="us-") as runs:
+        for pair in range(pairs):
+            for pushing in (pair % 2 == 0, pair % 2 == 1):
+                found[pushing].append(measure(Path(runs), f"p{pair}{'on' if pushing else 'off'}", seconds, pushing))
+    on, off = found[True], found[False]
+    step = statistics.median(quiet.step_ms / push.step_ms for push, quiet in zip(on, off, strict=True))
+    step_ms = [statistics.median(run.step_ms for run in runs) for runs in (on, off)]
+    period_ms = [statistics.median(run.period_ms for run in runs) for runs in (on, off)]
+    holds = [sum(run.holds for run in runs) for runs in (on, off)]
+    share = statistics.median(run.versions / run.updates for run in on)
+    name, period = "demo at 100 Hz", period_ms[1] / period_ms[0]
+    return [
+        Row(11, f"{name}, learner's median step; bound: no pushes", "ms", *step_ms, step, 1 / 1.03, step >= 1 / 1.03),
+        Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, period_ms[0] <= TARGET_MS),
+        Row(16, f"{name}, watchdog holds; bound: no pushes", "", *holds, None, None, holds[0] == 0),
+        Row(11, f"{name}, versions for each update", "", share, None, None),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training in each run")
+    parser.add_argument("--pairs", type=int, default=2)
+    args = parser.parse_args()
+    report("pushes", rows(args.pairs, args.seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The envoy: what is published arrives bit for bit, and neither of the two processes drags the other along."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.errors import RunError, WireError
+from user_sys.gateway import Gateway, GatewayConfig
+from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.learner import envoy
+from user_sys.learner.envoy import Envoy
+from user_sys.learner.envoy_wire import Setup
+from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun
+from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.records import Manifest
+from user_sys.weights.shelf import Shelf
+from user_sys.weights.signing import Trust
+from user_sys.weights.state import NotFinite, build_state
+
+DEADLINE_S = 120.0
+QUICK = TunnelLimits(heartbeat_s=0.1, backoff_min_s=0.01, backoff_max_s=0.1)
+
+
+def weights(number: int, **more: Array) -> dict[str, Array]:
+    rng = np.random.default_rng(number)
+    return {"w": rng.normal(size=(30, 7)).astype(np.float32), "n": np.array(number), "none": np.empty(0), **more}
+
+
+def frozen() -> Array:
+    array = np.arange(1000.0)
+    array.flags.writeable = False
+    return array
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.005)
+
+
+class Site:
+    """A gateway in a thread of the test, and what a learner needs to know of it."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.keys, self.stops = run, run / "keys", list[str]()
+        pair = new_keypair()
+        save_keypair(pair, self.keys, "learner")
+        Keyring(self.keys).allow(pair.public, "learner", "learner")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        stop, self.gateway = threading.Event(), Gateway(GatewayConfig(tunnel=QUICK, report_s=0.05), self.run)
+        thread = threading.Thread(target=self.gateway.run, args=(stop,))
+        thread.start()
+        try:
+            until(lambda: read_address(self.run) is not None, "the gateway listens")
+            yield
+        finally:
+            stop.set()
+            thread.join(DEADLINE_S)
+
+    def setup(self, key: str = "learner.key") -> Setup:
+        address = read_address(self.run)
+        assert isinstance(address, GatewayAddress)
+        hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
+        return Setup(address.endpoint, str(self.keys / key), address.public_key, hello, str(self.keys), PublishConfig())
+
+    def envoy(self) -> Envoy:
+        return Envoy(self.setup(), self.stops.append)
+
+    def digests(self) -> dict[int, bytes]:
+        """Of the versions on the gateway's disk, by number, all of them signed with the learner's key."""
+        trust = Trust(self.keys / "learner.verify")
+        manifests = [
+            trust.open(signed, Manifest) for _, signed in Shelf(self.run / "weights").open().manifests.values()
+        ]
+        return {manifest.version: manifest.digest for manifest in manifests}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    with site.serving():
+        yield site
+
+
+def digest(arrays: Mapping[str, Array]) -> bytes:
+    return build_state({name: array.copy() for name, array in arrays.items()}).digest
+
+
+def kill(learner: Envoy, number: int) -> None:
+    child = learner._child
+    assert child is not None
+    child.process.send_signal(number)
+
+
+def test_what_is_published_is_on_the_gateways_disk_bit_for_bit_and_the_run_can_be_stopped(site: Site) -> None:
+    kept = frozen()
+    with site.envoy() as learner:
+        for version in (1, 2, 3):
+            arrays = weights(version, kept=kept)
+            learner.observe(0.01)
+            learner.publish(arrays, version, updates=version)
+            arrays["w"][:] = np.nan  # they are the caller's again
+            assert learner.settle(DEADLINE_S) and not learner.busy and learner.version == version
+        learner.report(3, {"loss": 0.5})
+        assert learner.published == learner.scalars()["versions_published"] == 3 and learner.lead == 0
+        assert site.digests()[3] == digest(weights(3, kept=kept))
+        site.gateway.server.send("learner", StopRun(reason="enough"))
+        until(lambda: site.stops == ["enough"], "the learner hears of it")
+
+
+def test_an_envoy_that_was_killed_is_replaced_and_publishes_the_newest_version_again(site: Site) -> None:
+    kept = frozen()
+    with site.envoy() as learner:
+        learner.publish(weights(1, kept=kept), 1, updates=1)
+        assert learner.settle(DEADLINE_S)
+        learner.publish(weights(2, kept=kept), 2, updates=2)
+        kill(learner, signal.SIGKILL)
+        assert learner.settle(DEADLINE_S), "the new one publishes it, whether or not the old one did"
+        until(lambda: learner.scalars()["envoy_restarts"] == 1, "it was replaced")
+        learner.publish(weights(3, kept=kept), 3, updates=3)
+        assert learner.settle(DEADLINE_S)
+        expected = {version: digest(weights(version, kept=kept)) for version in (1, 2, 3)}
+        assert site.digests().items() <= expected.items() and 3 in site.digests()
+
+
+def test_a_learner_does_not_wait_for_an_envoy_that_stands_still(site: Site) -> None:
+    with site.envoy() as learner:
+        learner.publish(weights(1), 1, updates=1)
+        assert learner.settle(DEADLINE_S)
+        kill(learner, signal.SIGSTOP)
+        learner.publish(weights(2), 2, updates=2)
+        learner.publish(weights(3), 3, updates=3)
+        for step in range(2000):  # more than a socket holds
+            learner.observe(0.01)
+            learner.report(step, {"loss": 0.0})
+        assert learner.busy
+        kill(learner, signal.SIGCONT)
+        assert learner.settle(DEADLINE_S)
+        assert site.digests()[3] == digest(weights(3))
+
+
+def test_weights_that_are_not_finite_end_the_learner_and_never_leave_it(site: Site) -> None:
+    with site.envoy() as learner:
+        learner.publish(weights(1), 1, updates=1)
+        assert learner.settle(DEADLINE_S)
+        spoiled = weights(2)
+        spoiled["w"][3, 3] = np.inf
+        learner.publish(spoiled, 2, updates=2)
+        with pytest.raises(NotFinite, match="'w'"):
+            learner.settle(DEADLINE_S)
+        assert not learner.busy, "the learner is to ask again, and hear of it"
+        with pytest.raises(NotFinite):
+            learner.publish(weights(3), 3, updates=3)
+        assert set(site.digests()) == {1}
+
+
+def test_another_layout_is_refused(site: Site) -> None:
+    with site.envoy() as learner:
+        learner.publish(weights(1), 1, updates=1)
+        with pytest.raises(WireError, match="not those of the version before"):
+            learner.publish(weights(2, more=np.zeros(3)), 2, updates=2)
+
+
+def test_an_envoy_that_ends_again_and_again_ends_the_learner(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envoy, "MOST_DEATHS", 2)
+    with Envoy(site.setup("nobody.key"), site.stops.append) as learner:
+        learner.publish(weights(1), 1, updates=1)
+        with pytest.raises(RunError, match="ended 2 times"):
+            learner.settle(DEADLINE_S)
+
+
+LEARNER = """
+import sys
+import msgspec, numpy as np
+from user_sys.learner.envoy import Envoy
+from user_sys.learner.envoy_wire import Setup
+with Envoy(msgspec.json.decode(sys.argv[1], type=Setup), print) as envoy:
+    envoy.publish({"w": np.zeros(3)}, 1, updates=1)
+    assert envoy.settle(120)
+    print("published", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_envoy_of_a_learner_that_was_killed_ends(site: Site) -> None:
+    from msgspec.json import encode
+
+    argv = [sys.executable, "-c", LEARNER, encode(site.setup()).decode()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environment) as learner:
+        assert learner.stdout is not None
+        assert any(b"published" in line for line in learner.stdout)
+        learner.kill()
+        learner.communicate(timeout=DEADLINE_S)  # its envoy has the same output: that ends when both have
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; import user_sys.learner.envoy_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

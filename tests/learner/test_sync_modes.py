@@ -1,0 +1,178 @@
+"""Each setting of when to publish, and of who waits, does what it says: from a run's YAML to the signed versions."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.config import load
+from user_sys.learner.publishing import Publishing
+from user_sys.messages import WeightsMessage, WeightsOffer, WeightsProgress
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.topology import RunConfig
+from user_sys.tunnel.wire import Envelope, Payload
+from user_sys.weights.governor import Governor
+from user_sys.weights.inlet import WeightsInlet
+from user_sys.weights.publisher import Publisher
+from user_sys.weights.records import Manifest
+from user_sys.weights.signing import Signer, new_signer
+from user_sys.weights.swap import PolicySwapper
+
+DEADLINE_S = 120.0
+STEP = 0.02  # by which the only weight moves with each update
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.001)
+
+
+@dataclass
+class End:
+    """One end of a link within the process; it remembers what was offered."""
+
+    inbox: queue.Queue[Envelope] = field(default_factory=queue.Queue)
+    other: End | None = None
+    offers: list[WeightsOffer] = field(default_factory=list)
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        if isinstance(message, WeightsOffer):
+            self.offers.append(message)
+        if self.other is not None:
+            self.other.inbox.put(Envelope(message, payload))
+        return True
+
+    def receive_weights(self, timeout_s: float) -> Envelope | None:
+        try:
+            return self.inbox.get(timeout=timeout_s) if timeout_s > 0 else self.inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+
+class Pushed(Policy):
+    """Its only weight says of which update it is."""
+
+    size = 0.0
+
+    def act(self, observation: object, sentence: str, *, deterministic: bool) -> ActionChunk:
+        return ActionChunk(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+
+    def load(self, weights: Mapping[str, Array]) -> None:
+        self.size = float(weights["w"][0])
+
+
+class Learner:
+    """A learner's loop with its real publisher: one update a second of a clock of its own."""
+
+    def __init__(self, config: RunConfig, publisher: Publisher, end: End, signer: Signer) -> None:
+        self.publisher, self._end, self._signer = publisher, end, signer
+        self.updates, self.episodes, self.weight = 0, 0, 0.0
+        self.publishing = Publishing(config.learner.publish, publisher, lambda: float(self.updates))
+        self.publishing.limit = 1000
+
+    def train(self, updates: int) -> list[int]:
+        """Returns after how many updates versions were published so far, as the learner has signed it."""
+        for _ in range(updates):
+            if not self.publishing.too_far_ahead:
+                self._update()
+        opened = [self._signer.verifier.open(offer.manifests[0], Manifest) for offer in self._end.offers]
+        assert [manifest.version for manifest in opened] == list(range(1, len(opened) + 1))
+        return [manifest.updates for manifest in opened]
+
+    def _update(self) -> None:
+        self.updates += 1
+        self.weight += STEP
+        self.publishing.episodes_ended(lambda: self.episodes)
+        self.publishing.publish_if_due(self.updates, self._weights, self._moved)
+        until(lambda: not self.publisher.busy, "the version is ready before the next update")
+
+    def _weights(self) -> dict[str, Array]:
+        return {"w": np.array([self.weight])}
+
+    def _moved(self, former: Mapping[str, Array]) -> float:
+        return float((self.weight - former["w"][0]) ** 2)
+
+
+@contextmanager
+def learner(tmp_path: Path, text: str, robot: End | None = None) -> Iterator[tuple[RunConfig, Learner]]:
+    """A learner with the settings of a YAML file."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    config, end, signer = load(RunConfig, path), End(other=robot), new_signer()
+    if robot is not None:
+        robot.other = end
+    with Publisher(end, signer, config.learner.publish) as publisher:
+        yield config, Learner(config, publisher, end, signer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "published_after"),
+    [
+        ("{every_s: 0, every_updates: 7}", [7, 14, 21, 28]),
+        ("{every_s: 10}", [1, 11, 21]),
+        ("{every_s: 10, every_updates: 4}", [1, 5, 9, 13, 17, 21, 25, 29]),
+        ("{every_s: 0, kl: 0.25}", [10, 40, 70]),
+        ("{every_s: 0, kl: 0.25, every_updates: 25}", [10, 35, 60, 85]),
+    ],
+)
+def test_it_publishes_when_the_settings_say_so(tmp_path: Path, settings: str, published_after: list[int]) -> None:
+    """KL: 0.25 is when the weight has moved by 0.5, so after 25 updates, which shows at the next tenth one."""
+    updates = 90 if "kl" in settings else 30
+    with learner(tmp_path, f"learner: {{publish: {settings}}}") as (_, trained):
+        assert trained.train(updates) == published_after
+
+
+def test_it_publishes_at_the_ends_of_episodes(tmp_path: Path) -> None:
+    with learner(tmp_path, "learner: {publish: {every_s: 0, at_episode_ends: true}}") as (_, trained):
+        assert trained.train(5) == []
+        trained.episodes = 2
+        assert trained.train(5) == [6]
+        trained.episodes = 3
+        assert trained.train(5) == [6, 11]
+
+
+def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
+    with learner(tmp_path, "learner: {publish: {every_s: 0, every_updates: 1, max_lead: 2}}") as (_, trained):
+        assert trained.train(5) == [1, 2, 3, 4, 5], "no robot acts with any yet"
+
+        def oldest(version: int) -> None:
+            trained._end.inbox.put(Envelope(WeightsProgress(oldest=version)))
+            until(lambda: trained.publisher.oldest == version, "the learner hears of it")
+
+        oldest(4)
+        assert trained.train(5)[5:] == [6, 7], "then a robot is more than two behind"
+        oldest(5)
+        assert trained.train(5)[7:] == [8]
+        oldest(-1)
+        assert trained.train(2)[8:] == [9, 10], "the robot has left"
+
+
+def test_a_bound_on_staleness_holds_the_robot_back(tmp_path: Path) -> None:
+    text = "{weights: {hold_behind: 1}, learner: {publish: {every_s: 0, every_updates: 1}}}"
+    robot, swapper = End(), PolicySwapper(Pushed)
+    with learner(tmp_path, text, robot) as (config, trained):
+        with WeightsInlet(
+            robot, swapper, config.weights, tmp_path / "keys", None, Governor(config.weights.governor)
+        ) as inlet:
+            trained.train(1)
+            until(lambda: swapper.swap_if_ready() == 1, "it acts with the first")
+            trained.train(1)
+            until(lambda: inlet.receiver.newest == 2, "it has heard of the second")
+            assert not inlet.too_old(), "one behind is allowed"
+            trained.train(1)
+            until(lambda: inlet.receiver.newest == 3, "it has heard of the third")
+            assert inlet.too_old() and swapper.version == 1
+            until(lambda: swapper.swap_if_ready() == 3, "it has the third")
+            assert not inlet.too_old()
+            assert isinstance(swapper.policy, Pushed) and swapper.policy.size == pytest.approx(3 * STEP)
+        inlet.raise_failure()

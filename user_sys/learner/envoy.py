@@ -1,0 +1,310 @@
+"""The learner's envoy: a process of its own that speaks with the gateway for it, and publishes its weights.
+
+What is heavy about publishing, and all of the tunnel, runs there, so that it takes neither the learner's interpreter
+nor its thread. The learner copies its weights into shared memory and goes on. An envoy that ends is replaced by a new
+one, which publishes the newest version again; one whose learner ends, however, ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from msgspec.structs import replace
+
+from user_sys.codec import Array
+from user_sys.errors import LinkDown, RunError, UserSysError, WireError
+from user_sys.learner.envoy_wire import (
+    SLOTS,
+    Farewell,
+    Line,
+    Report,
+    Setup,
+    Slots,
+    Snapshot,
+    Status,
+    Step,
+    Stopped,
+    Taken,
+    Word,
+)
+from user_sys.messages import MetricsReport
+from user_sys.weights.records import NO_VERSION
+from user_sys.weights.state import NotFinite
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+SLOT_S = 60.0
+FLUSH_S = 10.0
+CLOSE_S = 60.0
+KILL_S = 10.0
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 60.0
+PAUSE_S = 0.2  # before an envoy that ended is replaced; longer with each that ended lately
+_ERRORS: Mapping[str, type[UserSysError]] = {kind.__name__: kind for kind in (NotFinite, WireError)}
+
+
+@dataclass(frozen=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    line: Line
+
+
+class Envoy:
+    """Works from `start` to `close`. A `publishing.WeightsSink`; one thread calls it, `stopped` comes from another.
+
+    Args:
+        stopped: called with the reason when the gateway says that the run is over.
+    """
+
+    def __init__(self, setup: Setup, stopped: Callable[[str], None]) -> None:
+        self._setup, self._stopped = setup, stopped
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._child: _Child | None = None
+        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._restarts = 0
+        self._slots: Slots | None = None
+        self._lent: set[int] = set()  # slots that the child was told to read, and has not read yet
+        self._frozen: dict[str, Array] = {}  # read-only arrays of the newest snapshot, which are not written again
+        self._newest: Snapshot | None = None
+        self._told = self._shared = False  # whether the child knows of the newest, and of the memory
+        self._earlier = 0  # versions that earlier children made ready
+        self._status = Status(NO_VERSION, NO_VERSION, NO_VERSION, 0, {})
+        self._confirmed = NO_VERSION
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._watch, name="envoy", daemon=True)
+
+    def start(self) -> None:
+        """Raises OSError: no process can be started."""
+        with self._changed:
+            self._launch()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Has what waits sent, and ends the process; kills it where that takes longer than `CLOSE_S`."""
+        with self._changed:
+            self._closing.set()
+            child = self._child
+        if child is None:
+            return
+        child.line.send(Farewell(FLUSH_S), CLOSE_S)
+        try:
+            child.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            log.error("envoy.killed it did not end within %.0f s", CLOSE_S)
+            child.process.kill()
+            child.process.wait(KILL_S)
+        self._thread.join(KILL_S)
+        child.line.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # What the learner's thread calls
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        """Copies `arrays` and returns, at once but where `SLOTS` earlier snapshots wait to be read.
+
+        An array that is read-only and the same object each time is known to be unchanged, and neither copied nor
+        looked at (frozen parts of a policy).
+
+        Raises:
+            NotFinite: an earlier snapshot held NaN or infinity; it was not published.
+            WireError: a snapshot cannot travel, or has another layout than those before.
+            RunError: the envoy ends again and again, or does not read.
+        """
+        with self._changed:
+            self._raise_failure()
+            if self._slots is None:
+                self._slots = Slots.of(arrays)
+            if not self._slots.fits(arrays):
+                raise WireError(f"version {version}: its names, dtypes or shapes are not those of the version before")
+            slot = self._free_slot()
+            unchanged = self._write(self._slots.views[slot], arrays)
+            self._newest, self._told = Snapshot(slot, version, updates, unchanged), False
+            self._catch_up()
+
+    def observe(self, seconds: float) -> None:
+        """How long a training step took: the governor keeps it within its budget."""
+        with self._changed:
+            self._catch_up()
+            if self._child is not None:
+                self._child.line.send(Step(seconds))
+
+    def report(self, updates: int, scalars: dict[str, float]) -> None:
+        """Sends scalars to the gateway; drops them where the envoy does not keep up."""
+        with self._changed:
+            if self._child is not None:
+                report = MetricsReport(node=self._setup.hello.name, count=updates, scalars=scalars)
+                self._child.line.send(Report(report))
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the gateway has the last version on disk; False after `timeout_s`. Raises as `publish` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._confirmed >= self.version or self._failure is not None, timeout_s)
+            self._raise_failure()
+            return self._confirmed >= self.version
+
+    @property
+    def version(self) -> int:
+        """The newest that was given to `publish`."""
+        return NO_VERSION if self._newest is None else self._newest.version
+
+    @property
+    def published(self) -> int:
+        """How many versions were made ready."""
+        return self._earlier + self._status.published
+
+    @property
+    def busy(self) -> bool:
+        """The newest version is not ready yet."""
+        return self._failure is None and self._status.ready < self.version
+
+    @property
+    def lead(self) -> int:
+        """How many versions the slowest robot is behind; 0 while none acts with any."""
+        return 0 if self._status.oldest == NO_VERSION else max(0, self.version - self._status.oldest)
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics."""
+        own = {"versions_published": float(self.published), "envoy_restarts": float(self._restarts)}
+        return own | self._status.scalars
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _free_slot(self) -> int:
+        def free() -> list[int]:
+            return [slot for slot in range(SLOTS) if slot not in self._lent]
+
+        self._changed.wait_for(lambda: free() or self._failure is not None, SLOT_S)
+        self._raise_failure()
+        if not free():
+            raise RunError(f"the envoy has read no weights for {SLOT_S:.0f} s")
+        return free()[0]
+
+    def _write(self, views: Mapping[str, Array], arrays: Mapping[str, Array]) -> tuple[int, ...]:
+        """Copies what may have changed; the places of the rest."""
+        unchanged = []
+        for place, (name, array) in enumerate(arrays.items()):
+            if self._told and not array.flags.writeable and self._frozen.get(name) is array:
+                unchanged.append(place)
+            else:
+                views[name][...] = array
+        self._frozen = {name: array for name, array in arrays.items() if not array.flags.writeable}
+        return tuple(unchanged)
+
+    # The child, and the thread that listens to it
+
+    def _launch(self) -> None:
+        """Starts a child that knows nothing yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            argv = (sys.executable, "-m", "user_sys.learner.envoy_process", str(number))
+            process = subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL)
+        self._child = _Child(process, Line(ours))
+        self._child.line.send(self._setup)
+        self._lent.clear()
+        self._told = self._shared = False
+        self._complete_newest()
+        self._catch_up()
+
+    def _complete_newest(self) -> None:
+        """Writes what the child before knew already."""
+        if self._newest is not None and self._slots is not None:
+            for name, array in self._frozen.items():
+                self._slots.views[self._newest.slot][name][...] = array
+            self._newest = replace(self._newest, unchanged=())
+
+    def _catch_up(self) -> None:
+        """Tells the child of the newest snapshot, if it does not know of it and there is room."""
+        if self._child is None or self._slots is None or self._newest is None or self._told:
+            return
+        line = self._child.line
+        if not self._shared:
+            self._shared = line.send(self._slots.memory, descriptor=self._slots.descriptor)
+        if self._shared and line.send(self._newest):
+            self._told = True
+            self._lent.add(self._newest.slot)
+
+    def _watch(self) -> None:
+        while (child := self._child) is not None:
+            try:
+                if (received := child.line.receive(WAIT_S)) is not None:
+                    self._take(received[0])
+            except LinkDown:
+                if not self._replaced(child):
+                    return
+
+    def _take(self, word: Word) -> None:
+        if isinstance(word, Stopped):
+            self._stopped(word.reason)
+            return
+        with self._changed:
+            if isinstance(word, Taken):
+                self._lent.discard(word.slot)
+            elif isinstance(word, Status):
+                self._status = word
+                self._confirmed = max(self._confirmed, word.confirmed)
+                if word.failure is not None:
+                    self._failure = _ERRORS.get(word.failure.kind, RunError)(word.failure.text)
+            self._catch_up()
+            self._changed.notify_all()
+
+    def _replaced(self, child: _Child) -> bool:
+        """Whether there is a new one for `child`, which has ended; False where none is wanted, or none lives long."""
+        try:
+            status = child.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            status = child.process.wait(KILL_S)
+        if self._closing.is_set():
+            return False
+        now = time.monotonic()
+        self._deaths.append(now)
+        recent = sum(now - at <= DEATHS_WITHIN_S for at in self._deaths)
+        log.error("envoy.ended status=%d recently=%d", status, recent)
+        if recent >= MOST_DEATHS:
+            self._fail(RunError(f"the learner's envoy ended {recent} times in {DEATHS_WITHIN_S:.0f} s, see its log"))
+            return False
+        self._closing.wait(PAUSE_S * recent)
+        return self._relaunched(child)
+
+    def _relaunched(self, child: _Child) -> bool:
+        with self._changed:
+            if self._closing.is_set():
+                return False
+            child.line.close()
+            self._child = None
+            self._restarts += 1
+            self._earlier += self._status.published
+            self._status = replace(self._status, ready=NO_VERSION, oldest=NO_VERSION, published=0)
+            try:
+                self._launch()
+            except OSError as error:
+                self._failure = RunError(f"no new envoy of the learner can be started: {error}")
+            self._changed.notify_all()
+            return self._failure is None
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

@@ -1,0 +1,147 @@
+"""The envoy's process: ``python -m user_sys.learner.envoy_process DESCRIPTOR``, started by `envoy.Envoy` alone.
+
+It has the learner's connection to the gateway and its signing key, and compares, hashes, compresses, signs and sends
+what the learner publishes. It ends when the learner says so, or is no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from user_sys.codec import Array
+from user_sys.errors import LinkDown, RunError, UserSysError
+from user_sys.learner.envoy_wire import (
+    Failure,
+    Farewell,
+    Line,
+    Memory,
+    Report,
+    Setup,
+    Slots,
+    Snapshot,
+    Status,
+    Step,
+    Stopped,
+    Taken,
+    Word,
+)
+from user_sys.logs import configure_logging
+from user_sys.messages import StopRun
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import load_keypair
+from user_sys.weights.publisher import Publisher
+from user_sys.weights.signing import LEARNER, ensure_signer
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+SETUP_S = 30.0
+TELL_S = 60.0  # a learner that does not listen for so long is stuck
+
+
+def main(argv: list[str]) -> int:
+    """Serves the learner at the other end of the socket `argv` names. The exit status is 0 once it said farewell."""
+    configure_logging()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the learner says when to end
+        signal.signal(number, signal.SIG_IGN)
+    line = Line(socket.socket(fileno=int(argv[0])))
+    try:
+        first = line.receive(SETUP_S)
+        if first is None or not isinstance(first[0], Setup):
+            raise RunError("the learner did not say whom to speak for; this process is started by it, not by hand")
+        _serve(line, first[0])
+    except LinkDown:
+        log.warning("envoy.learner_gone")
+        os._exit(1)  # nothing here is worth keeping, and no thread may keep the process alive
+    except (UserSysError, OSError) as error:
+        log.error("envoy.failed %s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+def _serve(line: Line, setup: Setup) -> None:
+    signer = ensure_signer(Path(setup.signing), LEARNER)
+    with TunnelClient(setup.endpoint, load_keypair(Path(setup.key)), setup.gateway_key, setup.hello) as client:
+        desk = _Desk(line, client)
+        desk.publisher = Publisher(client, signer, setup.publish, desk.tell_status)
+        with desk.publisher:
+            threading.Thread(target=desk.listen, name="inbox", daemon=True).start()
+            while not desk.leaving:
+                if (received := line.receive(WAIT_S)) is not None:
+                    desk.take(*received)
+
+
+class _Desk:
+    """Takes in what the learner says, and tells it what becomes of its versions."""
+
+    publisher: Publisher
+
+    def __init__(self, line: Line, client: TunnelClient) -> None:
+        self.leaving = False
+        self._line, self._client = line, client
+        self._slots: Slots | None = None
+        self._former: dict[str, Array] = {}
+        self._telling = threading.Lock()  # so that the last status that is told is the newest
+
+    def take(self, word: Word, descriptor: int | None) -> None:
+        match word:
+            case Step(seconds=seconds):
+                self.publisher.observe(seconds)
+            case Memory() if descriptor is not None:
+                self._slots = Slots(descriptor, word)
+            case Snapshot() if self._slots is not None:
+                self._publish(word, self._slots)
+            case Report(report=report):
+                self._client.send(report)
+            case Farewell(flush_s=flush_s):
+                self._client.flush(flush_s)
+                self.leaving = True
+
+    def listen(self) -> None:
+        """Passes on what the gateway says to the learner, until the process ends."""
+        while not self.leaving:
+            if isinstance(message := self._client.receive(WAIT_S), StopRun):
+                self._tell(Stopped(message.reason))
+
+    def tell_status(self) -> None:
+        """Called by the publisher's threads too."""
+        with self._telling:
+            publisher, error = self.publisher, self.publisher.failure
+            self._tell(
+                Status(
+                    ready=publisher.ready,
+                    confirmed=publisher.confirmed,
+                    oldest=publisher.oldest,
+                    published=publisher.published,
+                    scalars=publisher.governor.scalars(),
+                    failure=None if error is None else Failure(type(error).__name__, str(error)),
+                )
+            )
+
+    def _publish(self, snapshot: Snapshot, slots: Slots) -> None:
+        unchanged = frozenset(snapshot.unchanged)
+        arrays = {
+            name: self._former[name] if place in unchanged else view.copy()
+            for place, (name, view) in enumerate(slots.views[snapshot.slot].items())
+        }
+        self._former = arrays
+        self._tell(Taken(snapshot.slot))
+        if self.publisher.failure is None:
+            self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates)
+        else:
+            self.tell_status()
+
+    def _tell(self, word: Word) -> None:
+        if not self._line.send(word, TELL_S):
+            log.error("envoy.not_heard the learner does not listen; a new one is its business")
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

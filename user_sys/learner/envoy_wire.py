@@ -1,0 +1,228 @@
+"""What the learner and its envoy say to each other: small records over a pair of sockets, and weights in shared memory.
+
+Both ends run on one machine, from one installation, and the end of either closes the line.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Self, TypeAlias
+
+import msgspec
+import numpy as np
+
+from user_sys.codec import ALIGN_BYTES, Array
+from user_sys.errors import LinkDown, RunError, WireError
+from user_sys.messages import Hello, MetricsReport
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.state import dtype_name, dtype_of
+
+SLOTS = 2
+"""One to write to while the other is read."""
+MAX_RECORD_BYTES = 128 << 10  # a socket's buffer holds 200 KiB
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The first record: as whom the envoy connects, and how it publishes.
+
+    Attributes:
+        key: path of the learner's key pair of the tunnel.
+        signing: folder of the learner's signing key, which the envoy alone reads.
+    """
+
+    endpoint: str
+    key: str
+    gateway_key: str
+    hello: Hello
+    signing: str
+    publish: PublishConfig
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """Comes with the descriptor of the shared memory, before the first snapshot. See `Slots`."""
+
+    layout_bytes: int
+    slot_bytes: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """A version to publish lies in `slot`, but for the tensors (by their place in the layout) that are `unchanged`."""
+
+    slot: int
+    version: int
+    updates: int
+    unchanged: tuple[int, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """How long a training step took, for the governor."""
+
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    report: MetricsReport
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """The envoy is to send what waits, for `flush_s` at most, and end."""
+
+    flush_s: float
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The envoy has copied what lay in `slot`."""
+
+    slot: int
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """Why weights could not be published; `kind` is the error's class."""
+
+    kind: str
+    text: str
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """Sent whenever one of it changes.
+
+    Attributes:
+        ready: the newest version that is made ready.
+        confirmed: the newest that the gateway has on its disk.
+        oldest: with which a connected robot acts; -1 where none acts with any.
+        published: how many were made ready.
+        failure: what ended publishing.
+    """
+
+    ready: int
+    confirmed: int
+    oldest: int
+    published: int
+    scalars: dict[str, float]
+    failure: Failure | None = None
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """The gateway says that the run is over."""
+
+    reason: str
+
+
+Word: TypeAlias = Setup | Memory | Snapshot | Step | Report | Farewell | Taken | Status | Stopped
+
+
+class Line:
+    """One end of the pair. Any thread may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._end = end
+        self._decoder = msgspec.msgpack.Decoder(Word)
+
+    def close(self) -> None:
+        self._end.close()
+
+    def send(self, word: Word, wait_s: float = 0.0, descriptor: int | None = None) -> bool:
+        """False where there is no room within `wait_s`, or the other end has closed."""
+        raw, deadline = msgspec.msgpack.encode(word), time.monotonic() + wait_s
+        while True:
+            try:
+                socket.send_fds(self._end, [raw], [] if descriptor is None else [descriptor])
+                return True
+            except BlockingIOError:
+                if not self._await(select.POLLOUT, deadline - time.monotonic()):
+                    return False
+            except (BrokenPipeError, ConnectionResetError):
+                return False
+
+    def receive(self, wait_s: float) -> tuple[Word, int | None] | None:
+        """The next record, and the descriptor that came with it; None after `wait_s`.
+
+        Raises:
+            LinkDown: the other end has closed.
+            WireError: no record.
+        """
+        if not self._await(select.POLLIN, wait_s):
+            return None
+        try:
+            raw, descriptors, _, _ = socket.recv_fds(self._end, MAX_RECORD_BYTES, 1)
+        except ConnectionResetError:
+            raw, descriptors = b"", []
+        if not raw:
+            raise LinkDown("the other end has closed")
+        try:
+            return self._decoder.decode(raw), descriptors[0] if descriptors else None
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a word between learner and envoy: {error}") from None
+
+    def _await(self, event: int, seconds: float) -> bool:
+        waiting = select.poll()
+        waiting.register(self._end, event)
+        return bool(waiting.poll(max(0.0, 1e3 * seconds)))
+
+
+class _Tensor(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Slots:
+    """Shared memory for snapshots of weights of one layout: the layout itself, then `SLOTS` times room for them all.
+
+    It goes with the last of the two processes that have it, however they end.
+
+    Attributes:
+        views: name to array, for each slot, in the order of the layout.
+        memory: what the other end needs besides the `descriptor`.
+    """
+
+    def __init__(self, descriptor: int, memory: Memory) -> None:
+        """Of memory that is there. Raises RunError: it is not of this size, or cannot be mapped."""
+        self.descriptor, self.memory = descriptor, memory
+        try:
+            content = mmap.mmap(descriptor, _padded(memory.layout_bytes) + SLOTS * memory.slot_bytes)
+        except (OSError, ValueError) as error:
+            raise RunError(f"no memory to hand weights over: {error}") from None
+        tensors = msgspec.msgpack.decode(content[: memory.layout_bytes], type=tuple[_Tensor, ...])
+        first = _padded(memory.layout_bytes)
+        self.views = tuple(_views(content, tensors, first + slot * memory.slot_bytes) for slot in range(SLOTS))
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> Self:
+        """New memory for snapshots like this one. Raises WireError: a dtype does not travel; RunError: no memory."""
+        tensors = tuple(_Tensor(name, dtype_name(a.dtype), a.shape) for name, a in arrays.items())
+        layout = msgspec.msgpack.encode(tensors)
+        memory = Memory(len(layout), sum(_padded(array.nbytes) for array in arrays.values()))
+        descriptor = os.memfd_create("weights")
+        os.truncate(descriptor, _padded(len(layout)) + SLOTS * memory.slot_bytes)
+        os.pwrite(descriptor, layout, 0)
+        return cls(descriptor, memory)
+
+    def close(self) -> None:
+        """Gives the descriptor back; the memory goes when nobody looks at it any more."""
+        os.close(self.descriptor)
+
+    def fits(self, arrays: Mapping[str, Array]) -> bool:
+        """Whether these are of the layout, in its order."""
+        found = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+        return found == [(name, view.dtype, view.shape) for name, view in self.views[0].items()]
+
+
+def _views(content: mmap.mmap, tensors: tuple[_Tensor, ...], offset: int) -> dict[str, Array]:
+    views: dict[str, Array] = {}
+    for tensor in tensors:
+        kind, count = dtype_of(tensor.dtype), math.prod(tensor.shape)
+        views[tensor.name] = np.frombuffer(content, kind, count, offset).reshape(tensor.shape)
+        offset += _padded(count * kind.itemsize)
+    return views
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
