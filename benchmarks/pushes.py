@@ -106,10 +106,10 @@ def rows(pairs: int, seconds: float) -> list[Row]:
     period_ms = [statistics.median(run.period_ms for run in runs) for runs in (on, off)]
     holds = [sum(run.holds for run in runs) for runs in (on, off)]
     share = statistics.median(run.versions / run.updates for run in on)
-    name, period = "demo at 100 Hz", period_ms[1] / period_ms[0]
+    name, period, fine = "demo at 100 Hz", period_ms[1] / period_ms[0], period_ms[0] <= TARGET_MS
     return [
         Row(11, f"{name}, learner's median step; bound: no pushes", "ms", *step_ms, step, 1 / 1.03, step >= 1 / 1.03),
-        Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, period_ms[0] <= TARGET_MS),
+        Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, fine),
         Row(16, f"{name}, watchdog holds; bound: no pushes", "", *holds, None, None, holds[0] == 0),
         Row(11, f"{name}, versions for each update", "", share, None, None),
     ]  # fmt: skip

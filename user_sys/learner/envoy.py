@@ -95,19 +95,21 @@ class Envoy:
         with self._changed:
             self._closing.set()
             child = self._child
-        if child is None:
-            return
-        child.line.send(Farewell(FLUSH_S), CLOSE_S)
+        if child is not None:
+            self._end(child)
+        if self._slots is not None:
+            self._slots.close()
+
+    def _end(self, child: _Child) -> None:
+        told = child.line.send(Farewell(FLUSH_S), KILL_S)
         try:
-            child.process.wait(CLOSE_S)
+            child.process.wait(CLOSE_S if told else KILL_S)
         except subprocess.TimeoutExpired:
-            log.error("envoy.killed it did not end within %.0f s", CLOSE_S)
+            log.error("envoy.killed it did not end by itself")
             child.process.kill()
             child.process.wait(KILL_S)
         self._thread.join(KILL_S)
         child.line.close()
-        if self._slots is not None:
-            self._slots.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -246,13 +248,22 @@ class Envoy:
             self._lent.add(self._newest.slot)
 
     def _watch(self) -> None:
-        while (child := self._child) is not None:
-            try:
-                if (received := child.line.receive(WAIT_S)) is not None:
-                    self._take(received[0])
-            except LinkDown:
-                if not self._replaced(child):
-                    return
+        try:
+            while (child := self._child) is not None and self._heard(child):
+                pass
+        except Exception as error:  # of any kind: the learner must hear of it, and does at its next call
+            log.exception("envoy.not_heard")
+            self._fail(error)
+
+    def _heard(self, child: _Child) -> bool:
+        """Takes in a word of the child's, if there is one soon; False once there is nobody to listen to."""
+        try:
+            received = child.line.receive(WAIT_S)
+        except LinkDown:
+            return self._replaced(child)
+        if received is not None:
+            self._take(received[0])
+        return True
 
     def _take(self, word: Word) -> None:
         if isinstance(word, Stopped):

@@ -196,7 +196,7 @@ class Slots:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Self:
-        """New memory for snapshots like this one. Raises WireError: a dtype does not travel; RunError: no memory."""
+        """New memory for snapshots like this one. Raises WireError: a dtype does not travel; OSError: no memory."""
         tensors = tuple(_Tensor(name, dtype_name(a.dtype), a.shape) for name, a in arrays.items())
         layout = msgspec.msgpack.encode(tensors)
         memory = Memory(len(layout), sum(_padded(array.nbytes) for array in arrays.values()))
