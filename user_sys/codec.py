@@ -85,6 +85,11 @@ class OpenPacket(NamedTuple):
         """A read-only view of one array of the layout."""
         return np.ndarray(place.shape, place.dtype, self.view, self.start + place.offset)
 
+    def raw(self, place: ArrayPlace) -> bytes:
+        """A copy of the bytes of one array of the layout: of a few, Python's own methods are faster than numpy's."""
+        start = self.start + place.offset
+        return bytes(self.view[start : start + math.prod(place.shape) * place.dtype.itemsize])
+
     def arrays(self) -> dict[str, Array]:
         """Read-only views of all arrays by name."""
         return {place.name: self.array(place) for place in self.layout.arrays}
@@ -122,7 +127,7 @@ def open_packet(packet: bytes | memoryview) -> OpenPacket:
     Raises:
         WireError: bad magic, a layout that does not decode, or one that does not end where the packet ends.
     """
-    view = memoryview(packet).cast("B").toreadonly()
+    view = memoryview(packet) if type(packet) is bytes else memoryview(packet).cast("B").toreadonly()
     if not _PREFIX.size <= len(view) <= MAX_PACKET_BYTES:
         raise WireError(f"a packet of {len(view)} bytes; allowed are {_PREFIX.size} to {MAX_PACKET_BYTES}")
     magic, record, layout = _PREFIX.unpack_from(view)

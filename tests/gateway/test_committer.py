@@ -143,6 +143,40 @@ def test_nothing_is_acknowledged_after_a_sync_that_failed(tmp_path: Path) -> Non
     writer.close()
 
 
+class SlowSync(Files):
+    """A disk on which each sync lasts until it may end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.slow = threading.Event()
+
+    def fdatasync(self, fd: int) -> None:
+        if self.slow.is_set():
+            self.begun.release()
+            assert self.may_end.acquire(timeout=DEADLINE_S)
+        super().fdatasync(fd)
+
+
+def test_the_next_group_is_appended_while_the_disk_syncs_and_acknowledged_after_its_own_sync(tmp_path: Path) -> None:
+    disk = SlowSync()
+    with StoreWriter.open(tmp_path, files=disk) as writer:
+        desk = Desk(tmp_path, writer)
+        disk.slow.set()
+        desk.committer.start()
+        desk.offer(0, packet(0))
+        assert disk.begun.acquire(timeout=DEADLINE_S)
+        desk.offer(1, packet(1))
+        until(lambda: writer.chunks == 2, "the next group")
+        assert desk.acknowledged == []
+        disk.may_end.release()
+        assert disk.begun.acquire(timeout=DEADLINE_S)
+        assert desk.acknowledged == [0]
+        disk.slow.clear()
+        disk.may_end.release()
+        desk.committer.close()
+        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+
+
 def test_a_store_is_kept_within_its_bound_while_it_is_written(desk: Desk) -> None:
     bound = 400_000
     keeper = StoreKeeper(desk.path, desk.writer, desk.committer, Retention(max_bytes=bound), interval_s=0.01)

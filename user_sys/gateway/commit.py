@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -73,7 +72,10 @@ class _Group:
 class Committer:
     """Appends chunks to the store, syncs once a group, and then acknowledges.
 
-    Two threads: one checks, appends and writes out a group while the other waits for the disk to sync the group before.
+    Two threads in turn: one checks, appends and writes out a group while the other waits for the disk to sync the group
+    before. Who appended a group also syncs it: a thread that it was handed to would first wait for the interpreter,
+    which appending the next group keeps busy.
+
     The queue is bounded by the window of each connected robot, which opens again as its chunks are settled. While the
     disk is full nothing is acknowledged and it keeps trying; robots then stop sending by themselves when their windows
     are used up, and spool to their outboxes.
@@ -89,11 +91,9 @@ class Committer:
         self._queue: deque[_Arrival | _Saying] = deque()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._written: queue.Queue[_Group | None] = queue.Queue(maxsize=1)
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
-            for name, run in (("commit", self._append_groups), ("commit-sync", self._sync_groups))
-        ]
+        self._appending = threading.Lock()
+        self._syncing = threading.Lock()  # taken while holding the other, so that groups are synced in their order
+        self._threads = [threading.Thread(target=self._run, name=f"commit-{n}", daemon=True) for n in range(2)]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -140,36 +140,37 @@ class Committer:
 
     # The threads
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            run()
+            while (group := self._appended()) is not None:
+                try:
+                    self._writer.sync(group.ticket)
+                    self._settle(group)
+                finally:
+                    self._syncing.release()
         except Exception as error:
             logger.exception("commit.failed")
             self.failure = self.failure or error
 
-    def _append_groups(self) -> None:
-        while (group := self._next_group()) is not None:
-            group.ticket = self._patiently(self._writer.flush)
-            self._hand_over(group)
-        self._hand_over(None)
-
-    def _hand_over(self, group: _Group | None) -> None:
-        while self.failure is None:
-            try:
-                return self._written.put(group, timeout=WAIT_S)
-            except queue.Full:
-                continue
-
-    def _sync_groups(self) -> None:
-        while self.failure is None:
-            try:
-                group = self._written.get(timeout=WAIT_S)
-            except queue.Empty:
-                continue
+    def _appended(self) -> _Group | None:
+        """The next group, written out, the caller having the turn to sync it; None once stopped, or failed."""
+        if not self._turn(self._appending):
+            return None
+        try:
+            group = self._next_group()
             if group is None:
-                return
-            self._writer.sync(group.ticket)
-            self._settle(group)
+                return None
+            group.ticket = self._patiently(self._writer.flush)
+            return group if self._turn(self._syncing) else None
+        finally:
+            self._appending.release()
+
+    def _turn(self, lock: threading.Lock) -> bool:
+        """Takes `lock`; False once a commit has failed."""
+        while self.failure is None:
+            if lock.acquire(timeout=WAIT_S):
+                return True
+        return False
 
     def _next_group(self) -> _Group | None:
         """Appends what has arrived, up to `commit_bytes`; None once stopped and empty, or failed."""
