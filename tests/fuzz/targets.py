@@ -17,16 +17,31 @@ import pyarrow.parquet as pq
 import zmq
 
 from hal.errors import HalError
-from hal.spec import ArraySpec, CameraSpec, RobotSpec
+from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys import messages as m
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.config import load
 from user_sys.console import wire as console
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source, decode_chunk, frame_columns
+from user_sys.episode import (
+    APPLIED,
+    CRC,
+    IMAGES,
+    LENGTH,
+    Chunk,
+    ChunkHeader,
+    EpisodeEnd,
+    Phase,
+    Source,
+    decode_chunk,
+    frame_columns,
+    open_chunk,
+)
 from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
-from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png
+from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frames_of
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_read import LerobotDataSet
+from user_sys.replay.features import Features
+from user_sys.replay.verified import FRAME, ChunkRows
 from user_sys.store.block import TABLES, decode_block, summarise_records
 from user_sys.store.frame import RecordRef
 from user_sys.store.labels import (
@@ -72,6 +87,21 @@ def _chunk() -> bytes:
     return Chunk(header, {"reward": np.zeros(2, np.float32)}, {}).encode()
 
 
+def _used_chunk(raw: bytes) -> None:
+    """What the door takes every reader must be able to use."""
+    chunk = decode_chunk(raw)
+    block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK), memoryview(raw))]))
+    assert len(block.chunks["steps"]) == 1 and not block.damaged
+    cameras = [name for name in chunk.columns if name.startswith(IMAGES) and not name.endswith((LENGTH, CRC))]
+    for name in cameras:
+        assert len(frames_of(chunk, name)) == chunk.header.steps
+    shapes = dict.fromkeys((IMAGES + "f", *cameras), (8, 8, 3))
+    rows = ChunkRows(open_chunk(raw), Features(vectors={STATE: 3}, action_size=2, cameras=shapes))
+    rows.vectors()
+    for name in shapes:
+        rows.frames(name, 0, np.zeros((), FRAME))
+
+
 def _last_chunk() -> bytes:
     """One with pictures, phases and an end."""
     end = EpisodeEnd(steps=4, success=True)
@@ -82,8 +112,11 @@ def _last_chunk() -> bytes:
         **frame_columns("observation.images.r", [_BLACK[:1, :2], None]),
         "phase": np.array([0, 2], np.uint8),
         "t_capture_ns": np.arange(2),
+        STATE: np.zeros((2, 3), np.float32),
+        APPLIED: np.zeros((2, 2), np.float32),
     }
-    return Chunk(header, columns, {"observation.state": np.zeros(3, np.float32)}).encode()
+    final = {STATE: np.zeros(3, np.float32), IMAGES + "f": np.frombuffer(encode_jpeg(_BLACK), np.uint8)}
+    return Chunk(header, columns, final).encode()
 
 
 def _block() -> bytes:
@@ -294,7 +327,7 @@ _RUN = Path(__file__).parents[2] / "configs/demo-smoke.yaml"
 
 TARGETS = {
     "packet": Target(lambda raw: decode_packet(raw, ChunkHeader), (WireError,), (_chunk(),), mutations.packet),
-    "chunk": Target(decode_chunk, (WireError,), (_chunk(), _last_chunk()), mutations.packet),
+    "chunk": Target(_used_chunk, (WireError,), (_last_chunk(),), mutations.packet),
     "block": Target(decode_block, (WireError,), (_block(),), _changed_block),
     "label": Target(decode_label, (WireError,), tuple(map(encode_label, _LABELS)), mutations.msgpack),
     "message": Target(
