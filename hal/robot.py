@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,10 @@ class Observation:
     t_capture_ns: int
 
 
+def _nobody() -> None:
+    """Nobody wants anything of a robot that moves by itself."""
+
+
 class Robot(ABC):
     """One robot. The driver process alone calls it, from one thread.
 
@@ -39,9 +43,14 @@ class Robot(ABC):
 
     Attributes:
         spec: known before `connect` and constant afterwards.
+        attend: the driver process sets it. A motion that takes longer than a control period, such as the way home at a
+            reset, calls it in each one, from the thread that it was called in. It raises EmergencyStopped once the
+            e-stop was pressed (the robot has been told to stop then), and HalError where the driver process is to end:
+            the motion is then given up.
     """
 
     spec: RobotSpec
+    attend: Callable[[], None] = staticmethod(_nobody)
 
     @abstractmethod
     def connect(self) -> None:

@@ -106,7 +106,8 @@ class SafetyKernel:
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
         self._counts = dict.fromkeys(Reason, 0)
-        self._stopped: EmergencyStop | None = _read_latch(latch_path)
+        self._stopped: EmergencyStop | None = None
+        self.heed_latch()
         self.settle()
 
     def settle(self) -> None:
@@ -196,6 +197,12 @@ class SafetyKernel:
         except OSError as error:  # the robot is stopped all the same; only a restart would forget it
             logger.error("estop.not_persisted path=%s error=%s", self._latch_path, error)
 
+    def heed_latch(self) -> None:
+        """Takes up an e-stop that is latched on the disk: from before the start, or by somebody else since."""
+        if self._stopped is None and (found := _read_latch(self._latch_path)) is not None:
+            self._stopped = found
+            logger.warning("estop.latched by=%s why=%s", found.by, found.why)
+
     def rearm(self, person: str) -> None:
         """Lifts the e-stop in the name of `person`; harmless where none is latched.
 
@@ -239,6 +246,11 @@ class SafetyKernel:
     def _explain_estop(self) -> str:
         stopped = self._stopped
         return f"the e-stop was pressed by {stopped.by}; a person must re-arm the robot" if stopped else "e-stop"
+
+
+def latch_emergency(path: Path, by: str, why: str) -> None:
+    """Presses the e-stop of a robot whose kernel cannot be told: it finds the latch at its start. Raises OSError."""
+    replace_durably(path, msgspec.json.encode(EmergencyStop(by=by, why=why, unix_ns=time.time_ns())))
 
 
 def _read_latch(path: Path | None) -> EmergencyStop | None:

@@ -115,8 +115,10 @@ class Supervisor:
             SupervisionError: the program is not there, or its log cannot be written.
         """
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
-                return
+            if self._thread is not None:
+                if self._status.state in (NodeState.RUNNING, NodeState.WAITING):
+                    return
+                self._thread.join(KILL_WAIT_S)  # it has said that the process ended, and is about to end itself
             program = self._require_program()
             self._stopping.clear()
             self._status = NodeStatus(state=NodeState.WAITING)

@@ -42,7 +42,10 @@ class Task(ABC):
 
     @abstractmethod
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Brings robot and scene to a start drawn from `rng`. Blocks while the robot moves there."""
+        """Brings robot and scene to a start drawn from `rng`. Blocks while the robot moves there.
+
+        While it does, `robot.attend` is called, or the e-stop would wait; what that raises passes through.
+        """
 
     @abstractmethod
     def evaluate(self, observation: Observation) -> Outcome:

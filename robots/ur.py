@@ -247,7 +247,7 @@ class UrRobot(Robot):
             link = self._connected
             if link.at_rest:
                 link.wake()
-            link.move(np.array(self.config.home), HOME_DEADLINE_S)
+            link.move(np.array(self.config.home), HOME_DEADLINE_S, self.attend)
 
     def close(self) -> None:
         link, self._link = self._link, None

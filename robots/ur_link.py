@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -189,8 +190,8 @@ class UrLink:
 
     def read(self) -> Reading:
         """The newest reading, of whatever age. Raises HardwareLost, with the reason where the arm was stopped."""
+        receive = self._receive  # before the look: whoever takes it away says why first
         self._require()
-        receive = self._receive
         stamp_s, now_s = receive.getTimestamp(), time.monotonic()  # first, so that the values are no older
         reading = Reading(
             q=np.array(receive.getActualQ()),
@@ -235,21 +236,23 @@ class UrLink:
             self._lost = self._lost or "the controller does not start the program"
         self._require()
 
-    def move(self, q: Array, deadline_s: float) -> None:
-        """Moves to joint angles by moveJ and holds there.
+    def move(self, q: Array, deadline_s: float, attend: Callable[[], None]) -> None:
+        """Moves to joint angles by moveJ and holds there, or where `attend`, called all the while, raises.
 
         Raises:
             HardwareLost: the arm was stopped, or is not there in time; it is told to hold then.
         """
         until_s = time.monotonic() + deadline_s
         order = _Move(q)
-        while np.abs(self.read().q - q).max() > ARRIVED_RAD:
-            if time.monotonic() > until_s:
-                self.hold()
-                raise HardwareLost(f"{self._name}: moving to {q.tolist()} took longer than {deadline_s:g} s")
-            self._give(order)
-            time.sleep(1 / self.config.rtde_hz)
-        self.hold()
+        try:
+            while np.abs(self.read().q - q).max() > ARRIVED_RAD:
+                attend()
+                if time.monotonic() > until_s:
+                    raise HardwareLost(f"{self._name}: moving to {q.tolist()} took longer than {deadline_s:g} s")
+                self._give(order)
+                time.sleep(1 / self.config.rtde_hz)
+        finally:
+            self.hold()
 
     def close(self) -> None:
         """Brings the arm to rest and disconnects; gives up on a library that takes longer than `CLOSE_DEADLINE_S`. A

@@ -21,7 +21,6 @@ import json
 import logging
 import random
 import selectors
-import signal
 import socket
 import struct
 import sys
@@ -36,6 +35,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from hal.signals import stop_on_signals
 from sim.link_config import LinkBreak, LinkConfig, LinkEvent, WayName, link_config
 from sim.link_way import Broken, Pipe, Way
 
@@ -368,8 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     try:
         settings = msgspec.yaml.decode(args.config.read_bytes()) if args.config else {}
         settings |= {key: msgspec.yaml.decode(value) for key, _, value in (s.partition("=") for s in args.settings)}

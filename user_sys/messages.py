@@ -99,10 +99,11 @@ class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
 
 
 class LeaseRefusal(Message, frozen=True, kw_only=True, tag="lease-refusal"):
-    """`reason` names the holder."""
+    """`reason` names the holder. `token` is that of the request: 0 where it asked for a new lease."""
 
     robot: str
     reason: str
+    token: int = 0
 
 
 class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release"):

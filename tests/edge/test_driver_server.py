@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from edge_kit import RIGHT, STILL, WatchedRobot, until
+import zmq
+from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
 
+from hal.errors import HalError
 from hal.lease import Fence, MachineLock
-from hal.robot import StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.robot import Robot, StopLevel
+from hal.safety import Reason, SafetyKernel, latch_emergency
+from hal.spec import ACTION
 from hal.station import Station
 from robots.fake import FakeTask
+from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import RemoteDriver
 from user_sys.edge.driver_process import DriverServer
-from user_sys.edge.driver_wire import endpoint
+from user_sys.edge.driver_wire import Order, Reply, Request, endpoint
 
 PERIOD_NS = 100_000_000
+
+
+class Homing(FakeTask):
+    """A reset during which the robot moves by itself until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = threading.Event()
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        until_s = time.monotonic() + END_S
+        while time.monotonic() < until_s:
+            robot.attend()
+            self.under_way.set()
+            time.sleep(1e-3)
 
 
 class Site:
@@ -30,6 +51,7 @@ class Site:
         self.now_ns = 10**12
         clock = lambda: self.now_ns  # noqa: E731
         self.robot = WatchedRobot(clock=clock)
+        self.homing = Homing()
         self.driver = Driver(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
         station = Station(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
         self.server = DriverServer(self.driver, station, Fence(), endpoint("fake-0"), clock)
@@ -99,6 +121,75 @@ def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Sit
     assert tick.stopped and tick.reasons == Reason.ESTOP
     tick = site.client.command(RIGHT)
     assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
+
+
+def resetting(site: Site) -> tuple[threading.Thread, list[Any]]:
+    """A reset that has begun, and lasts until the robot is stopped; what became of it."""
+    ended: list[Any] = []
+    site.driver.task = site.homing
+
+    def reset() -> None:
+        try:
+            ended.append(site.client.reset(0))
+        except HalError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=reset)
+    thread.start()
+    assert site.homing.under_way.wait(END_S)
+    return thread, ended
+
+
+def test_an_emergency_stop_is_obeyed_while_a_reset_moves_the_robot(site: Site) -> None:
+    thread, ended = resetting(site)
+    site.anyone.emergency_stop("ada")
+    assert site.robot.stops and set(site.robot.stops) == {StopLevel.SAFE}
+    thread.join(END_S)
+    (tick,) = ended
+    assert tick.stopped and site.robot.commands == []
+    assert site.client.command(RIGHT).applied is None
+
+
+def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
+    thread, ended = resetting(site)
+    site.server.stop.set()
+    thread.join(END_S)
+    (error,) = ended
+    assert isinstance(error, HalError) and "the driver of fake-0 ends" in str(error)
+
+
+def test_people_are_obeyed_in_the_order_in_which_they_spoke(site: Site) -> None:
+    site.anyone.emergency_stop("ada", turn=1)
+    site.anyone.emergency_stop("bob", turn=3)  # it has its own way to the driver, and came before
+    assert not site.client.rearm("ada", turn=2) and site.client.hold().stopped
+    assert site.client.rearm("ada", turn=4) and not site.client.hold().stopped
+    site.anyone.emergency_stop("bob", turn=3)  # said twice
+    assert not site.client.hold().stopped
+    site.anyone.emergency_stop("ada", turn=5)
+    assert site.client.hold().stopped
+
+
+def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) -> None:
+    site.client.command(STILL)
+    orders: tuple[Order, ...] = ("command", "reset", "hold", "re-arm")
+    for order in orders:
+        request = Request(order=order, session="late", token=1, person="ada", until_ns=1)
+        with zmq.Context.instance().socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint("fake-0"))
+            socket.send(encode_packet(request, {ACTION: RIGHT}))
+            assert socket.poll(END_S * 1000)
+            assert "came too late" in decode_packet(socket.recv(), Reply)[0].message
+    assert len(site.robot.commands) == 1
+
+
+def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
+    site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
+    latch_emergency(tmp_path / "e-stop.json", "ada", "the driver did not answer")
+    assert not site.client.hold().stopped
+    site.client.attach()
+    assert site.client.hold().stopped
+    assert site.client.rearm("ada") and not (tmp_path / "e-stop.json").exists()
 
 
 def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -> None:

@@ -60,6 +60,7 @@ class Session:
     max_steps: int = 50
     now_s: float = 100.0
     leaving: bool = False
+    pressed: int = 0  # the driver's newest e-stop
     sequence: int = 0
     steps: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -75,11 +76,17 @@ class Session:
             "go",
             self.max_steps,
             reply=self.replies.append,
-            rearm=self.driver.kernel.rearm,
+            rearm=self.rearm,
             leaving=lambda: self.leaving,
             **self.options,
         )
         self.begin()
+
+    def rearm(self, person: str, turn: int) -> bool:
+        if turn < self.pressed:
+            return False
+        self.driver.kernel.rearm(person)
+        return True
 
     def begin(self) -> None:
         self.tick: Tick = self.driver.reset(seed=0)
@@ -270,6 +277,37 @@ def test_a_re_arm_leads_from_a_stop_to_a_hold_at_once(session: Session) -> None:
     assert session.driver.kernel.emergency is None and not session.tick.stopped
     session.order("hand-back")
     assert session.acted().phase is Phase.POLICY
+
+
+def test_a_re_arm_lifts_no_stop_that_was_pressed_after_it(session: Session) -> None:
+    session.acted()
+    session.driver.kernel.emergency_stop("ada")
+    session.order("e-stop")
+    session.period()
+    session.order("re-arm")
+    session.pressed = 1  # once more, and the driver has heard of it before the loop takes the order
+    assert session.period() == (None, None) and session.authority.state is State.STOPPED
+    assert session.driver.kernel.emergency is not None
+    assert not session.replies[-1].accepted and "pressed again" in session.replies[-1].reason
+
+
+def test_an_input_that_waited_while_the_robot_was_busy_moves_nothing(session: Session) -> None:
+    session.order("take-over")
+    session.period()
+    session.order("drive", (1, 0, 0, 0))
+    session.now_s += SILENCE_S + 0.1  # a reset, say
+    session.order("take-over")
+    assert session.period() == (None, None) and session.authority.state is State.HUMAN
+    assert session.robot.commands == []
+
+
+def test_of_a_persons_inputs_the_newest_counts_and_no_order_is_refused_for_them(session: Session) -> None:
+    session.order("take-over")
+    for _ in range(MAX_PENDING_ORDERS):
+        session.order("drive", (1, 0, 0, 0))
+    session.order("drive", (0, -0.5, 0, 0))
+    np.testing.assert_allclose(session.acted().action, [0, -STEP_M / 2, 0, GRIPPER_M], rtol=1e-6)
+    assert [reply.accepted for reply in session.replies] == [True]
 
 
 def test_a_latch_that_only_the_driver_knows_of_stops_the_session_too(session: Session) -> None:

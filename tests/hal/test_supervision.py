@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +76,37 @@ def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path
     eventually(lambda: supervisor.status().state is NodeState.STOPPED)
     assert log.read_text() == "hello there\n"
     assert supervisor.status() == NodeStatus(state=NodeState.STOPPED, last_exit=0)
+
+
+def test_a_process_that_has_ended_by_itself_is_started_however_soon_one_asks(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "print('up')"])
+    ended, go_on = threading.Event(), threading.Event()
+
+    class Hold(logging.Handler):
+        """Keeps the supervisor's thread from its end, once it has said that the process ended."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("node.ended"):
+                ended.set()
+                go_on.wait(60)
+
+    logger, held = logging.getLogger("hal.supervision"), Hold(logging.INFO)
+    before = logger.level
+    logger.addHandler(held)
+    logger.setLevel(logging.INFO)
+    try:
+        supervisor.start()
+        assert ended.wait(60) and supervisor.status().state is NodeState.STOPPED
+        starting = threading.Thread(target=supervisor.start)
+        starting.start()
+        starting.join(0.2)
+        go_on.set()
+        starting.join(60)
+        eventually(lambda: log.read_text().count("up") == 2)
+    finally:
+        go_on.set()
+        logger.removeHandler(held)
+        logger.setLevel(before)
 
 
 def test_a_killed_process_is_started_again(make: Make, log: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ur_kit import SimulatedController, simulated_controller
 
 from hal.conformance import RobotConformance
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
@@ -213,6 +213,20 @@ def test_the_arm_goes_home_by_itself_where_home_is_configured(controller: Simula
         robot.stop(StopLevel.SAFE)
         station.task.reset(robot, np.random.default_rng(0))
     assert station.task.sentence == "tidy up"
+
+
+def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: SimulatedController) -> None:
+    with arm(controller, home=(0.2, -1.4, 1.4, -1.5, -1.5, 0.1)) as robot:
+        begun = state(robot)[:6]
+
+        def press() -> None:
+            robot.stop(StopLevel.SAFE)
+            raise EmergencyStopped("pressed by ada")
+
+        robot.attend = press
+        with pytest.raises(EmergencyStopped, match="pressed by ada"):
+            robot.go_home()
+        assert np.abs(state(robot)[:6] - begun).max() < 1e-3
 
 
 def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: SimulatedController) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import secrets
@@ -169,7 +170,8 @@ class _Pages:
             self._replies.append(what)
         if not self._waking:
             self._waking = True
-            loop.call_soon_threadsafe(self._wake)
+            with contextlib.suppress(RuntimeError):  # the server has just ended: nobody is there to be told
+                loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._waking = False  # before looking: what is fed from here on wakes again

@@ -106,7 +106,7 @@ class Authority:
         self.operator = ""  # who drives, whose silence led to HOLD, or who stopped the robot; else empty
         self.audit: deque[Transition] = deque(maxlen=MAX_AUDIT_ENTRIES)
         self._spec = spec
-        self._clock = clock
+        self.clock = clock
         self._unix_ns = unix_ns
         self._silence_s = silence_s
         self._heard_s = -math.inf
@@ -126,7 +126,7 @@ class Authority:
 
     def tick(self) -> State:
         """Notices silence, and returns the state for this control period."""
-        if self.state is State.HUMAN and self._clock() - self._heard_s > self._silence_s:
+        if self.state is State.HUMAN and self.clock() - self._heard_s > self._silence_s:
             self._move(State.HOLD, self.operator, "silence")
         return self.state
 
@@ -174,11 +174,15 @@ class Authority:
         self._policy_acted = self.state is State.POLICY
         self._mark, self._reset = None, False
 
-    def apply(self, command: OperatorCommand) -> OperatorReply:
-        """Carries out an order, or refuses it with a reason; never raises for what a person may send."""
+    def apply(self, command: OperatorCommand, heard_s: float | None = None) -> OperatorReply:
+        """Carries out an order, or refuses it with a reason; never raises for what a person may send.
+
+        Args:
+            heard_s: when it came in, by `clock`; None is now. An input that had to wait for long moves nothing.
+        """
         self.tick()
         try:
-            self._order(command)
+            self._order(command, self.clock() if heard_s is None else heard_s)
         except AuthorityError as error:
             if command.order != "drive":
                 who = command.operator[:MAX_NAME_CHARS]
@@ -202,7 +206,7 @@ class Authority:
                 return
             self._move(State.HUMAN, AT_THE_ROBOT, "take-over")
         self._twist, self._target = np.asarray(hand.twist, np.float32), hand.target
-        self._heard_s = self._clock()
+        self._heard_s = self.clock()
 
     def emergency_stop(self, who: str, cause: str = "e-stop") -> None:
         """Latches the stop; also for the driver's own. What was asked before is forgotten. Repeating it is harmless."""
@@ -211,7 +215,7 @@ class Authority:
         if self.state is not State.STOPPED:
             self._move(State.STOPPED, who, cause)
 
-    def _order(self, command: OperatorCommand) -> None:
+    def _order(self, command: OperatorCommand, heard_s: float) -> None:
         operator = command.operator
         if command.robot != self.robot:
             raise AuthorityError(f"this is {self.robot}, not {command.robot[:MAX_NAME_CHARS]}")
@@ -224,7 +228,7 @@ class Authority:
             case "take-over":
                 self._take_over(command)
             case "drive":
-                self._drive(command)
+                self._drive(command, heard_s)
             case "hand-back":
                 self._hand_back(operator)
             case "re-arm":
@@ -241,10 +245,12 @@ class Authority:
             self._twist, self._target = np.zeros_like(self._twist), None
             self._move(State.HUMAN, command.operator, "take-over")
         self._sequence = command.sequence  # another console counts from elsewhere; what it sent earlier is void
-        self._heard_s = self._clock()
+        self._heard_s = self.clock()
 
-    def _drive(self, command: OperatorCommand) -> None:
+    def _drive(self, command: OperatorCommand, heard_s: float) -> None:
         self._require_armed()
+        if self.clock() - heard_s > self._silence_s:
+            raise AuthorityError("it had to wait for too long")
         if self.state is not State.HUMAN:
             raise AuthorityError("take over first" if self.state is State.POLICY else "held: take over to go on")
         twist = command.twist
@@ -254,7 +260,7 @@ class Authority:
             raise AuthorityError("overtaken by a newer input")
         self._sequence = command.sequence
         self._twist = np.asarray(twist, np.float32)
-        self._heard_s = self._clock()
+        self._heard_s = heard_s
 
     def _hand_back(self, operator: str) -> None:
         self._require_armed()

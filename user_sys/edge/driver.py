@@ -120,8 +120,12 @@ class Driver:
         self.robot.close()
 
     def reset(self, seed: int) -> Tick:
+        """Brings robot and scene to a start; an e-stop meanwhile leaves them where they are, as a latched one does."""
         if self.kernel.emergency is None:
-            self.task.reset(self.robot, np.random.default_rng(seed))
+            try:
+                self.task.reset(self.robot, np.random.default_rng(seed))
+            except EmergencyStopped as error:
+                self._stop_for(error)
         self.kernel.settle()
         self._periods = 0
         return self._tick(applied=None, reasons=Reason(0), t_command_ns=0, judged=False)
@@ -138,14 +142,18 @@ class Driver:
             return self._tick(None, verdict.reasons, time.monotonic_ns(), judged=True)
         try:
             applied = np.asarray(self.robot.command(verdict.applied), np.float32)
-        except EmergencyStopped as error:  # a button of its own: once released, a person re-arms here too
-            try:
-                self.robot.stop(StopLevel.SAFE)
-            finally:
-                self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
+        except EmergencyStopped as error:
+            self._stop_for(error)
             return self._tick(None, Reason.ESTOP, time.monotonic_ns(), judged=True)
         self.kernel.correct(applied)
         return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
+
+    def _stop_for(self, error: EmergencyStopped) -> None:
+        """Latches a stop that the robot tells of, as of a button of its own: once released, a person re-arms here."""
+        try:
+            self.robot.stop(StopLevel.SAFE)
+        finally:
+            self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
 
     def hold(self) -> Tick:
         verdict = self.kernel.hold()

@@ -18,7 +18,8 @@ from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
-REPLY_DEADLINE_S = 30.0  # a reset moves the robot to its start
+REPLY_DEADLINE_S = 30.0
+RESET_DEADLINE_S = 90.0  # the robot moves to its start; a driver gives it a minute for that
 LIFE_SIGN_S = 0.2  # one that was killed shows within this
 LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on the disk before it is said to be pressed or released
 PERIOD_DEADLINE_S = 10.0  # beyond a control period; a driver process that hangs shows within it
@@ -84,7 +85,7 @@ class RemoteDriver:
         self.newest_token = reply.newest_token
 
     def reset(self, seed: int) -> Tick:
-        return self._tick(*self._ask("reset", seed=seed))
+        return self._tick(*self._ask("reset", seed=seed, deadline_s=RESET_DEADLINE_S))
 
     def command(self, action: Array) -> Tick:
         return self._tick(*self._ask("command", {"action": action}, deadline_s=PERIOD_DEADLINE_S))
@@ -92,13 +93,13 @@ class RemoteDriver:
     def hold(self) -> Tick:
         return self._tick(*self._ask("hold", deadline_s=PERIOD_DEADLINE_S))
 
-    def emergency_stop(self, person: str) -> None:
-        """Latches the e-stop. Needs no token."""
-        self._ask("e-stop", person=person, deadline_s=LATCH_DEADLINE_S)
+    def emergency_stop(self, person: str, turn: int = 0) -> None:
+        """Latches the e-stop. Needs no token. `turn`: see `Request`."""
+        self._ask("e-stop", person=person, turn=turn, deadline_s=LATCH_DEADLINE_S)
 
-    def rearm(self, person: str) -> None:
-        """Releases the e-stop in the name of a person."""
-        self._ask("re-arm", person=person, deadline_s=LATCH_DEADLINE_S)
+    def rearm(self, person: str, turn: int = 0) -> bool:
+        """Releases the e-stop in the name of a person; False where it was pressed again after `turn`, and stands."""
+        return not self._ask("re-arm", person=person, turn=turn, deadline_s=LATCH_DEADLINE_S)[0].stopped
 
     def _connect(self) -> zmq.Socket[bytes]:
         if self._socket is None:
@@ -113,6 +114,7 @@ class RemoteDriver:
         *,
         seed: int = 0,
         person: str = "",
+        turn: int = 0,
         deadline_s: float = REPLY_DEADLINE_S,
     ) -> tuple[Reply, dict[str, Array]]:
         socket = self._connect()
@@ -125,6 +127,8 @@ class RemoteDriver:
             reduced=self.reduced,
             person=person,
             owner=self._owner if order in ("describe", "attach") else "",
+            turn=turn,
+            until_ns=time.monotonic_ns() + int(deadline_s * 1e9),
         )
         socket.send(encode_packet(request, arrays or {}))
         self._await_reply(socket, order, deadline_s)

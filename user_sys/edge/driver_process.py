@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
 import threading
 import time
@@ -27,9 +26,10 @@ from pathlib import Path
 
 import zmq
 
-from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError
+from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError
 from hal.lease import Fence, MachineLock, runtime_folder
 from hal.safety import SafetyKernel
+from hal.signals import stop_on_signals
 from hal.spec import ACTION, Array
 from hal.station import Station
 from user_sys.codec import decode_packet, encode_packet
@@ -37,7 +37,7 @@ from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
-from user_sys.edge.driver_wire import WAITING, Reply, Request, TaskCard, endpoint
+from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint
 from user_sys.edge.realtime import claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -79,6 +79,7 @@ class DriverServer:
         self._period_ns = int(driver.spec.period_s * 1e9)
         self._next_ns = self._hold_at_ns = clock()
         self._held = 0
+        self._pressed = self._armed = ("", 0)  # session and turn of the newest e-stop and re-arm
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self.refused_realtime = ""
         self.stop = threading.Event()
@@ -145,20 +146,31 @@ class DriverServer:
     ) -> tuple[Reply, dict[str, Array]]:
         kernel = self._driver.kernel
         if request.order == "e-stop":
-            self._driver.emergency_stop(request.person)
+            if not _overtaken(request, self._armed):
+                self._pressed = (request.session, request.turn)
+                self._driver.emergency_stop(request.person)
             return Reply(), {}
         if request.owner and self._owner and request.owner != self._owner:
             raise LeaseHeld(f"{self._station.name} is driven on this machine for {self._owner}")
         if request.order == "describe":
             return self._card(), {}
         self._fence.admit(request.token)
+        if 0 < request.until_ns < time.monotonic_ns():
+            raise HalError(f"the order {request.order!r} came too late: its sender does not wait for it any more")
         if request.order == "re-arm":
-            kernel.rearm(request.person)
-            return Reply(), {}
+            return self._rearm(request), {}
         if request.order == "attach":
+            kernel.heed_latch()
             log.info("session.attached robot=%s %s token=%d", self._station.name, request.session, request.token)
             return self._card(), {}
         return self._advance(request, arrays, socket)
+
+    def _rearm(self, request: Request) -> Reply:
+        """`Reply.stopped` says that a newer press stands."""
+        if not _overtaken(request, self._pressed):
+            self._driver.kernel.rearm(request.person)
+            self._armed = (request.session, request.turn)
+        return Reply(stopped=self._driver.kernel.emergency is not None)
 
     def _card(self) -> Reply:
         task = self._station.task
@@ -176,6 +188,7 @@ class DriverServer:
         self._driver.real_time = request.real_time
         self._driver.kernel.reduced = request.reduced
         self._driver.pace = lambda: self._await_period(socket)
+        self._driver.robot.attend = lambda: self._attend(socket)
         held, self._held = self._held, 0
         if request.order == "reset":
             tick = self._driver.reset(request.seed)
@@ -203,6 +216,15 @@ class DriverServer:
             elif (request := self._next_request(socket, self._next_ns - SLEEP_NS)) is not None:
                 self._answer_in_period(*request, socket)
 
+    def _attend(self, socket: zmq.Socket[bytes]) -> None:
+        """See `hal.robot.Robot.attend`. Never waits."""
+        while (request := self._next_request(socket, self._clock())) is not None:
+            self._answer_in_period(*request, socket)
+        if (stopped := self._driver.kernel.emergency) is not None:
+            raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
+        if self.stop.is_set():
+            raise HalError(f"the driver of {self._station.name} ends")
+
     def _answer_in_period(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
         """An e-stop is obeyed at once; everybody else waits for the end of the control period."""
         try:
@@ -216,6 +238,15 @@ class DriverServer:
         else:
             busy = Reply(error="HalError", message=f"{MAX_WAITING} requests wait for the end of the control period")
             socket.send_multipart([identity, b"", encode_packet(busy, {})])
+
+
+def _overtaken(request: Request, by: tuple[str, int]) -> bool:
+    """Whether a person has ordered the opposite since, as session and turn `by`."""
+    session, turn = by
+    if request.session != session or request.turn >= turn:
+        return False
+    log.warning("%s.overtaken by=%s", request.order, request.person)
+    return True
 
 
 def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
@@ -261,15 +292,14 @@ def main(argv: list[str]) -> int:
 def _run(config: RobotConfig, state: Path) -> None:
     state.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     lock = MachineLock(config.name, holder=f"for {state.resolve()}")
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if not _await_turn(lock, stop):
             return
         station = build_station(config)
-        kernel = SafetyKernel(station.robot.spec, latch_path=state / "e-stop.json")
+        kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH)
         driver = Driver(
             station.robot,
             station.task,

@@ -18,6 +18,9 @@ MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108, ZeroMQ appends a few
 WAITING = "robot.waiting "
 """How a driver's log line starts whose words say for whom the robot is driven while it waits for its turn."""
 
+LATCH = "e-stop.json"
+"""Where in a robot's state folder the e-stop's latch is kept."""
+
 Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm"]
 
 ERRORS: dict[str, type[HalError]] = {
@@ -31,6 +34,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `owner` is the state folder of the session's robot: the driver of another run refuses to be attached to.
     `reduced` asks for the speed that is allowed while a person drives or is near.
+    `turn` counts a session's e-stops and re-arms as people gave them: a re-arm lifts no e-stop of a later turn.
+    `until_ns`, where it is not 0, is when the sender stops waiting, by ``time.monotonic_ns()``: what would move or arm
+    the robot after that is refused.
     """
 
     order: Order
@@ -41,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     reduced: bool = False
     person: str = ""
     owner: str = ""
+    turn: int = 0
+    until_ns: int = 0
 
 
 class TaskCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,12 +71,23 @@ class LeaseKeeper:
         if self._client.state is TunnelState.REFUSED:
             raise Refused(self._client.reason)
 
+    @property
+    def token(self) -> int:
+        """The newest token that was granted; 0 before the first."""
+        return self._token
+
     def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
-        """Takes the answer to a renewal. Raises LeaseError when another session has the robot now."""
-        if isinstance(message, LeaseRefusal):
+        """Takes an answer. Where `acquire` asked twice, as a gateway that is slow makes it do, the second answer brings
+        a newer token, under which the robot is driven from then on, and what was said of the older one is void.
+
+        Raises:
+            LeaseError: another session has the robot now.
+        """
+        if isinstance(message, LeaseGrant):
+            if message.token >= self._token:
+                self._take(message)
+        elif message.token == self._token:
             raise LeaseError(f"the lease of {self._robot} has ended: {message.reason}")
-        if message.token == self._token:
-            self._take(message)
 
     def renew_when_due(self) -> None:
         """Sends a renewal when a third of the time to live has passed; never blocks.

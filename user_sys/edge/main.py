@@ -24,6 +24,7 @@ from rich.console import Console
 from hal.durable import replace_durably
 from hal.lease import MachineLock
 from hal.resource import local_node
+from hal.signals import stop_on_signals
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
 from user_sys.config import as_dict, load, read, settle
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
@@ -213,7 +214,8 @@ def _each(watches: Sequence[RobotWatch], act: Callable[[RobotWatch], None]) -> N
 def _stop_on_signals() -> Iterator[threading.Event]:
     """The event is set by Ctrl-C or SIGTERM. A second one changes nothing: stopping has its deadlines."""
     stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop_on_signals(stop)
     try:
         yield stop
     finally:

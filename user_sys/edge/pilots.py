@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from user_sys.edge.recorder import Decision, Verdict
 from user_sys.episode import Phase
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import Policy
+from user_sys.tunnel.mailbox import Mailbox
 from user_sys.weights.swap import PolicySwapper
 
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: an episode that a person forgot
@@ -96,6 +96,20 @@ class PolicyPilot:
         return rule_verdict(after, late=steps >= self._max_steps)
 
 
+class _Order(NamedTuple):
+    """What a person ordered, and when it came in."""
+
+    command: OperatorCommand
+    turn: int
+    heard_s: float
+
+
+def _refusal(command: OperatorCommand, reason: str) -> OperatorReply:
+    return OperatorReply(
+        robot=command.robot, operator=command.operator, order=command.order, accepted=False, reason=reason
+    )
+
+
 class SessionPilot:
     """A policy, and people who may take over. Orders come in through `order` from any thread.
 
@@ -114,7 +128,7 @@ class SessionPilot:
         sentence: str,
         max_steps: int,
         reply: Callable[[OperatorReply], object],
-        rearm: Callable[[str], None],
+        rearm: Callable[[str, int], bool],
         leaving: Callable[[], bool],
         swapped: Callable[[int], object] = lambda version: None,
         swap_at: SwapAt = "chunk",
@@ -126,7 +140,7 @@ class SessionPilot:
         self._swapper, self._swapped = swapper, swapped
         self._swap_at, self._too_old = swap_at, too_old
         self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
-        self._orders: queue.Queue[OperatorCommand] = queue.Queue(MAX_PENDING_ORDERS)
+        self._orders: Mailbox[_Order] = Mailbox(MAX_PENDING_ORDERS)
         self._neutral = np.array(spec.neutral, np.float32)
 
     @property
@@ -134,17 +148,17 @@ class SessionPilot:
         """A person drives, or the robot holds or is stopped: the clock is obeyed."""
         return self.authority.state is not State.POLICY
 
-    def order(self, command: OperatorCommand) -> None:
-        """Takes an order from the console. A flood beyond the bound is refused, save for the e-stop, which the caller
-        has sent to the driver before."""
-        try:
-            self._orders.put_nowait(command)
-        except queue.Full:
-            self._reply(
-                OperatorReply(
-                    robot=command.robot, operator=command.operator, order=command.order, accepted=False, reason="busy"
-                )
-            )
+    def order(self, command: OperatorCommand, turn: int = 0) -> None:
+        """Takes an order from the console; of a person's inputs the newest alone waits.
+
+        A flood beyond the bound is refused, save for the e-stop, which the caller has sent to the driver before.
+
+        Args:
+            turn: see `driver_wire.Request`; it grows from one e-stop or re-arm to the next.
+        """
+        key = ("drive", command.operator) if command.order == "drive" else None
+        if not self._orders.put(_Order(command, turn, self.authority.clock()), key):
+            self._reply(_refusal(command, "busy"))
 
     def begin(self, tick: Tick) -> None:
         self._swap()
@@ -187,11 +201,12 @@ class SessionPilot:
         return rule_verdict(after, late=self._policy_steps >= self._max_steps or self._human_steps >= MAX_HUMAN_STEPS)
 
     def _obey(self) -> None:
-        while not self._orders.empty():
-            command = self._orders.get_nowait()
-            reply = self.authority.apply(command)
-            if reply.accepted and command.order == "re-arm":
-                self._rearm(command.operator)
+        while (order := self._orders.take()) is not None:
+            command = order.command
+            reply = self.authority.apply(command, order.heard_s)
+            if reply.accepted and command.order == "re-arm" and not self._rearm(command.operator, order.turn):
+                self.authority.emergency_stop("the driver", "pressed again")
+                reply = _refusal(command, "the e-stop was pressed again since")
             if command.order != "drive":
                 self._reply(reply)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import signal
 import sys
 import threading
 import time
@@ -19,11 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld
+from hal.safety import latch_emergency
+from hal.signals import stop_on_signals
 from user_sys.compose import PolicyConfig, make_policy
 from user_sys.config import load
 from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_wire import LATCH
 from user_sys.edge.lease_keeper import LeaseKeeper
 from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
@@ -108,7 +110,8 @@ class Session:
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
         self.leaving = leaving
         self._fatal: Exception | None = None
-        self._undelivered_stop: str | None = None  # who pressed the e-stop that the driver has not heard of
+        self._undelivered_stop: tuple[str, int] | None = None  # person and turn of one that the driver has not heard
+        self._turns = itertools.count(1)
         spec, task = driver.spec, driver.task
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
         self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, next(seeds)))
@@ -167,7 +170,6 @@ class Session:
         finally:
             self.leaving.set()
             inbox.join(timeout=5)
-            self._emergency.close()
         if self._fatal is not None:
             raise self._fatal
 
@@ -250,35 +252,49 @@ class Session:
                 self._weights.raise_failure()
                 lease.renew_when_due()
                 if self._undelivered_stop is not None:
-                    self._stop_at_once(self._undelivered_stop)
+                    self._stop_at_once(*self._undelivered_stop)
         except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
             self._fatal = error
         finally:
             self.leaving.set()
+            self._emergency.close()
 
     def _take_messages(self, lease: LeaseKeeper) -> None:
         message = self._client.receive(INBOX_WAIT_S)
         match message:
             case OperatorCommand():
+                turn = next(self._turns)
                 if message.order == "e-stop":
-                    self._stop_at_once(message.operator)
-                self._pilot.order(message)
+                    self._stop_at_once(message.operator, turn)
+                self._pilot.order(message, turn)
             case LeaseGrant() | LeaseRefusal():
                 lease.on_message(message)
+                self._driver.token = lease.token
             case WatchRequest():
                 self._publisher.watch(message)
             case StopRun():
                 log.info("run.stopped %s", message.reason)
                 self.leaving.set()
 
-    def _stop_at_once(self, person: str) -> None:
-        """The e-stop does not wait for the loop: it has its own way to the driver, and is tried until it is there."""
+    def _stop_at_once(self, person: str, turn: int) -> None:
+        """The e-stop does not wait for the loop: it has its own way to the driver, and is tried until it is there.
+
+        A driver that is away finds it on the disk, even if this session has ended by the time that it is back.
+        """
         try:
-            self._emergency.emergency_stop(person)
+            self._emergency.emergency_stop(person, turn)
             self._undelivered_stop = None
         except HalError as error:
-            self._undelivered_stop = person
+            first, self._undelivered_stop = self._undelivered_stop is None, (person, turn)
             log.error("e-stop.undelivered %s; trying again", error)
+            if first:
+                self._latch(person)
+
+    def _latch(self, person: str) -> None:
+        try:
+            latch_emergency(self._config.state / LATCH, person, "pressed while the robot was away")
+        except OSError as error:  # it is tried on while this session lives
+            log.error("e-stop.not_persisted %s", error)
 
     def _report_swap(self, version: int) -> None:
         applied = WeightsApplied(robot=self._config.robot, version=version, seconds=self._swapper.applied_s)
@@ -303,8 +319,7 @@ def _run(config: SessionConfig) -> None:
     outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox.max_bytes, when_full=config.outbox.when_full)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     leaving = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: leaving.set())
+    stop_on_signals(leaving)
     with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
         if not _await_driver(driver, leaving):
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from hal.errors import HalError
+from hal.signals import stop_on_signals
 from user_sys.errors import RunError, UserSysError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.service import Gateway
@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     configure_logging()
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     try:
         Gateway(_config(args.run / "config.yaml"), args.run).run(stop)
     except (UserSysError, HalError) as error:

@@ -10,7 +10,6 @@ be killed at any time.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from argparse import Namespace
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hal.signals import stop_on_signals
 from user_sys.config import load
 from user_sys.errors import Refused, WireError
 from user_sys.gateway.passage import Passage, Transit
@@ -221,8 +221,7 @@ def relay_main(args: Namespace) -> int:
     upstream_key = load_public_key(args.keys / f"{GATEWAY}.pub")
     relay = Relay(config, args.folder, keys, Keyring(args.keys), args.connect, upstream_key)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     console = Console()
 
     def say(line: str) -> None:

@@ -286,7 +286,7 @@ class Gateway:
                 else:
                     lease = self._registry.lease(request.robot, request.holder, request.floor)
         except (HalError, OSError) as error:
-            return LeaseRefusal(robot=request.robot, reason=str(error))
+            return LeaseRefusal(robot=request.robot, reason=str(error), token=request.token)
         return LeaseGrant(robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s)
 
     def _release(self, message: LeaseRelease) -> None:

@@ -4,7 +4,6 @@ through the tunnel."""
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hal.errors import HalError
+from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.errors import RunError, UserSysError
 from user_sys.learner.envoy import Envoy
@@ -51,8 +51,7 @@ def _run(path: Path, name: str) -> int:
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     if (spec := _spec(folder.robots, name, stop)) is None:
         return 0
     setup = Setup(
