@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
 
 from hal.errors import LeaseError
@@ -15,10 +18,14 @@ def granted(token: int) -> LeaseGrant:
     return LeaseGrant(robot="fake-0", holder="run", token=token, ttl_s=10.0)
 
 
-def test_a_second_answer_to_the_same_question_is_the_newer_lease_and_ends_nothing() -> None:
+@pytest.fixture
+def lease() -> Iterator[LeaseKeeper]:
     hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="fake-0", holder="run")
-    unconnected = TunnelClient("tcp://127.0.0.1:9", new_keypair(), new_keypair().public, hello)
-    lease = LeaseKeeper("fake-0", "run", unconnected)
+    with closing(TunnelClient("tcp://127.0.0.1:9", new_keypair(), new_keypair().public, hello)) as unconnected:
+        yield LeaseKeeper("fake-0", "run", unconnected)
+
+
+def test_a_second_answer_to_the_same_question_is_the_newer_lease_and_ends_nothing(lease: LeaseKeeper) -> None:
     lease.on_message(granted(1))
     lease.on_message(granted(2))
     assert lease.token == 2

@@ -31,7 +31,7 @@ def test_a_disk_that_takes_nothing_blocks_visibly_once_enough_waits() -> None:
 
     done: list[int] = []
     with Scribe(blocked) as scribe:
-        scribe.put(lambda: done.append(int(free.wait(20))))
+        scribe.put(lambda: done.append(int(free.wait(60))))
         for _ in range(MAX_WAITING + 1):
             scribe.put(lambda: done.append(1))
     assert told.is_set() and done == [1] * (MAX_WAITING + 2)

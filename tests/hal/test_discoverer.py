@@ -103,13 +103,19 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
 
 
 def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
-    released = threading.Event()
+    released, found_one = threading.Event(), threading.Event()
 
     def hanging() -> Iterable[ResourceRecord]:
         yield ARM
+        found_one.set()
         released.wait(DEADLINE_S)
 
-    found = discover({"stuck": Paced(hanging, within_s=0.05)})
+    def patient() -> Iterable[ResourceRecord]:
+        """Is asked first, and answers once the other has found something, however late its thread begins."""
+        assert found_one.wait(DEADLINE_S)
+        return ()
+
+    found = discover({"patient": Paced(patient, within_s=DEADLINE_S), "stuck": Paced(hanging, within_s=0.05)})
     released.set()
     assert [record.name for record in found.records] == ["arm-0"]
     assert found.failures == {"stuck": "it has not answered within 0.05 s"}

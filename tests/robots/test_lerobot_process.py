@@ -79,9 +79,9 @@ def test_a_silent_session_makes_the_arm_hold_and_an_unplugged_arm_ends_the_proce
 ) -> None:
     with RemoteDriver("arm-0", token=1) as session:
         far_away(session)
-        held, deadline = -1, time.monotonic() + 10
+        held, deadline = -1, time.monotonic() + 60
         while held != (held := arm.word("shoulder_pan", GOAL)) and time.monotonic() < deadline:
             time.sleep(0.3)  # three control periods: nobody commands, so nothing may change
         assert held < 2048 + 1.4 / 6.28 * 4096
         arm.unplug()
-        assert running.wait(10) == ROBOT_LOST
+        assert running.wait(60) == ROBOT_LOST
