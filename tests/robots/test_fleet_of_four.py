@@ -94,6 +94,10 @@ class Fleet:
         }
         return self.launch
 
+    def over(self) -> bool:
+        """False; fails where a command of the fleet has ended."""
+        return any(map(over, (self.launch, *self._homes.values())))
+
     def parts(self, robot: str) -> dict[str, int]:
         """Process ids of the robot's driver and session, as far as they run."""
         lines = self._homes[robot].processes().items()
@@ -113,8 +117,9 @@ class Fleet:
             yield
             self.peer.start()
         elif robot == "point-0":
-            self._homes[robot].process.terminate()
-            self._homes[robot].wait(WITHIN_S)
+            computer = self._homes.pop(robot)
+            computer.process.terminate()
+            computer.wait(WITHIN_S)
             yield
             self._homes[robot] = self._start("join", *self._join)
         else:
@@ -191,25 +196,25 @@ def pull_out(fleet: Fleet, robot: str) -> None:
     with fleet.without(robot):
         for other in others:
             until(
-                lambda name=other: len(online(fleet.run, name)) > before[name] or over(fleet.launch),  # type: ignore[misc]
+                lambda name=other: len(online(fleet.run, name)) > before[name] or fleet.over(),  # type: ignore[misc]
                 f"{other} works on without {robot}",
                 WITHIN_S,
             )
         assert {other: fleet.parts(other) for other in others} == untouched, "nothing of theirs was started anew"
         absent = len(online(fleet.run, robot))
-    until(lambda: len(online(fleet.run, robot)) > absent + 1 or over(fleet.launch), f"{robot} is back", WITHIN_S)
+    until(lambda: len(online(fleet.run, robot)) > absent + 1 or fleet.over(), f"{robot} is back", WITHIN_S)
 
 
 def test_four_unlike_robots_learn_in_one_job_and_any_of_them_is_pulled_out_and_comes_back(fleet: Fleet) -> None:
     launch, run = fleet.train(), fleet.run
-    until(lambda: len(read_cards(run / "robots")) == len(ROBOTS) or over(launch), "all robots are known", WITHIN_S)
+    until(lambda: len(read_cards(run / "robots")) == len(ROBOTS) or fleet.over(), "all robots are known", WITHIN_S)
     assert len(learners_of(read_cards(run / "robots"))) == len(ROBOTS)
     for robot in ROBOTS:
-        until(lambda name=robot: online(run, name) or over(launch), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
+        until(lambda name=robot: online(run, name) or fleet.over(), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
     for robot in ROBOTS:
         pull_out(fleet, robot)
     for robot in ROBOTS:
-        until(lambda name=robot: has_learned(run, name) or over(launch), f"{robot} has learned to reach", WITHIN_S)  # type: ignore[misc]
+        until(lambda name=robot: has_learned(run, name) or fleet.over(), f"{robot} has learned to reach", WITHIN_S)  # type: ignore[misc]
     launch.interrupt()
     assert launch.wait(WITHIN_S) == 130, launch.err
     for log in (run / "logs").glob("*.log"):
