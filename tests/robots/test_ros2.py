@@ -22,7 +22,10 @@ from robots.ros2 import Ros2Robot, make_station
 from robots.ros2_probe import GraphProbe
 from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
 
-pytestmark = pytest.mark.ros2
+pytestmark = [
+    pytest.mark.ros2,
+    pytest.mark.filterwarnings("ignore:module 'sre_:DeprecationWarning"),  # lark, where an old lark-parser lies over it
+]
 DEADLINE_S = 60.0
 JOINTS = ("shoulder", "elbow", "wrist")
 PLAIN = Ros2Config(
