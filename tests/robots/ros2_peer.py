@@ -13,7 +13,8 @@ import os
 import select
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import pi
 from typing import Any
 
@@ -37,12 +38,14 @@ LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE, durability
 
 @dataclass(frozen=True)
 class Arm:
-    """Its joints in the trajectory controller's order, in that of joint states, and in the forward controller's."""
+    """Its joints in the trajectory controller's order, in that of joint states, and in the forward controller's; those
+    that do not start at 0 do so at `home`."""
 
     joints: tuple[str, ...]
     in_states: tuple[str, ...]
     in_forward: tuple[str, ...]
     urdf: str
+    home: Mapping[str, float] = field(default_factory=dict)
 
 
 THREE = Arm(
@@ -92,7 +95,8 @@ def ur5e() -> Arm:
     )
     names = tuple(UR5E_DH)
     urdf = f'<robot name="ur5e">{"".join(turning)}{flange}</robot>'
-    return Arm(names, tuple(sorted((*names, "finger"))), names[::-1], urdf)
+    home = dict(zip(names, (0.0, -pi / 2, pi / 2, -pi / 2, -pi / 2, 0.0), strict=True))
+    return Arm(names, tuple(sorted((*names, "finger"))), names[::-1], urdf, home)
 
 
 ARMS = {"three": lambda: THREE, "ur5e": ur5e}
@@ -104,7 +108,7 @@ class Peer:
         self.context = rclpy.Context()
         rclpy.init(args=[], context=self.context, domain_id=domain)
         self.executor = SingleThreadedExecutor(context=self.context)
-        self.place = dict.fromkeys(arm.in_states, 0.0)
+        self.place = {name: arm.home.get(name, 0.0) for name in arm.in_states}
         self.speed = dict.fromkeys(arm.in_states, 0.0)
         self.states = {"arm_controller": "active", "forward": "inactive", "grip": "active"}
         self.way: tuple[dict[str, float], dict[str, float], float, float] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from types import FrameType
@@ -20,6 +21,9 @@ from user_sys.compose import RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import ConfigError
 from user_sys.topology import RunConfig
+
+START_TRIES = 4
+SLOW_START_S = (30.0, 180.0)  # Ray that ends by itself in between did not come up
 
 
 def head_main(args: Namespace) -> int:
@@ -56,16 +60,33 @@ def _labels(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _keep(argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord]) -> int:
+    """Blocks for as long as Ray runs; starts it anew where it did not come up within the half minute that it has."""
     has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
     _say(f"this node has {listed(has) if has else 'neither robots nor GPUs'}")
+    tries, least_s, most_s = 1, *SLOW_START_S
+    while True:
+        began_s = time.monotonic()
+        status, asked = _run(argv, environment)
+        slow = least_s <= time.monotonic() - began_s <= most_s
+        if asked or not status or not slow or tries == START_TRIES:
+            return status
+        tries += 1
+        _say("Ray did not come up in the time that it gives itself, since this computer is busy; trying again")
+
+
+def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, bool]:
+    """Ray's exit status, and whether it was asked to end."""
+    asked = False
     with subprocess.Popen(argv, env=environment, stdout=sys.stderr) as ray:
 
         def end(number: int, _: FrameType | None) -> None:
+            nonlocal asked
+            asked = True
             ray.send_signal(signal.SIGTERM)
 
         before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return ray.wait()
+            return ray.wait(), asked
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -17,3 +17,8 @@ class TestPointRobot(RobotConformance):
 def test_it_is_found_by_its_name() -> None:
     station = load_driver("point")(StationRequest("point-0", "upright", {"rate_hz": 10.0}))
     assert station.robot.spec.rate_hz == 10.0
+
+
+def test_it_reaches_for_goals_as_other_robots_do() -> None:
+    station = load_driver("point")(StationRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
+    assert (station.task.name, station.task.max_steps) == ("reach", 40) and station.expert is not None
