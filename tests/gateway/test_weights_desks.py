@@ -10,7 +10,7 @@ import pytest
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.gateway.desks import EMBODIMENT, WeightsDesks
 from user_sys.learners import LEARNER, folder_of, learners_of
-from user_sys.messages import WeightsAsk, WeightsRequest
+from user_sys.messages import WeightsAsk, WeightsProgress, WeightsRequest
 from user_sys.robot_cards import RobotCard
 from user_sys.tunnel.session import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -78,7 +78,8 @@ def test_a_restarted_gateway_knows_whose_weights_lie_on_which_shelf(tmp_path: Pa
     hall = Hall(tmp_path)
     hall.desks.opened(learner(FIRST, PANDA))
     hall.desks.opened(learner(SECOND, ARM))
-    assert hall.sent == [(FIRST, WeightsAsk()), (SECOND, WeightsAsk())]
+    nobody_acts = WeightsProgress(oldest=-1)
+    assert hall.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsAsk(), nobody_acts)]
     assert (folder_of(tmp_path, SECOND) / EMBODIMENT).read_text() == ARM.embodiment
     again = Hall(tmp_path)
     other = msgspec.structs.replace(PANDA, rate_hz=20.0)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from user_sys.errors import TunnelError, WireError
-from user_sys.messages import MetricsReport
+from user_sys.messages import Grant, MetricsReport, WeightsOffer
 from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.credit import Purse, TokenBucket, Window
 from user_sys.tunnel.gauges import Histogram
 from user_sys.tunnel.limits import ChannelLimits
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
-from user_sys.tunnel.wire import Envelope, Payload
+from user_sys.tunnel.wire import Envelope, Payload, encode
 
 LIMITS = ChannelLimits(window_messages=8, window_bytes=1000, queue_messages=16)
 
@@ -87,6 +87,18 @@ def test_a_slow_channel_keeps_the_order_and_the_newest_of_each_state() -> None:
         assert outlet.offer(Envelope(MetricsReport(node="n", count=0, scalars={})))
     assert not outlet.offer(Envelope(MetricsReport(node="n", count=0, scalars={})))
     assert outlet.gauges.refused == 1
+
+
+def test_a_greeting_offer_of_weights_is_not_replaced_by_the_next_offer() -> None:
+    outlet, sent = Outlet(LIMITS), list[Payload]()
+    greeting, first, second = (
+        WeightsOffer(manifests=(), parcels=(), signer=signer, greeting=not signer) for signer in (b"", b"1", b"2")
+    )
+    for offer in (greeting, first, second):
+        outlet.offer(Envelope(offer))
+    outlet.grant(Grant(messages=8, size_bytes=1000))
+    outlet.flush(lambda frames: sent.append(frames[0]) is None)
+    assert sent == [encode(Envelope(offer))[0] for offer in (greeting, second)]
 
 
 def test_a_hundred_clients_do_not_come_back_together() -> None:

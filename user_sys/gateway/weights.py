@@ -71,7 +71,7 @@ class WeightsDesk:
         self._announced: tuple[int, tuple[Form, ...], int] = (NO_VERSION, (), -1)
         self._robots: set[str] = set()
         self._learner = ""
-        self._told = NO_VERSION
+        self._told: int | None = None  # of the robots' progress, to the learner that is connected
         self._staleness = Staleness()
         self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
         self._fetcher = Fetcher(self._ask, clock)
@@ -113,9 +113,11 @@ class WeightsDesk:
 
     def learner_opened(self, name: str) -> None:
         with self._lock:
-            self._learner, self._told = name, NO_VERSION
+            self._learner, self._told = name, None
         self._put(_FromLearner(None))
         self._send(name, WeightsAsk(), None)
+        with self._lock:
+            self._tell_progress()  # what was said last may have been lost with its former connection
 
     def robot_opened(self, name: str) -> None:
         with self._lock:
@@ -249,6 +251,8 @@ class WeightsDesk:
                 self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
             self._turn()
+            if not self._fetcher.wanted and not self._unkept:
+                self._confirm(max((manifest.version for manifest, _ in manifests), default=NO_VERSION))
         except WireError as error:
             logger.error("weights.refused peer=%s: %s", self._learner, error)
             self._offered = None
@@ -304,8 +308,13 @@ class WeightsDesk:
         ) as error:  # robots have it all the same; a restarted gateway hands on an older one until the next
             logger.error("weights.not_kept version=%d: %s", newest, error)
         self._next_persist_s = self._clock() + PERSIST_INTERVAL_S
-        if not self._unkept and self._learner:
-            self._send(self._learner, WeightsReceived(version=newest), None)
+        if not self._unkept:
+            self._confirm(newest)
+
+    def _confirm(self, version: int) -> None:
+        """Tells the learner that a version is on disk; again when it offers that again: this may have been lost."""
+        if self._learner and version in self._catalogue.versions():
+            self._send(self._learner, WeightsReceived(version=version), None)
 
 
 def thinned(versions: list[int], most: int) -> list[int]:

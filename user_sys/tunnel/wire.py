@@ -129,7 +129,8 @@ _STATES: dict[type[Message], Callable[[Any], Hashable]] = {
     OperatorCommand: lambda order: ("drive", order.robot, order.operator) if order.order == "drive" else None,
     WatchRequest: lambda request: ("watch", request.robot),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
-    **{kind: type for kind in (WeightsOffer, WeightsProgress, ChunkAck)},
+    WeightsOffer: lambda offer: (WeightsOffer, offer.greeting),  # a greeting says more than what is newest
+    **{kind: type for kind in (WeightsProgress, ChunkAck)},
 }
 
 

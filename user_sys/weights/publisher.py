@@ -204,7 +204,7 @@ class Publisher:
         while (snapshot := self._next()) is not None:
             with self.governor.push():
                 self._encode(snapshot)
-            self._link.send_weights(self._offer())
+            self._send_offer()
             self._encoding = False
             self._tell()
 
@@ -250,7 +250,12 @@ class Publisher:
         )
         return [delta] if short else [delta, full_parcel(state, version, breathe)]
 
-    def _offer(self, greeting: bool = False) -> WeightsOffer:
+    def _send_offer(self, greeting: bool = False) -> None:
+        """Two threads offer, one after the other: the gateway turns to the offer that comes last."""
+        with self._changed:
+            self._link.send_weights(self._offer(greeting))
+
+    def _offer(self, greeting: bool) -> WeightsOffer:
         with self._changed:
             infos, forms = self._catalogue.infos(), self._config.forms
             manifests = [self._catalogue.manifests[form, self._newest][1] for form in forms]
@@ -268,7 +273,7 @@ class Publisher:
         match envelope.message:
             case WeightsAsk():
                 if self._newest != NO_VERSION:
-                    self._link.send_weights(self._offer(greeting=True))
+                    self._send_offer(greeting=True)
             case WeightsRequest() as request:
                 with self.governor.push():
                     for message, content in answers(self._catalogue, request):
