@@ -131,9 +131,18 @@ def local_endpoint(endpoint: str) -> str:
 
 
 def free_endpoint(endpoint: str) -> str:
-    """`endpoint` with a free port of this machine in place of port 0, so that it stays the same over restarts."""
+    """`endpoint` with a free port of this machine in place of port 0, so that it stays the same over restarts.
+
+    The port is kept for whoever listens on it by name, until this process ends: a socket that is bound and does not
+    listen keeps the kernel from choosing it for others, and SO_REUSEADDR, which libzmq and asyncio set too, lets one
+    listen beside it.
+    """
     host, _, port = endpoint.rpartition(":")
     if port != "0":
         return endpoint
-    with socket.create_server((host.removeprefix("tcp://"), 0)) as server:
-        return f"{host}:{server.getsockname()[1]}"
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind((host.removeprefix("tcp://"), 0))
+        chosen = keeper.getsockname()[1]
+        keeper.detach()
+    return f"{host}:{chosen}"
