@@ -28,7 +28,9 @@ from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.stations import module_argv, station_argv
 from user_sys.episode import decode_chunk
-from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun, WatchRequest
+from user_sys.errors import RunError
+from user_sys.logs import last_words
+from user_sys.messages import PROTOCOL_VERSION, Hello, RobotStatus, StopRun, WatchRequest
 from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
 from user_sys.run_folder import create
 from user_sys.store.log import LogReader
@@ -44,6 +46,7 @@ TARGET_MS = 1.0
 PUSH_EVERY_S = 1.0
 SETTLE_S = 3.0  # at the start, while processes still import
 LEAVE_S = 60.0
+START_S = 300.0  # processes import for long where others keep the machine busy
 NAME = "fake-0"
 
 
@@ -64,7 +67,7 @@ class Measured:
 
 
 def measure(seconds: float, loaded: bool, realtime: Literal["auto", "off"]) -> Measured:
-    """Runs the robot for so long. Raises CalledProcessError when a process of its fails."""
+    """Runs the robot for so long. Raises RunError when it does not start to act, or its session fails."""
     options = {"rate_hz": RATE_HZ, "cameras": ["front", "wrist"] if loaded else [], "image_size": 128}
     robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime=realtime, options=options)
     with tempfile.TemporaryDirectory(prefix="us-") as runs, ExitStack() as stack:
@@ -77,12 +80,25 @@ def measure(seconds: float, loaded: bool, realtime: Literal["auto", "off"]) -> M
         stack.enter_context(_process(driver, folder.path / "driver.log"))
         acting = stack.enter_context(_process(session, folder.path / "session.log"))
         clients = [stack.enter_context(_client(name, folder.keys, card.endpoint)) for name in (LEARNER, CONSOLE)]
+        if not _takes_steps(clients[1], acting):
+            words = {name: last_words(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}
+            raise RunError(f"the robot has not taken a step within {START_S:g} s: {words}")
         _load(*clients, robot, seconds, loaded)
         stopped_unix_s = time.time()
         clients[1].send(StopRun(reason="measured"))
         if acting.wait(LEAVE_S):
-            raise subprocess.CalledProcessError(acting.returncode, session, stderr=(folder.path / "session.log"))
+            raise RunError(f"the session failed: {last_words(folder.path / 'session.log')}")
         return _read(folder.store, folder.path / "driver.log", stopped_unix_s)
+
+
+def _takes_steps(console: TunnelClient, session: subprocess.Popen[bytes]) -> bool:
+    """Waits until the robot acts. False: not within `START_S`, or its session has ended."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and session.poll() is None:
+        message = console.receive(1.0)
+        if isinstance(message, RobotStatus) and message.step > 0:
+            return True
+    return False
 
 
 @contextmanager
