@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tunnel_kit import prepare, serving, stored, until
 
+from user_sys.edge import session
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.link import Link
 
 RATE_HZ, CHUNK_STEPS, EPISODE_CHUNKS = 10, 10, 6  # of a robot without cameras
 GROWTH_MB = 128
@@ -74,3 +78,31 @@ def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_pat
     assert peak_mb - before_mb < GROWTH_MB
     wanted = [(f"minute-{number // EPISODE_CHUNKS:05d}", number % EPISODE_CHUNKS) for number in range(chunks)]
     assert stored(tmp_path) == wanted
+
+
+def test_a_session_that_ends_while_its_link_is_down_delivers_once_that_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path)
+    waits = threading.Event()
+    handshake, drain = TunnelClient._handshake, TunnelClient.drain
+
+    def late(client: TunnelClient, link: Link) -> None:
+        assert waits.wait(120)
+        handshake(client, link)
+
+    def said(client: TunnelClient, timeout_s: float) -> int:
+        waits.set()
+        return drain(client, timeout_s)
+
+    monkeypatch.setattr(TunnelClient, "_handshake", late)
+    monkeypatch.setattr(TunnelClient, "drain", said)
+    monkeypatch.setattr(session, "DRAIN_DEADLINE_S", 120.0)
+    with serving(tmp_path) as site, Outbox.open(tmp_path / "outbox") as outbox:
+        for number in range(EPISODE_CHUNKS):
+            outbox.append(recorded(number))
+        robot = site.client("panda-0", outbox, wait=False)
+        session._drain(robot)
+        assert len(outbox) == 0
+        robot.close()
+    assert stored(tmp_path) == [("minute-00000", index) for index in range(EPISODE_CHUNKS)]

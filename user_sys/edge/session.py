@@ -49,7 +49,7 @@ from user_sys.messages import (
     WatchRequest,
     WeightsApplied,
 )
-from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.weights.governor import Governor
@@ -302,7 +302,7 @@ class Session:
 
 
 def main(argv: list[str]) -> int:
-    """Runs one session; the exit status is 0 once the run was stopped and everything recorded was delivered."""
+    """Runs one session; the exit status is 0 once the run was stopped. What was not delivered stays in the outbox."""
     configure_logging()
     try:
         _run(load(SessionConfig, Path(argv[0])))
@@ -383,8 +383,10 @@ def _start(config: SessionConfig, recorded: int, count: int) -> int:
 
 
 def _drain(client: TunnelClient) -> None:
-    """With the link down there is nothing to wait for."""
-    if left := client.drain(DRAIN_DEADLINE_S if client.state is TunnelState.OPEN else 0.0):
+    """Delivers what is in the outbox; a link that is down has the same time to come back."""
+    if (waiting := client.chunks_pending) and (down := client.reason):
+        log.info("outbox.waiting chunks=%d, %g s at most for the link: %s", waiting, DRAIN_DEADLINE_S, down)
+    if left := client.drain(DRAIN_DEADLINE_S):
         log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
 
 

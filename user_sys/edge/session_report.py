@@ -57,9 +57,10 @@ class SessionReporter:
 
     def _run(self) -> None:
         try:
+            self._write()
             while not self._over.is_set():
-                self._write()
                 self._over.wait(PERIOD_S)
+                self._write()  # the last time when all is over: what is left in the outbox
         except OSError as error:
             log.warning("session.unreported %s", error)
 
