@@ -269,8 +269,7 @@ class Cloud(Machine):
 
     def _answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
         require(isinstance(answer, ChunkAck), f"an honest chunk was refused: {answer}")
-        if any(open_peer.session == peer.session for open_peer in self.server.peers("robot")):
-            self.server.send(peer.name, answer)
+        self.server.answer(peer, answer)
 
 
 class Learner:

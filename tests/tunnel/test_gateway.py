@@ -130,6 +130,22 @@ def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path)
         assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
 
 
+def test_a_session_that_asks_twice_has_one_token_and_its_successor_a_newer_one(run: Path) -> None:
+    """It asks again while a slow gateway has not answered: the second answer must not end the lease of the first."""
+    with serving(run) as site:
+        robot = site.client("panda-0", holder="a")
+        for _ in range(2):
+            robot.send(LeaseRequest(robot="panda-0", holder="a"))
+        first, second = next_of(robot, LeaseGrant), next_of(robot, LeaseGrant)
+        assert isinstance(first, LeaseGrant) and first == second
+        robot.send(LeaseRequest(robot="panda-0", holder="a", floor=first.token))
+        assert next_of(robot, LeaseGrant).token == first.token + 1  # type: ignore[union-attr]
+        robot.close()
+        again = site.client("panda-0", holder="a")
+        again.send(LeaseRequest(robot="panda-0", holder="a"))
+        assert next_of(again, LeaseGrant).token == first.token + 2  # type: ignore[union-attr]
+
+
 def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
     with serving(run) as site:
         robot = site.client("panda-0")

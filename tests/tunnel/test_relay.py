@@ -137,7 +137,8 @@ def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> No
         robot = far.robot("far-0")
         robot.wait_open(120)
         assert cloud.gateway is not None
-        until(lambda: "far-0" in [peer.name for peer in cloud.gateway.server.peers()], "it is known in the cloud")
+        passages = far.relay._passages  # a request is not kept until the way is open
+        until(lambda: passages and passages["far-0"].client.state is TunnelState.OPEN, "its way to the cloud is open")
         robot.send(LeaseRequest(robot="far-0", holder="edge of far-0"))
         grant = robot.receive(120)
         assert isinstance(grant, LeaseGrant) and grant.token == 1

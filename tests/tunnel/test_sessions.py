@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +15,11 @@ import zmq
 from tunnel_kit import QUICK, Recorder, chunk, hello, prepare, until
 
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import LinkDown, Refused, RunError, TunnelError
+from user_sys.errors import LinkDown, Refused, RunError, TunnelError, WireError
 from user_sys.messages import (
     PROTOCOL_VERSION,
+    ChunkAck,
+    Grant,
     Heartbeat,
     LeaseRequest,
     MetricsReport,
@@ -26,9 +29,12 @@ from user_sys.messages import (
     StopRun,
     Welcome,
 )
+from user_sys.tunnel import link
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.link import Line
 from user_sys.tunnel.local import local_endpoint
+from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.server import TunnelServer
 from user_sys.tunnel.wire import Channel, Envelope, Payload, decode, encode, new_session
 
@@ -315,3 +321,97 @@ def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_wel
         until(lambda: len(bench.handler.messages) == 4, "only the last comes again")
         assert len(outbox) == 1
         again.close()
+
+
+def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = bench.open("desk")
+
+    def while_the_link_is_lost(line: Line, envelope: Envelope) -> bool:
+        bench.server.close()
+        until(lambda: client.state is not TunnelState.OPEN and not client._outlets[Channel.CONTROL]._queue, "the loss")
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Line, "send_now", while_the_link_is_lost)
+        assert not client.send(OperatorCommand(robot="panda-0", operator="ada", order="drive"))
+    assert client.send(StopRun(reason="this one waits"))
+    bench.server = bench.serve(bench.server.endpoint)
+    until(lambda: bench.handler.messages, "what waits arrives")
+    assert bench.handler.messages == [("desk", StopRun(reason="this one waits"))]
+
+
+def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has read a grant is held up until the client would have opened another session."""
+    client = bench.open("panda-0")
+    great = Grant(messages=10**6, size_bytes=10**9)
+    frames = [zmq.Frame(bytes(encode(Envelope(great))[0]))]
+    is_read, is_open_again = threading.Event(), threading.Event()
+    receive, grant, enter = link.receive_frames, Outlet.grant, TunnelClient._enter
+
+    def read(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+        if threading.current_thread() is late and not is_read.is_set():
+            is_read.set()
+            return frames
+        return receive(socket)
+
+    def hold_up(outlet: Outlet, given: Grant) -> None:
+        if given == great:
+            is_open_again.wait(1.0)  # the client's chance to go on
+        grant(outlet, given)
+
+    def watch(client: TunnelClient, state: TunnelState, reason: str = "") -> None:
+        enter(client, state, reason)
+        if state is TunnelState.OPEN:
+            is_open_again.set()
+
+    monkeypatch.setattr(link, "receive_frames", read)
+    monkeypatch.setattr(Outlet, "grant", hold_up)
+    monkeypatch.setattr(TunnelClient, "_enter", watch)
+    client._reader._left_s = float("inf")  # as if a thread were always there that reads
+    late = threading.Thread(target=lambda: client.receive(0.0))
+    late.start()
+    assert is_read.wait(120)
+    client._verdict = WireError("something malformed came")
+    client._wakeup.set()
+    late.join(120)
+    assert is_open_again.wait(120)
+    assert client._outlets[Channel.CONTROL].purse._may_messages <= QUICK.control.window_messages
+
+
+def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    client._reader._ident = -1  # a thread that waits, and whose file descriptor stays silent
+    until(lambda: bench.server.peers(), "open")
+    assert bench.server.send("panda-0", StopRun(reason="now"))
+    until(lambda: len(client._reader.inbox), "it is taken in")
+
+
+def test_receiving_from_a_closed_client_brings_nothing(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    assert client.receive(0.01) is None
+    client.close()
+    assert client.receive(0.01) is None
+
+
+def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: Bench, tmp_path: Path) -> None:
+    bench.open("panda-0").close()
+    until(lambda: bench.handler.closed or bench.handler.opened, "the first session")
+    with Outbox.open(tmp_path / "another") as outbox:
+        outbox.append(chunk(0))
+        bench.open("panda-0", outbox=outbox)
+        until(lambda: bench.handler.messages, "its chunk is under way")
+        former, present = bench.handler.opened
+        assert not bench.server.answer(former, ChunkAck(sequence=100))
+        assert len(outbox) == 1
+        assert bench.server.answer(present, ChunkAck(sequence=0))
+        until(lambda: not len(outbox), "acknowledged")
+        bench.clients[-1].close()
+
+
+def test_a_picture_that_was_not_taken_does_not_stop_the_next(bench: Bench) -> None:
+    client = bench.dial("panda-0")
+    picture = Preview(robot="panda-0", camera="front", step=0)
+    client.close()
+    assert not client.offer_preview(picture, b"jpeg") and not client._shown

@@ -337,8 +337,9 @@ class Outbox:
                 return
             self._acknowledged = sequence
             del self._refs[: bisect.bisect_right(self._refs, sequence, key=lambda ref: ref.sequence)]
-            body = struct.pack("<q", sequence)
-            write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
+            if self._position >= 0:  # else it is closed, and the chunk is sent and acknowledged once more
+                body = struct.pack("<q", sequence)
+                write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
 
     def set_aside(self, sequence: int, reason: str) -> None:
         """Keeps a chunk that the gateway will never take in ``refused/``, where a person finds it."""
@@ -362,8 +363,9 @@ class Outbox:
                 return
             self._writer.close()
             self._reader.close()
-            self._files.close(self._position)
-            self._position = -1
+            with self._lock:  # an acknowledgement may come at this moment
+                self._files.close(self._position)
+                self._position = -1
 
     def __enter__(self) -> Self:
         return self

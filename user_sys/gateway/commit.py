@@ -28,7 +28,8 @@ STOP_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 
 Result = TypeVar("Result")
-Answer = Callable[[Peer, ChunkAck | ChunkRefusal], None]
+Answer = Callable[[Peer, ChunkAck | ChunkRefusal], object]
+"""Tells the session that sent a chunk, and no later one: sequences may start anew with each."""
 Release = Callable[[Peer, int, int], None]
 """Gives a peer credit back for so many chunks and bytes."""
 

@@ -26,6 +26,9 @@ class Downward(Protocol):
     def send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
         """See `TunnelServer.send`."""
 
+    def answer(self, peer: Peer, message: AnyMessage) -> bool:
+        """See `TunnelServer.answer`."""
+
     def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
         """See `TunnelServer.release`."""
 
@@ -72,10 +75,10 @@ class Transit:
                 self._chunks.popleft()
         if done:
             self._server.release(self._peer, len(done), sum(len(chunk.packet) for chunk in done))
-            self._server.send(self._peer.name, ChunkAck(sequence=done[-1].sequence))
+            self._server.answer(self._peer, ChunkAck(sequence=done[-1].sequence))
 
     def set_aside(self, sequence: int, reason: str) -> None:
-        self._server.send(self._peer.name, ChunkRefusal(sequence=sequence, reason=reason))
+        self._server.answer(self._peer, ChunkRefusal(sequence=sequence, reason=reason))
 
     def listen(self, appended: Callable[[], None] | None) -> None:
         with self._lock:

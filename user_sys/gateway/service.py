@@ -15,7 +15,7 @@ import msgspec
 
 from hal.durable import replace_durably
 from hal.errors import HalError, LeaseError
-from hal.lease import LeaseTable
+from hal.lease import Lease, LeaseTable
 from hal.registry import MAX_FAULTS, Registry
 from hal.resource import Kind, ResourceRecord
 from user_sys.errors import RunError
@@ -26,9 +26,7 @@ from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.upkeep import StoreKeeper
 from user_sys.messages import (
-    ChunkAck,
     ChunkOffer,
-    ChunkRefusal,
     EpisodeReport,
     Hello,
     LeaseGrant,
@@ -96,13 +94,14 @@ class Gateway:
         ring = Keyring(run_dir / "keys")
         self._audit = AuditLog(run_dir / "audit.jsonl")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
-        self._committer = Committer(self._writer, self._answer_chunk, self.server.release, config)
+        self._committer = Committer(self._writer, self.server.answer, self.server.release, config)
         self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
         self._postman = Postman(run_dir / "store", self._committer.say)
         self._weights = WeightsDesks(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
+        self._granted: dict[str, tuple[bytes, Lease]] = {}  # each robot's newest lease, and the session that has it
 
     def run(self, stop: threading.Event) -> None:
         """Serves until `stop` is set, then commits what has arrived and closes. Blocks.
@@ -210,7 +209,7 @@ class Gateway:
             case ChunkOffer() if payload is not None:
                 self._committer.offer(peer, message, payload)
             case LeaseRequest():
-                self.server.send(peer.name, self._answer_lease(message))
+                self.server.answer(peer, self._answer_lease(peer, message))
             case LeaseRelease():
                 self._release(message)
             case Preview() if payload is not None:
@@ -273,21 +272,28 @@ class Gateway:
         for peer in self.server.peers():
             self.server.send(peer.name, message)
 
-    def _answer_chunk(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
-        """From the commit thread. Only the session that sent the chunk is told: sequences start anew with each."""
-        if any(open_peer.session == peer.session for open_peer in self.server.peers("robot")):
-            self.server.send(peer.name, answer)
-
-    def _answer_lease(self, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
+    def _answer_lease(self, peer: Peer, request: LeaseRequest) -> LeaseGrant | LeaseRefusal:
         try:
             with self._lock:
                 if request.token:
                     lease = self._registry.renew(request.robot, request.token)
                 else:
-                    lease = self._registry.lease(request.robot, request.holder, request.floor)
+                    lease = self._lease(peer, request)
         except (HalError, OSError) as error:
             return LeaseRefusal(robot=request.robot, reason=str(error), token=request.token)
         return LeaseGrant(robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s)
+
+    def _lease(self, peer: Peer, request: LeaseRequest) -> Lease:
+        """A session that asks again before it has heard the answer gets the same token: a newer one would be taken for
+        its successor's, and end it.
+        """
+        session, granted = self._granted.get(request.robot, (b"", None))
+        if granted is not None and session == peer.session and self._leases.lease(request.robot) == granted:
+            if granted.holder == request.holder and granted.token > request.floor:
+                return self._registry.renew(request.robot, granted.token)
+        fresh = self._registry.lease(request.robot, request.holder, request.floor)
+        self._granted[request.robot] = (peer.session, fresh)
+        return fresh
 
     def _release(self, message: LeaseRelease) -> None:
         try:

@@ -129,10 +129,10 @@ class TunnelClient:
         if self._thread is not None or self.state is TunnelState.CLOSED:
             raise TunnelError("this client was started or closed before")
         self._enter(TunnelState.CONNECTING, "connecting")
-        self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
-        self._thread.start()
         if self._uplink is not None:
             self._uplink.source.listen(self._wakeup.set)
+        self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Sends the control messages that wait, if that can be done at once, and closes the connections.
@@ -223,10 +223,7 @@ class TunnelClient:
 
         False when the queue is full, or when the message would be worthless late and the tunnel is not open.
         """
-        if isinstance(message, PERISHABLE) and self.state is not TunnelState.OPEN:
-            return False
-        envelope = Envelope(message)
-        line = self._control
+        envelope, line = Envelope(message), self._control
         if line is None or channel_of(message) is not Channel.CONTROL or not line.send_now(envelope):
             return self._queue(envelope)
         if line.pending:
@@ -244,7 +241,7 @@ class TunnelClient:
 
     def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
         """Queues a message of the weights channel; never blocks. False when the queue is full or the tunnel is down."""
-        return self.state is TunnelState.OPEN and self._queue(Envelope(message, payload))
+        return self._queue(Envelope(message, payload))
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
@@ -269,10 +266,13 @@ class TunnelClient:
         """Sends a picture; drops it and says False while the camera's last one is under way or the tunnel is down."""
         camera = (preview.robot, preview.camera)
         with self._condition:
-            if self.state is not TunnelState.OPEN or camera in self._shown:
+            if camera in self._shown:
                 return False
-            self._shown.add(camera)
-        return self._queue(Envelope(preview, jpeg))
+            self._shown.add(camera)  # before the gateway can answer
+            if not self._queue(Envelope(preview, jpeg)):
+                self._shown.discard(camera)
+                return False
+            return True
 
     def take_preview(self, timeout_s: float) -> tuple[Preview, bytes | memoryview] | None:
         """A console's next picture, or None after `timeout_s`. Taking it lets the camera's next one come."""
@@ -283,7 +283,12 @@ class TunnelClient:
         return envelope.message, envelope.payload
 
     def _queue(self, envelope: Envelope) -> bool:
-        if not self._outlets[channel_of(envelope.message)].offer(envelope):
+        """What is not sent again is only queued while the tunnel is open: a loss drops all of it, or none gets in."""
+        with self._condition:
+            if isinstance(envelope.message, _NOT_RESENT) and self.state is not TunnelState.OPEN:
+                return False
+            queued = self._outlets[channel_of(envelope.message)].offer(envelope)
+        if not queued:
             self.counters["queue_full"] += 1
             if self.counters["queue_full"] == 1:
                 logger.warning("tunnel.queue_full message=%s state=%s", envelope.message, self.state.value)
@@ -352,6 +357,8 @@ class TunnelClient:
             self._control = None
             self._reader.detach()
             link.close(FAREWELL_MS if self._stopping.is_set() else 0)
+            with self._draining:  # what another thread has read of this session is taken in before the next begins
+                pass
 
     def _handshake(self, link: Link) -> None:
         deadline = time.monotonic() + self._limits.handshake_s
@@ -404,6 +411,8 @@ class TunnelClient:
             if now - self._heard_s > self._limits.dead_after_s:
                 raise LinkDown(f"{link.endpoint} was silent for {now - self._heard_s:.1f} s")
             timeout_s = min(self._send(link), next_heartbeat_s - now)
+            if not read_control and control.pending:  # sending may have swallowed the news that the reader waits for
+                self._drain(control)
             link.wait(timeout_s if read_control else min(timeout_s, READER_CHECK_S), read_control)
         control.flush()  # a release of the lease, for instance
 

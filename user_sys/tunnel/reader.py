@@ -41,6 +41,7 @@ class Reader:
         self._drain = drain
         self._line: Line | None = None
         self._turn, self._polling = threading.Lock(), threading.Lock()
+        self._attached = threading.Condition()
         self._ident = 0
         self._left_s = float("-inf")
         self._wakeup = Wakeup()
@@ -53,8 +54,9 @@ class Reader:
         return self._ident != 0 or time.monotonic() - self._left_s < STAYS_S
 
     def attach(self, line: Line) -> None:
-        self._line = line
-        self._wakeup.set()
+        with self._attached:
+            self._line = line
+            self._attached.notify_all()
 
     def detach(self) -> None:
         """Nobody uses the line's file descriptor any more when this returns."""
@@ -107,17 +109,23 @@ class Reader:
         return item
 
     def _wait(self, line: Line | None, timeout_s: float) -> None:
+        """Until something may have come, or the line has changed. Without a line no file descriptor is touched."""
+        if line is None:
+            with self._attached:
+                if self._line is None:
+                    self._attached.wait(timeout_s)
+            return
         with self._polling:
             if self._line is not line:
                 return  # detached: its file descriptor may be another's by now
             if self._polled is not line or self._poll is None:
                 self._poll, self._polled = select.poll(), line
                 self._poll.register(self._wakeup.fileno(), select.POLLIN)
-                if line is not None:
-                    self._poll.register(line.fd, select.POLLIN)
+                self._poll.register(line.fd, select.POLLIN)
             if self._wakeup.fileno() in dict(self._poll.poll(1e3 * timeout_s)):
                 self._wakeup.clear()
 
     def close(self) -> None:
+        """A thread that waits goes on waiting, for what will not come, until its time is over."""
         self.detach()
         self._wakeup.close()

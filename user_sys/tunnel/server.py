@@ -190,15 +190,24 @@ class TunnelServer:
         """
         with self._lock:
             session = self._by_name.get(name)
-        if session is None or not session.is_open:
+        return session is not None and self._send(session, Envelope(message, payload))
+
+    def answer(self, peer: Peer, message: AnyMessage) -> bool:
+        """As `send`, but to that session of the peer's alone: a later one may be about another outbox."""
+        with self._lock:
+            session = self._sessions.get(peer.session)
+        return session is not None and self._send(session, Envelope(message))
+
+    def _send(self, session: Session, envelope: Envelope) -> bool:
+        message, channel = envelope.message, channel_of(envelope.message)
+        if not session.is_open:
             return False
-        channel, envelope = channel_of(message), Envelope(message, payload)
         if threading.get_ident() == self._ident and session.send_now(channel, envelope, self._sender(session, channel)):
             session.remember(message)
             return True
         if not session.outlets[channel].offer(envelope):
             self.counters["queue_full"] += 1
-            self._log.warn("queue-full", f"tunnel.queue_full peer={name} message={type(message).__name__}")
+            self._log.warn("queue-full", f"tunnel.queue_full peer={session.peer.name} message={type(message).__name__}")
             return False
         session.remember(message)
         self._mark(session, channel)
@@ -208,9 +217,8 @@ class TunnelServer:
         """So many chunks of `peer` were taken in, their packets of so many bytes in sum: it may send as much again."""
         with self._lock:
             session = self._sessions.get(peer.session)
-        if session is not None:
-            if session.windows[Channel.EXPERIENCE].release(chunks, size_bytes):
-                self._mark(session, Channel.EXPERIENCE)
+        if session is not None and session.windows[Channel.EXPERIENCE].release(chunks, size_bytes):
+            self._mark(session, Channel.EXPERIENCE)
 
     def _mark(self, session: Session, channel: Channel) -> None:
         with self._lock:
@@ -227,10 +235,8 @@ class TunnelServer:
 
     def scalars(self) -> dict[str, float]:
         """Counters and latencies of each channel, all peers together, for metrics."""
-        found: dict[str, float] = {}
-        for channel, gauges in self.gauges.items():
-            found |= gauges.scalars(channel.name.lower())
-        return found
+        found = [gauges.scalars(channel.name.lower()) for channel, gauges in self.gauges.items()]
+        return {key: value for scalars in found for key, value in scalars.items()}
 
     # The loop
 
@@ -489,9 +495,5 @@ class TunnelServer:
         return retry_s
 
     def _sender(self, session: Session, channel: Channel) -> Callable[[list[Payload]], bool]:
-        routing_id = _routing_id(session, channel)
+        routing_id = channel.value + session.peer.session
         return lambda frames: send_frames(self._router, [routing_id, *frames])
-
-
-def _routing_id(session: Session, channel: Channel) -> bytes:
-    return channel.value + session.peer.session
