@@ -44,7 +44,7 @@ test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole
 chaos-tunnel: $(INSTALLED_DEV)  ## the tunnel behind a network that does its worst, and among hostile peers: an hour
 	$(BIN)/pytest -m 'slow or not slow' --timeout 3600 $(CHAOS_TUNNEL) $(ARGS)
 
-fuzz: $(INSTALLED_DEV)  ## every parser against atheris, FUZZ_S=600 seconds each
+fuzz: $(INSTALLED_DEV)  ## every parser against atheris, FUZZ_S=600 seconds each, one on each processor
 	$(BIN)/python tests/fuzz/fuzz_all.py $(FUZZ_S) $(ARGS)
 
 chaos-store: $(INSTALLED_DEV)  ## kill, fill up, damage and cut off an experience store, by the ten thousand (ARGS=--quick)

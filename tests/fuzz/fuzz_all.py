@@ -1,9 +1,11 @@
-"""``python tests/fuzz/fuzz_all.py SECONDS [TARGET ...]``: fuzzes one parser after another; fails on a finding."""
+"""``python tests/fuzz/fuzz_all.py SECONDS [TARGET ...]``: fuzzes parsers, one on each processor; fails on a finding."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from targets import TARGETS
@@ -19,18 +21,28 @@ def fuzz(name: str, folder: Path, *options: str, seconds: float = 0) -> subproce
     return subprocess.run([*command, prefix], capture_output=True, text=True, timeout=seconds + START_S)
 
 
+def verdict(name: str, done: subprocess.CompletedProcess[str]) -> str:
+    """One line: how many inputs there were, and how many of them the parser took."""
+    lines = done.stderr.splitlines()
+    taken = [line for line in lines if line.startswith("#taken")]
+    inputs = [line for line in lines if line[:1] == "#" and line[1:2].isdigit()]
+    return " ".join([f"{name}:", "FOUND" if done.returncode else "ok", *taken[-1:], *inputs[-1:]])[:160]
+
+
 def main() -> int:
     seconds, *names = sys.argv[1:]
     failed = []
-    for name in names or TARGETS:
-        done = fuzz(name, Path.cwd(), f"-max_total_time={seconds}", seconds=float(seconds))
-        lines = done.stderr.splitlines()
-        taken = [line for line in lines if line.startswith("#taken")][-1:]
-        last = [line for line in lines if line.startswith("#") and line not in taken][-1:]
-        print(f"{name}: {'ok' if done.returncode == 0 else 'FOUND'} {' '.join(taken + last)[:140]}", flush=True)
-        if done.returncode:
-            failed.append(name)
-            print(done.stderr[-3000:])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {
+            pool.submit(fuzz, name, Path.cwd(), f"-max_total_time={seconds}", seconds=float(seconds)): name
+            for name in names or TARGETS
+        }
+        for future in as_completed(running):
+            name, done = running[future], future.result()
+            print(verdict(name, done), flush=True)
+            if done.returncode:
+                failed.append(name)
+                print(done.stderr[-3000:])
     return 1 if failed else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,14 @@ def test_elements_have_the_names_of_the_spec(tmp_path: Path) -> None:
     assert list(messages["/panda-0/observation.state"][0][1]) == ["shoulder", "elbow", "grip"]
     assert list(json.loads(schemas["/panda-0/action.applied"].data)["properties"]) == ["x", "y"]
     assert msgspec.json.decode(schemas["/panda-0/step"].data)["properties"]["terminated"] == {"type": "boolean"}
+
+
+def test_a_robot_whose_clock_is_nonsense_can_be_exported(tmp_path: Path) -> None:
+    episode = read_store(usual_store(tmp_path / "store"))["a"]
+    early = {**episode.columns, "t_capture_ns": episode.columns["t_capture_ns"] - (1 << 62)}
+    write_episode(replace(episode, columns=early), None, tmp_path / "a.mcap")
+    _, messages = read(tmp_path / "a.mcap")
+    assert [at for at, _ in messages["/panda-0/step"]] == [0] * episode.steps
 
 
 def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
