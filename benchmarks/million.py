@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
+import queue
 import re
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.queues import Queue as ProcessQueue
+from multiprocessing.synchronize import Event as ProcessEvent
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,7 +40,13 @@ RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 POINT_S = 5.0
 CHECKPOINTS = 40
 HOLD_MS = 10.0
+START_DEADLINE_S = 120.0
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "replay.png"
+
+
+Event = threading.Event | ProcessEvent
+Times = list[tuple[float, float]]
+Results: TypeAlias = "queue.Queue[Times] | ProcessQueue[Times]"
 
 
 class Cost(NamedTuple):
@@ -127,44 +137,67 @@ def _timed(action: Callable[[], None], path: Path, cold: bool) -> float:
 
 
 def checkpoints(path: Path, folder: Path, wanted: Features, cache_bytes: int, what: str) -> list[Row]:
-    """How long taking a prioritized sampler's state keeps its thread from sampling, and another from inserting."""
-    longest: list[float] = []
-    checking, stop = threading.Event(), threading.Event()
+    """How long taking a prioritized sampler's state keeps its thread from sampling, and others from inserting.
 
-    def insert() -> None:
-        with StoreWriter.open(folder / "beside") as writer:
-            for packets in episodes():
-                start, inside = time.perf_counter(), checking.is_set()
-                for packet in packets:
-                    writer.append(packet)
-                if inside and checking.is_set():
-                    longest.append(time.perf_counter() - start)
-                writer.sync()
-                if stop.is_set():
-                    return
-
+    Others are a thread of the same process, and a process of its own, as a gateway is beside a learner.
+    """
     with replaying(path, wanted, cache_bytes) as replay:
         drawing = sampler(replay, Prioritized())
         batch = drawing.empty_batch()
-        inserting = threading.Thread(target=insert)
         held = []
-        inserting.start()
         for _ in range(CHECKPOINTS):
             drawing.feedback(drawing.sample(batch), batch.reward + 1)
             start = time.perf_counter()
             drawing.state_dict()
             held.append(time.perf_counter() - start)
-        checking.set()
-        until = time.perf_counter() + 1.0
-        while time.perf_counter() < until:
-            drawing.state_dict()
-        checking.clear()
-        stop.set()
-        inserting.join()
+        thread = longest_insert(folder / "thread", drawing.state_dict, apart=False)
+        process = longest_insert(folder / "process", drawing.state_dict, apart=True)
+    beside = f"inserting an episode beside checkpoints without pause, {what}: the longest"
     return [
         _hold(f"sampling is held by a checkpoint, {what}: the longest of {len(held)}", max(held)),
-        _hold(f"inserting an episode beside checkpoints without pause, {what}: the longest", max(longest)),
+        _hold(f"{beside}, in the same process", thread),
+        _hold(f"{beside}, in another process as in a running system", process),
     ]
+
+
+def longest_insert(folder: Path, checkpoint: Callable[[], object], *, apart: bool) -> float:
+    """Seconds of the longest of the inserts that began while checkpoints were taken for a second without pause.
+
+    They are made by a thread, or by a process where `apart`; both have one monotonic clock (Linux).
+    """
+    context = multiprocessing.get_context("spawn")
+    begun, stop = (context.Event(), context.Event()) if apart else (threading.Event(), threading.Event())
+    found = context.Queue() if apart else queue.Queue()
+    kind = context.Process if apart else threading.Thread
+    inserter = kind(target=insert, args=(folder, begun, stop, found))
+    inserter.start()
+    try:
+        if not begun.wait(START_DEADLINE_S):
+            raise TimeoutError(f"nothing was inserted within {START_DEADLINE_S:.0f} s")
+        start = time.perf_counter()
+        while (until := time.perf_counter()) < start + 1.0:
+            checkpoint()
+    finally:
+        stop.set()
+    times = found.get(timeout=START_DEADLINE_S)
+    inserter.join()
+    return max(took for at, took in times if start <= at < until)
+
+
+def insert(folder: Path, begun: Event, stop: Event, found: Results) -> None:
+    """Inserts episodes until `stop` is set; then tells when each insert began and what it took without its sync."""
+    times = []
+    with StoreWriter.open(folder) as writer:
+        for packets in episodes():
+            start = time.perf_counter()
+            for packet in packets:
+                writer.append(packet)
+            times.append((start, time.perf_counter() - start))
+            writer.sync()
+            begun.set()
+            if stop.is_set():
+                break
+    found.put(times)
 
 
 def _hold(name: str, seconds: float) -> Row:

@@ -43,8 +43,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-from crc32c import crc32c
 
+from user_sys.checksum import checksum
 from user_sys.codec import (
     MAX_CACHED_LAYOUTS,
     Array,
@@ -297,7 +297,7 @@ def frame_columns(feature: str, frames: Sequence[bytes | Array | None]) -> dict[
     return {
         feature: joined,
         feature + LENGTH: np.array([len(each) for each in flat], np.int32),
-        feature + CRC: np.array([crc32c(each) for each in flat], np.uint32),
+        feature + CRC: np.array([checksum(each) for each in flat], np.uint32),
     }
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from crc32c import crc32c
 
+from user_sys.checksum import checksum
 from user_sys.codec import Array
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.jpeg import REFUSED
@@ -268,7 +269,7 @@ class ColdReader:
             return run
         for at, (_, start, size, crc), body in zip(run, records, found, strict=True):
             try:
-                if not size or crc32c(body) != crc:
+                if not size or checksum(body) != crc:
                     raise StoreCorrupt("the frame is absent or no longer what was stored")
                 if size > 0:
                     simplejpeg.decode_jpeg(body, buffer=outs[at])

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from crc32c import crc32c
-
+from user_sys.checksum import checksum
 from user_sys.store.files import Buffer, Files, consume, next_buffers, write_all
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
@@ -86,7 +85,7 @@ class Tail:
         """Queues a record. A payload that may change is copied."""
         body = bytes(payload)
         ref = RecordRef(self.number, self.end, len(body), kind, sequence, schema)
-        header = encode_record_header(ref, crc32c(body))
+        header = encode_record_header(ref, checksum(body))
         size = record_bytes(len(body))
         padding = bytes(size - RECORD_HEADER_BYTES - len(body))
         if len(body) < JOIN_BELOW_BYTES:
