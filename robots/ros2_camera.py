@@ -108,6 +108,6 @@ def decode_compressed(content: bytes) -> Array:
 
     try:
         image: Array = simplejpeg.decode_jpeg(content, colorspace="RGB")
-    except (ValueError, KeyError) as error:  # KeyError: colours at a resolution that simplejpeg has no name for (4:4:1)
-        raise HardwareLost(f"a compressed picture is no JPEG that can be read: {error!r}") from error
+    except ValueError as error:
+        raise HardwareLost(f"a compressed picture is no JPEG: {error}") from error
     return image

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from user_sys.errors import WireError
 
-REFUSED = (ValueError, KeyError)
-"""Raised by simplejpeg for what it cannot read; KeyError: colours at a resolution that it has no name for (4:4:1)."""
 MAX_PIXELS = 1 << 25  # 8K; a header of a few bytes may claim 65,535 x 65,535, which is 13 GB
 
 
@@ -19,7 +17,7 @@ def jpeg_size(file: bytes | memoryview) -> tuple[int, int]:
 
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(file)
-    except REFUSED as error:
+    except (ValueError, KeyError) as error:  # KeyError: colours at a resolution that it has no name for, as 4:4:1
         raise WireError(f"a frame is no JPEG file that can be read: {error!r}") from None
     require_size(height, width)
     return height, width

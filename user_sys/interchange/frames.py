@@ -11,7 +11,7 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.episode import LENGTH, Chunk
 from user_sys.errors import DataSetError, WireError
-from user_sys.jpeg import REFUSED, jpeg_size, require_size
+from user_sys.jpeg import jpeg_size, require_size
 
 Frame = bytes | Array  # a JPEG file, or uint8 (h, w, 3) RGB
 JPEG_QUALITY = 95
@@ -52,8 +52,8 @@ def decode(frame: Frame) -> Array:
     frame_size(frame)
     try:
         picture: Array = simplejpeg.decode_jpeg(frame, colorspace="RGB")
-    except REFUSED as error:
-        raise DataSetError(f"a frame is no JPEG file that can be read: {error!r}") from None
+    except ValueError as error:
+        raise DataSetError(f"a frame is no JPEG file: {error}") from None
     return picture
 
 

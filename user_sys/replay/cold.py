@@ -22,7 +22,6 @@ from crc32c import crc32c
 from user_sys.checksum import checksum
 from user_sys.codec import Array
 from user_sys.errors import StoreCorrupt, StoreError, WireError
-from user_sys.jpeg import REFUSED
 from user_sys.replay.cache import HotCache
 from user_sys.replay.features import Features
 from user_sys.replay.timeline import Timeline
@@ -273,7 +272,7 @@ class ColdReader:
                     raise StoreCorrupt("the frame is absent or no longer what was stored")
                 if size > 0:
                     simplejpeg.decode_jpeg(body, buffer=outs[at])
-            except (StoreCorrupt, *REFUSED) as error:
+            except (StoreCorrupt, ValueError) as error:
                 self._count_damage(f"{camera} chunk {chunk} byte {start}", error)
                 failed.append(at)
         return failed
