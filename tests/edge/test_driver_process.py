@@ -21,7 +21,7 @@ from hal.safety import Reason
 from user_sys.codec import encode_packet
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver import Tick
-from user_sys.edge.driver_client import REPLY_DEADLINE_S, RemoteDriver
+from user_sys.edge.driver_client import RESET_DEADLINE_S, RemoteDriver
 from user_sys.edge.driver_process import CANNOT_RUN, MAX_REQUEST_BYTES, ROBOT_LOST
 from user_sys.edge.driver_wire import Request, endpoint
 
@@ -35,7 +35,7 @@ FAKE = RobotConfig(name="fake-0", driver="fake")
 def session(token: int, robot: str = "fake-0", real_time: bool = False) -> Iterator[RemoteDriver]:
     with RemoteDriver(robot, token=token) as driver:
         driver.real_time = real_time
-        driver.attach()
+        driver.attach(END_S)
         yield driver
 
 
@@ -284,7 +284,7 @@ def test_a_driver_that_is_killed_shows_soon_and_its_successor_serves(tmp_path: P
         asked = time.monotonic()
         with pytest.raises(HardwareLost, match="did not answer 'reset'"):
             client.reset(0)
-        assert time.monotonic() - asked < REPLY_DEADLINE_S, "it is not waited for as if it lived"
+        assert time.monotonic() - asked < RESET_DEADLINE_S, "it is not waited for as if it lived"
         with driver_process(tmp_path, FAKE, log="again.log"):
             client.attach()
             assert client.command(STILL).applied is not None
