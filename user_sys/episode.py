@@ -207,6 +207,9 @@ def open_chunk(packet: bytes | memoryview) -> PackedChunk:
         raise WireError(f"episode {header.episode}: columns of {rules.rows} rows in a chunk of {header.steps} steps")
     for camera in rules.cameras:
         _check_lengths(camera, parts.array(camera.length))
+    reward = rules.scalars.get("reward")
+    if reward is not None and not np.isfinite(parts.array(reward)).all():
+        raise WireError(f"episode {header.episode}: a reward is no finite number")
     phase = rules.scalars.get("phase")
     if phase is not None and (strange := parts.raw(phase).translate(None, _PHASES)):
         raise WireError(f"episode {header.episode}: there is no phase {strange[0]}")

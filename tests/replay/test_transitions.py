@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,19 @@ def test_a_chunk_that_cannot_be_used_costs_later_ones_what_they_would_have_shown
     with store.replay(PICTURES) as replay:
         wait_until(lambda: replay.report().waiting == 0)
         assert {step for _, step in seen(sampler(replay, 500).sample())} == {0, 6, 7}
+
+
+@pytest.mark.parametrize("name", ["observation.state", "action.applied"])
+def test_a_step_that_is_not_finite_spoils_no_batch(store: Store, name: str) -> None:
+    spoiled = chunk(1, 2, 2, index=1)
+    values = spoiled.columns[name].copy()
+    values[1, 0] = np.nan
+    store.put(chunk(1, 0, 2), replace(spoiled, columns={**spoiled.columns, name: values}))
+    store.put(chunk(1, 4, 2, index=2, end=True))
+    with store.replay() as replay:
+        batch = sampler(replay, 100).sample()
+        assert {step for _, step in seen(batch)} == {0, 4, 5}
+        assert np.isfinite(batch.action).all() and replay.report().damaged == 1
 
 
 def test_where_nothing_can_be_read_the_learner_is_told(store: Store) -> None:

@@ -82,6 +82,7 @@ def test_each_frame_can_be_found_and_checked_by_itself() -> None:
         {"reward": np.zeros(3, np.float64)},
         {"phase": np.zeros((3, 1), np.uint8)},
         {"phase": np.array([0, 1, 77], np.uint8)},
+        {"reward": np.array([0, np.nan, 1], np.float32)},
         {"observation.state": np.float32(1)},
     ],
 )

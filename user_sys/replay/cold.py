@@ -122,6 +122,7 @@ class ColdReader:
             raise StoreCorrupt(f"chunk {chunk} could not be used before")
         try:
             rows = ChunkRows(self._reader.packed(chunk), self._features)
+            rows.require_finite()
             shown = {name: rows.frames(name, chunk, partial(self._before, name, chunk)) for name in self._shown}
         except UNUSABLE as error:
             self._note(chunk, BAD, 0, {})

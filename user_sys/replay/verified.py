@@ -38,6 +38,13 @@ class ChunkRows:
         if place is None or place.dtype != np.float32 or place.shape not in (shape, (1, *shape)):
             raise WireError(f"{name!r} is absent or not float32 of shape {shape}")
 
+    def require_finite(self) -> None:
+        """Raises WireError: something is no finite number; one such step would spoil all that was learned."""
+        for name in (*self._features.vectors, APPLIED):
+            for place in filter(None, map(self._places.get, (name, FINAL + name))):
+                if not np.isfinite(self._packet.array(place)).all():
+                    raise WireError(f"{place.name!r} holds values that are not finite")
+
     def vectors(self) -> dict[str, Array]:
         """Observation vectors and the applied action, float32 (count, d); the final observation's action is zero."""
         tables = self._features.vector_tables(self.count)
