@@ -39,8 +39,8 @@ def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> N
             for index in range(chunks):
                 outbox.append(chunk(index, floats=2000), sync=False)
                 if index % (chunks // kills) == chunks // kills - 1:
+                    before = len(outbox) + chunks // kills
                     outbox.sync()
-                    before = len(outbox)
                     until(lambda before=before: len(outbox) < before, "chunks flow")
                     os.kill(gateway.pid, signal.SIGKILL)
                     cut += [len(outbox)]

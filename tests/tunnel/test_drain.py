@@ -73,7 +73,7 @@ def test_what_was_recorded_without_a_link_is_delivered_in_order_and_once(tmp_pat
                 peak_mb = max(peak_mb, own_memory_mb())
                 return len(outbox) == 0
 
-            until(delivered, "the outbox is empty", 30 + seconds / 400)
+            until(delivered, "the outbox is empty", 120 + seconds / 400)
             site.clients[0].close()
     assert peak_mb - before_mb < GROWTH_MB
     wanted = [(f"minute-{number // EPISODE_CHUNKS:05d}", number % EPISODE_CHUNKS) for number in range(chunks)]
