@@ -102,6 +102,7 @@ def test_wandb_offline_stays_in_the_run_folder(
     monkeypatch.setenv("HOME", str(home))
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("user_sys.metrics.CLOSE_TIMEOUT_S", 300.0)  # wandb starts a server of its own
     with caplog.at_level(logging.WARNING, "user_sys.metrics"):
         logger = RunLogger(tmp_path / "demo-1", Config())
         logger.log("learner", 1, {"loss": 0.5})
