@@ -164,7 +164,7 @@ class Runtime:
             Thread=lambda target, name, daemon, args=(): _Thread(self, name, functools.partial(target, *args)),
             Event=lambda: _Event(self),
             Condition=lambda: _Condition(self),
-            Lock=_Lock,
+            Lock=lambda: _Lock(self),
             get_ident=lambda: -1,
         )
 
@@ -184,16 +184,6 @@ class _Thread:
         self._runtime.current.thread(self._name, self._target)
 
 
-class _Lock:
-    """No thread is ever interrupted within one: nothing waits there."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
 class _Event:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._set = runtime, False
@@ -210,10 +200,18 @@ class _Event:
         return self._set
 
 
-class _Condition(_Lock):
+class _Condition:
+    """Its lock is nobody's need: no thread is interrupted within one but where it waits, which lets the lock go."""
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._waiting: list[Task] = []
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        return
 
     def wait(self, timeout_s: float) -> None:
         assert self._runtime.running is not None
@@ -226,6 +224,31 @@ class _Condition(_Lock):
         self._waiting.clear()
 
     notify_all = notify
+
+
+class _Lock:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._held, self._released = runtime, False, _Condition(runtime)
+
+    def acquire(self, timeout: float = math.inf) -> bool:
+        deadline_s = self._runtime.now_s + timeout
+        while self._held:
+            if self._runtime.now_s >= deadline_s:
+                return False
+            self._released.wait(deadline_s - self._runtime.now_s)
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        assert self._held
+        self._held = False
+        self._released.notify()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class _Queue:
