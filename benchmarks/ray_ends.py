@@ -52,6 +52,7 @@ def ray_peer() -> Iterator[RayPeer | None]:
         yield None
         return
     ray.init(
+        address="local",  # not one that happens to run here
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

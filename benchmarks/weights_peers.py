@@ -113,7 +113,8 @@ class RayPeer:
             {name: a.view(np.uint16) if a.dtype == BF16 else a for name, a in weights.items()},
         )
         size = sum(array.nbytes for array in weights.values())
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=max(200 << 20, 3 * size))
+        store = max(200 << 20, 3 * size)
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=store)
         self._actor = ray.remote(_Holder).remote()
         self.push()
 
