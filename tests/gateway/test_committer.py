@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
-from user_sys.errors import StoreError
+from user_sys.errors import StoreError, StoreFull
 from user_sys.gateway.commit import Answer, Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.upkeep import StoreKeeper
@@ -21,6 +23,7 @@ from user_sys.store.files import Files
 from user_sys.store.labels import NoteLabel
 from user_sys.store.retention import Retention
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.tail import Ticket
 from user_sys.store.upkeep import disk_bytes
 from user_sys.tunnel.server import Peer
 
@@ -173,6 +176,51 @@ def test_the_next_group_is_appended_while_the_disk_syncs_and_acknowledged_after_
         assert desk.acknowledged == [0]
         disk.slow.clear()
         disk.may_end.release()
+        desk.committer.close()
+        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+
+
+class NoRoomForFiles(Files):
+    """A disk that has no room for another file for a while."""
+
+    def __init__(self) -> None:
+        self.full = threading.Event()
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and self.full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().open(path, flags)
+
+
+class HeldWriter(StoreWriter):
+    """Its first sync comes when it may, so that the next group is appended between a group's writing and its sync."""
+
+    begun, may_sync, refused = threading.Event(), threading.Event(), threading.Event()
+
+    def sync(self, ticket: Ticket | None = None) -> None:
+        self.begun.set()
+        assert self.may_sync.wait(DEADLINE_S)
+        try:
+            super().sync(ticket)
+        except StoreFull:
+            self.refused.set()
+            raise
+
+
+def test_a_disk_that_is_full_when_a_group_is_synced_is_waited_for(tmp_path: Path) -> None:
+    disk = NoRoomForFiles()
+    with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # a chunk to a segment
+        desk = Desk(tmp_path, writer)
+        desk.committer.start()
+        desk.offer(0, packet(0))
+        assert writer.begun.wait(DEADLINE_S)
+        disk.full.set()
+        desk.offer(1, packet(1))
+        until(lambda: desk.committer.totals.full, "the next group meets the full disk")
+        writer.may_sync.set()
+        assert writer.refused.wait(DEADLINE_S)
+        disk.full.clear()
+        until(lambda: desk.acknowledged == [0, 1] or desk.committer.failure is not None, "both are acknowledged")
         desk.committer.close()
         assert desk.acknowledged == [0, 1] and desk.committer.failure is None
 

@@ -145,7 +145,7 @@ class Committer:
         try:
             while (group := self._appended()) is not None:
                 try:
-                    self._writer.sync(group.ticket)
+                    self._patiently(partial(self._writer.sync, group.ticket))
                     self._settle(group)
                 finally:
                     self._syncing.release()
