@@ -17,6 +17,7 @@ def chunk(
     success: bool | None = True,
     source: Source = Source.ONLINE,
     width: int = 3,
+    robot: str = "panda-0",
 ) -> Chunk:
     """A chunk of `steps` steps whose observations are its index."""
     phase = np.array([Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY, *[Phase.POLICY] * 99], np.uint8)[:steps]
@@ -31,7 +32,7 @@ def chunk(
         index=index,
         first_step=index * 4,
         steps=steps,
-        robot="panda-0",
+        robot=robot,
         embodiment="e1",
         task="lift",
         sentence="lift the cube",

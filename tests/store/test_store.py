@@ -41,6 +41,28 @@ def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -
         assert stored(reader) == [("a", 0), ("a", 1)]
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_episode_takes_chunks_of_its_robot_alone_also_after_a_restart(tmp_path: Path, sealed: bool) -> None:
+    def intrude(writer: StoreWriter) -> None:
+        for index in (0, 1, 7):  # one that is there, the next one, one behind a gap
+            with pytest.raises(WireError, match=r"the episode a is panda-0's; panda-1 cannot write to it"):
+                writer.append(chunk("a", index, end=index == 1, robot="panda-1").encode())
+
+    with StoreWriter.open(tmp_path) as writer:
+        writer.append(chunk("a").encode())
+        intrude(writer)
+        if sealed:
+            writer.rotate()
+    with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
+        intrude(writer)
+        assert writer.append(chunk("a", 1, end=True).encode())
+        assert writer.append(chunk("b", robot="panda-1").encode())
+        writer.sync()
+        reader.refresh()
+        assert stored(reader) == [("a", 0), ("a", 1), ("b", 0)]
+        assert [(e.robot, e.complete) for e in reader.episodes()] == [("panda-0", True), ("panda-1", False)]
+
+
 def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
     sent = chunk("a", end=True)
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:

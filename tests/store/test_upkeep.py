@@ -12,7 +12,9 @@ from store_kit import chunk, stored
 
 from user_sys.episode import Source
 from user_sys.errors import StoreError, StoreGone
+from user_sys.store.block import CHUNK, summarise_records
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel
+from user_sys.store.log import LogWriter
 from user_sys.store.merging import merge
 from user_sys.store.retention import Retention
 from user_sys.store.store import StoreReader, StoreWriter
@@ -91,6 +93,17 @@ def test_stores_are_merged_with_their_labels_and_as_often_as_one_likes(tmp_path:
         reader.refresh()
         assert sorted({name for name, _ in stored(reader)}) == ["e00", *(f"e{n:02d}" for n in range(2, 10))]
         assert reader.episodes()[0].success is False and reader.index.steps.reward.max() == 9.0
+
+
+def test_a_merge_leaves_out_chunks_in_an_episode_of_another_robot(tmp_path: Path) -> None:
+    with LogWriter.open(tmp_path / "a", summarise=summarise_records) as log:  # past the store's own check
+        for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):
+            log.append(CHUNK, each.encode())
+    report = merge([tmp_path / "a"], tmp_path / "b")
+    assert (report.chunks, report.damaged, report.duplicates) == (2, 1, 0)
+    with StoreReader.open(tmp_path / "b") as reader:
+        reader.refresh()
+        assert stored(reader) == [("e", 0), ("f", 0)]
 
 
 def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:

@@ -111,6 +111,25 @@ def test_a_chunk_that_can_never_be_stored_is_set_aside_and_the_next_are_taken(ru
         robot.close()
 
 
+def test_no_robot_writes_into_an_episode_of_another_also_after_a_restart(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(run) as site, Outbox.open(run / "honest") as honest:
+        honest.append(chunk(0, episode="mine"))
+        assert site.client("panda-0", honest).drain(120) == 0
+    with serving(run) as site, Outbox.open(run / "honest") as honest, Outbox.open(run / "rogue") as rogue:
+        for index in range(3):  # the first as if sent again, the next one, and one beyond
+            rogue.append(chunk(index, robot="panda-1", episode="mine"))
+        rogue.append(chunk(0, robot="panda-1", episode="its-own"))
+        assert site.client("panda-1", rogue).drain(120) == 0
+        honest.append(chunk(1, episode="mine"))
+        assert site.client("panda-0", honest).drain(120) == 0
+    assert stored(run) == [("mine", 0), ("its-own", 0), ("mine", 1)]
+    assert len(list((run / "rogue" / "refused").iterdir())) == 3 and not (run / "honest" / "refused").exists()
+    reasons = [record.getMessage() for record in caplog.records if "outbox.refused" in record.getMessage()]
+    assert len(reasons) == 3 and all("mine is panda-0's; panda-1 cannot write to it" in reason for reason in reasons)
+
+
 def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path) -> None:
     with serving(run) as site:
         robot = site.client("panda-0")

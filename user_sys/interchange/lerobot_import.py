@@ -75,6 +75,7 @@ def import_lerobot(
 
     Raises:
         DataSetError: the data set is broken; what came before stays in the store, and a later call goes on behind it.
+        WireError: it claims an episode that the store has of another robot.
         StoreError: the store cannot be written.
     """
     convert = _Converter(data_set.info, options, (root / INFO).stat().st_mtime_ns)

@@ -1,7 +1,8 @@
-"""Which chunks a store has: all that its writer must remember."""
+"""Which chunks a store has and whose its episodes are: all that its writer must remember."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from user_sys.episode import ChunkHeader
@@ -21,6 +22,7 @@ class KnownChunks:
         self.chunks = self.steps = 0
         self.deleted: set[str] = set()
         self._next: dict[str, int] = {}  # all below are there
+        self._robots: dict[str, str] = {}
         self._strays: set[tuple[str, int]] = set()
 
     def has(self, episode: str, index: int) -> bool:
@@ -31,8 +33,14 @@ class KnownChunks:
         """Whether any chunk of that episode is there."""
         return episode in self._next
 
+    def robot_of(self, episode: str) -> str | None:
+        """Whose chunk was the first of that episode to come; None while there is none."""
+        return self._robots.get(episode)
+
     def add(self, header: ChunkHeader) -> None:
         """Takes note of a chunk that is not there yet."""
+        if header.episode not in self._robots:
+            self._robots[header.episode] = sys.intern(header.robot)
         self._add(header.episode, header.index, header.steps)
 
     def _add(self, episode: str, index: int, steps: int) -> None:
@@ -57,6 +65,8 @@ class KnownChunks:
         """Takes note of all that is in `blocks`; what was there already counts once."""
         for block in blocks:
             names = [record.episode for record in block.episodes]
+            for record in block.episodes:
+                self._robots.setdefault(record.episode, sys.intern(record.robot))
             columns = (block.chunks[name].tolist() for name in ("episode", "index", "steps"))
             for episode, index, steps in zip(*columns, strict=True):
                 if not self.has(names[episode], index):

@@ -12,7 +12,7 @@ import numpy as np
 from crc32c import crc32c
 
 from user_sys.episode import Chunk, PackedChunk
-from user_sys.errors import StoreCorrupt, StoreError, StoreGone
+from user_sys.errors import StoreCorrupt, StoreError, StoreGone, WireError
 from user_sys.store.index import Index
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.store.upkeep import require_store
@@ -29,7 +29,7 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         chunks, labels: that were new.
         duplicates: chunks that were there already.
-        damaged: chunks that could not be read, and were left out.
+        damaged: chunks that could not be read, or lay in an episode of another robot, and were left out.
         renamed: the new names of episodes whose names other episodes have.
     """
 
@@ -101,14 +101,13 @@ def _copy_chunks(
         if advance is not None:
             advance(1)
         try:
-            found = source.packed(row)
+            counts["chunks" if _append(writer, source.packed(row), names) else "duplicates"] += 1
         except StoreGone:
             continue  # given up meanwhile by the source's own writer
-        except StoreCorrupt as error:
+        except (StoreCorrupt, WireError) as error:
             _logger.warning("store.merge-skipped %s", error)
             counts["damaged"] += 1
             continue
-        counts["chunks" if _append(writer, found, names) else "duplicates"] += 1
         if writer.pending_bytes > SYNC_BYTES:
             writer.sync()
 

@@ -2,7 +2,8 @@
 
 Durability is the log's (`user_sys.store.log`): a chunk is acknowledged when `StoreWriter.sync` has returned, and
 survives kills and power cuts from then on. Ingestion is idempotent by (episode, index): a chunk that is sent again is
-recognised, also by a writer that was started anew, and also when its episode was deleted and its space is taken.
+recognised, also by a writer that was started anew, and also when its episode was deleted and its space is taken. An
+episode belongs to the robot of its first chunk: another's chunks never get into it.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ class StoreWriter:
             checked: what `open_chunk` made of this very `packet`, if the caller has called it; saves doing so again.
 
         Raises:
-            WireError: the packet is no valid chunk; nothing was stored.
+            WireError: the packet is no valid chunk, or the episode is another robot's; nothing was stored.
             StoreFull: no space; this chunk was not taken, those before it are kept.
             StoreError: the disk failed.
         """
         chunk = open_chunk(packet) if checked is None else checked
         header, known = chunk.header, self._known
+        if (owner := known.robot_of(header.episode)) not in (None, header.robot):
+            raise WireError(f"the episode {header.episode} is {owner}'s; {header.robot} cannot write to it")
         if known.has(header.episode, header.index):
             return False
         if header.episode in known.deleted and not known.has_some(header.episode):
