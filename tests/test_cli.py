@@ -129,6 +129,13 @@ def test_verbose_shows_where_an_error_comes_from(launch: Verb) -> None:
         main(["train", "demo.yaml", "-v"])
 
 
+def test_a_relay_is_told_at_once_that_it_cannot_dial_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "relay.yaml").write_text("name: lab\n")
+    for endpoint in ("desk:5555", "tcp://desk:99999", "tcp://desk:0", "tcp://desk"):
+        assert main(["relay", str(tmp_path / "relay.yaml"), "--connect", endpoint]) == 2
+        assert f"user-sys: error: --connect {endpoint}: expected tcp://HOST:PORT" in capsys.readouterr().err
+
+
 def test_ctrl_c_says_how_to_resume(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(args: Namespace) -> int:
         args.run_dir = Path("runs/demo-1")

@@ -132,6 +132,19 @@ def test_choices(path: Path) -> None:
     assert _load(path, "algorithm: {}").algorithm == Sac(ensemble=10)
 
 
+@dataclass(frozen=True)
+class Switch:
+    ask: Literal["auto", "off"] = "auto"
+    power: Literal["on", "half"] = "half"
+
+
+def test_a_choice_may_be_called_off_or_on(path: Path) -> None:
+    path.write_text("ask: off\npower: on\n")
+    assert load(Switch, path) == Switch("off", "on") == load(Switch, None, ["--ask=off", "--power=on"])
+    with pytest.raises(ConfigError, match="--ask: expected one of auto, off, got True"):
+        load(Switch, None, ["--ask=on"])
+
+
 def test_saved_configuration_loads_equal(path: Path) -> None:
     config = _load(
         path, "labels: {a: 1, b: 2.5}\nrobots: [{name: 'null'}]", "--learner.codec=bf16", "--algorithm.type=bc"

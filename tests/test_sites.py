@@ -15,9 +15,11 @@ from site_kit import allow, gateway, headers, require_delivered
 
 from hal.supervision import NodeState, NodeStatus
 from user_sys.compose import RobotConfig
+from user_sys.config import load
 from user_sys.edge.main import edge_config
+from user_sys.edge.session import SessionConfig
 from user_sys.edge.session_report import Doing, SessionReport
-from user_sys.edge.watch import OVER, condition
+from user_sys.edge.watch import OVER, condition, is_known
 from user_sys.errors import ConfigError, RunError
 from user_sys.gateway.service import GatewayAddress
 from user_sys.prepare import free_endpoint, require_let_in
@@ -28,6 +30,7 @@ from user_sys.tunnel.keys import Keyring, load_public_key, new_keypair, save_key
 LEFT = """
 robots: [{name: left, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}]
 demonstrations: {episodes: 1}
+tunnel: {experience: {bytes_per_s: 10000000}}
 """
 CLOUD = """
 learner: {max_training_s: 8, batch_size: 64, checkpoint_interval_s: 2, warmup_updates: 50}
@@ -59,6 +62,8 @@ def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot:
             launch = stack.enter_context(edge(robot, address))
             until(lambda: len(headers(run / "store")) > 5, "it records and delivers")
             assert headers(run / "store")[0].source == "demo"
+            session = load(SessionConfig, robot / "edge" / "left" / "session.yaml")
+            assert session.tunnel.experience.bytes_per_s == 10e6
             assert [card.robot for card in read_cards(run / "robots")] == ["left"]
         stored = len(headers(run / "store"))
         until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "it says that it is alone")
@@ -97,6 +102,7 @@ STRANGER = "robots: [{name: right, driver: fake, task: reach}]\n"
 MISTAKES = {
     "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
     "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
+    "--connect tcp://10.0.0.2:99999: expected tcp://HOST:PORT": (LEFT, "tcp://10.0.0.2:99999"),
     "this computer has nothing to drive": (NO_ROBOTS, "tcp://localhost:5555"),
 }
 
@@ -178,6 +184,16 @@ def test_how_a_robot_fares_is_told_in_plain_words(
     words = {"driver": "no such device", "session": "this key is not allowed"}
     assert text in condition("tcp://desk:1", driver, session, said, words).text
     assert condition("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is OVER
+
+
+def test_a_robot_that_is_refused_says_why_once_however_often_it_asks() -> None:
+    words = {"driver": "", "session": "session.failed Refused: left is driven by edge on desk"}
+    refused = condition("tcp://desk:1", RUNNING, WAITING, None, words)
+    assert refused.text == "left is driven by edge on desk; it asks again, and the robot is held"
+    again = condition("tcp://desk:1", RUNNING, RUNNING, None, words)
+    assert is_known(again, refused) and not is_known(refused, again)
+    came_in = condition("tcp://desk:1", RUNNING, RUNNING, report("open", "driving"), words)
+    assert not is_known(came_in, refused) and not is_known(again, came_in)
 
 
 @pytest.mark.slow

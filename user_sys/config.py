@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 20
 _MISSING = dataclasses.MISSING
+_WORDS_OF = {False: ("off", "no"), True: ("on", "yes")}
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
@@ -275,6 +276,8 @@ class _Fit:
         raise problem
 
     def choice(self, known: Mapping[str, Any], value: Any, key: str) -> Any:
+        if isinstance(value, bool):  # YAML 1.1 reads off, no, on and yes as such
+            value = next((word for word in _WORDS_OF[value] if word in known), value)
         if str(value) in known and not isinstance(value, bool):
             return known[str(value)]
         near = difflib.get_close_matches(str(value), list(known), n=1)

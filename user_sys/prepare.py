@@ -47,6 +47,7 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
             recorder=config.recorder,
             policy=config.policy,
             weights=config.weights,
+            tunnel=config.tunnel,
         )
         write_station(state, robot, session)
     return specs

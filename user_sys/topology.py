@@ -19,6 +19,7 @@ from user_sys.gateway import GatewayConfig
 from user_sys.learner.service import LearnerConfig
 from user_sys.metrics import LoggingConfig
 from user_sys.needs import NeedConfig
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.inlet import InletConfig
 
 
@@ -56,7 +57,8 @@ class RunConfig:
     """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
 
     `robots` are those that the run itself drives. `guests` are driven by computers of their own and come in over the
-    tunnel (``user-sys edge FILE --robot NAME``); others may too. `needs` is what it needs besides.
+    tunnel (``user-sys edge FILE --robot NAME``); others may too. `needs` is what it needs besides. `tunnel` bounds the
+    robots' end of the tunnel, `gateway.tunnel` the other.
     """
 
     name: str = ""
@@ -68,6 +70,7 @@ class RunConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
+    tunnel: TunnelLimits = field(default_factory=TunnelLimits)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

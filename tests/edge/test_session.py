@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load, save
 from user_sys.edge.outbox import Outbox
+from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.episode import Chunk, Phase, Source, decode_chunk
 from user_sys.learners import LEARNER
@@ -27,7 +29,9 @@ from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK
 from user_sys.topology import RunConfig
 from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.credit import MIN_BURST_BYTES
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.signing import new_signer
 
@@ -57,9 +61,9 @@ class Followed:
 class Site:
     """A run folder, and the processes that a test starts and kills in it."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
         self._stack = stack
-        config = RunConfig(robots=(ROBOT,), runs=folder)
+        config = RunConfig(**{"robots": (ROBOT,), "runs": folder, **settings})
         self.folder, self.card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
         prepare(config, self.folder, self.card)
         self.state = self.folder.edge(ROBOT.name)
@@ -95,6 +99,9 @@ class Site:
     def recorded(self) -> set[tuple[str, int]]:
         """Every chunk that the outbox has ever held."""
         return {key(chunk) for chunk in self._outbox.chunks()}
+
+    def recorded_bytes(self) -> int:
+        return sum(len(chunk.encode()) for chunk in self._outbox.chunks())
 
     def stored(self) -> Counter[tuple[str, int]]:
         return Counter(key(chunk) for chunk in self.chunks())
@@ -212,6 +219,19 @@ def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) ->
     assert acknowledged <= set(site.stored())
     require_whole(site)
     assert "lease.granted robot=fake-0 token=1" in session.log and "token=2" not in session.log
+
+
+def test_a_session_takes_no_more_of_the_uplink_than_it_may(tmp_path: Path) -> None:
+    """At a byte a second the burst is all that passes; what else is recorded waits in the outbox."""
+    filmed = replace(ROBOT, options={"cameras": ["front"]})
+    raw, slow = RecorderConfig(raw_cameras=("front",)), TunnelLimits(experience=ChannelLimits(bytes_per_s=1.0))
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(filmed,), recorder=raw, tunnel=slow)
+        for start in (site.gateway, site.driver, site.session):
+            start()
+        until(lambda: site.recorded_bytes() > 4 * MIN_BURST_BYTES and site.stored(), "it records, and delivers some")
+        sizes = [len(chunk.encode()) for chunk in site.chunks()]
+        assert sum(sizes) <= MIN_BURST_BYTES + max(sizes)
 
 
 def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:

@@ -9,17 +9,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from user_sys.errors import TunnelError, WireError
+from user_sys.errors import ConfigError, TunnelError, WireError
 from user_sys.messages import Grant, MetricsReport, WeightsOffer
 from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.credit import Purse, TokenBucket, Window
 from user_sys.tunnel.gauges import Histogram
-from user_sys.tunnel.limits import ChannelLimits
+from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.wire import Envelope, Payload, encode
 
 LIMITS = ChannelLimits(window_messages=8, window_bytes=1000, queue_messages=16)
+
+
+@pytest.mark.parametrize(
+    "key", ["window_messages", "window_bytes", "queue_messages", "pipe_messages", "heartbeat_s", "dead_after_s"]
+)
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_limits_with_which_nothing_could_ever_be_sent_are_refused(key: str, value: float) -> None:
+    kind = ChannelLimits if hasattr(ChannelLimits, key) else TunnelLimits
+    with pytest.raises(ConfigError, match=f"{key} is .*; it must be above 0, and finite"):
+        kind(**{key: value})
+
+
+def test_a_bandwidth_and_a_pause_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bytes_per_s is -1; 0 is without a limit"):
+        ChannelLimits(bytes_per_s=-1)
+    with pytest.raises(ConfigError, match="backoff_min_s is 2; it must lie between 0 and backoff_max_s, which is 1"):
+        TunnelLimits(backoff_min_s=2.0, backoff_max_s=1.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3)), max_size=200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def test_changes_of_the_ring_are_seen_by_others(tmp_path: Path) -> None:
     ours.revoke("panda-0")
     theirs.refresh()
     assert theirs.find(keys.public) is None
+
+
+def test_who_was_shut_out_stays_out_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, on_disk = Keyring(tmp_path), []
+    ring.allow(new_keypair().public, "panda-0", "robot")
+    sync = os.fsync
+
+    def watched(fd: int) -> None:
+        sync(fd)
+        on_disk.append(sorted(os.listdir(fd)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    ring.revoke("panda-0")
+    assert on_disk == [[]], "the folder was synced when the entry had gone"
 
 
 def test_a_new_key_for_a_name_shuts_the_old_one_out(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ drivers, so that they do their documented stop; what has not been delivered stay
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import signal
 import threading
@@ -35,11 +34,12 @@ from user_sys.edge.stations import write_station
 from user_sys.edge.watch import RobotWatch
 from user_sys.errors import ConfigError
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.local import require_dialled
 from user_sys.weights.inlet import InletConfig
 
 LOOK_EVERY_S = 0.5
 GATEWAY = "gateway"
-_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 Say = Callable[[str], None]
 
 
@@ -50,6 +50,7 @@ class EdgeConfig:
     Attributes:
         demonstrations: shown by the scripted expert, once, before the robot is first driven by a policy.
         policy: the same as in the run's configuration; weights of another one are refused.
+        tunnel: bounds of the robots' end, such as the bandwidth that each may take; the gateway has its own.
     """
 
     robots: tuple[RobotConfig, ...] = ()
@@ -59,6 +60,7 @@ class EdgeConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
+    tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
     def __post_init__(self) -> None:
         require_unique_names(self.robots)
@@ -109,8 +111,7 @@ def edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]) -> 
 
 
 def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
-    if not _ENDPOINT.fullmatch(connect):
-        raise ConfigError(f"--connect {connect}: expected tcp://HOST:PORT, as the run's command says at its start")
+    require_dialled(connect)
     if not config.robots:
         raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
     for robot in config.robots:
@@ -141,6 +142,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         recorder=config.recorder,
         policy=config.policy,
         weights=config.weights,
+        tunnel=config.tunnel,
     )
 
 

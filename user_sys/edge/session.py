@@ -51,6 +51,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
+from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
@@ -94,6 +95,7 @@ class SessionConfig:
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     weights: InletConfig = field(default_factory=InletConfig)
+    tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
 
 class Session:
@@ -326,7 +328,7 @@ def _run(config: SessionConfig) -> None:
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
         )
-        with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox) as client:
+        with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox, limits=config.tunnel) as client:
             lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
             with SessionReporter(config.robot, client, outbox) as reporter:
                 driver.token = lease.acquire(leaving)

@@ -29,7 +29,8 @@ class Condition:
     text: str
 
 
-AWAY = "away"
+AWAY, STARTING = "away", "starting"
+REFUSED = "session.failed Refused: "  # what the log of a session ends with that the gateway does not let in
 _DOING: dict[Doing, str] = {
     "waiting for its lease": "waiting until the robot is free",
     "driving": "the run drives the robot",
@@ -55,19 +56,26 @@ def condition(
         if status.state is not NodeState.RUNNING:
             code = status.last_exit or 0
             why = f"killed by signal {-code}" if code < 0 else words[name] or "it said nothing"
+            if name == "session" and why.startswith(REFUSED):
+                return Condition(f"{name} {why}", f"{why.removeprefix(REFUSED)}; it asks again, and the robot is held")
             return Condition(f"{name} {why}", f"its {name} process has ended and is started again: {why}")
     if words["driver"].startswith(WAITING):
         return Condition(words["driver"], f"waits: {words['driver'].removeprefix(WAITING)}")
     if report is None:
-        return Condition("starting", "its processes start")
+        return Condition(STARTING, "its processes start")
     if report.link == TunnelState.OPEN.value:
         return Condition(report.doing, f"connected to {gateway}: {_DOING[report.doing]}")
     if not report.reason:
-        return Condition("starting", f"connects to {gateway}")
+        return Condition(STARTING, f"connects to {gateway}")
     if report.doing == "driving":
         text = "the robot works on, and what it records is kept in its outbox"
         return Condition(AWAY, f"{gateway} is out of reach ({report.reason}): {text}")
     return Condition("unreachable", f"cannot reach {gateway} ({report.reason}): trying again; the robot is held")
+
+
+def is_known(now: Condition, told: Condition) -> bool:
+    """Whether `told` said that a process is started again, and so it is `now`: news is only what comes of it."""
+    return now.kind == STARTING and told.kind.startswith(("driver ", "session "))
 
 
 class RobotWatch:
@@ -112,6 +120,8 @@ class RobotWatch:
         report = self._read(session.pid)
         words = {part: last_words(path) for part, path in self._logs.items()}
         now = condition(self._gateway, self._driver.status(), session, report, words)
+        if is_known(now, self._told):
+            return
         if now.kind != self._told.kind:
             if self._told.kind == AWAY and report is not None:
                 self._tell(f"within reach again after {_duration(self._now() - self._since_s)}; {self._kept()}")

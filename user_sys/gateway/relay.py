@@ -46,6 +46,7 @@ from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.local import require_dialled
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.records import Signed
@@ -217,6 +218,7 @@ def relay_main(args: Namespace) -> int:
         ConfigError, RunError: what cannot work, in one line.
     """
     config = load(RelayConfig, args.config, args.overrides)
+    require_dialled(args.connect)
     keys = load_keypair(args.keys / f"{config.name}.key")
     upstream_key = load_public_key(args.keys / f"{GATEWAY}.pub")
     relay = Relay(config, args.folder, keys, Keyring(args.keys), args.connect, upstream_key)

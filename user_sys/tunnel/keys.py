@@ -168,12 +168,15 @@ def promote_keypair(folder: Path, name: str) -> KeyPair:
 
 
 def load_public_key(path: Path) -> str:
-    """The public key in a ``.pub`` file; raises RunError when there is none."""
+    """The public key in a ``.pub`` file; raises RunError when there is none, which says how to come by it."""
     try:
         with path.open("rb") as stream:
             return checked_public_key(stream.read(MAX_FILE_BYTES).decode("ascii", "replace").strip())
     except OSError as error:
-        raise RunError(f"no public key at {path} ({error.strerror})") from None
+        raise RunError(
+            f"no public key at {path} ({error.strerror}): copy it from the computer where "
+            f"`user-sys keys new {path.stem}` made it"
+        ) from None
     except ConfigError as error:
         raise RunError(f"{path}: {error}") from None
 
@@ -232,9 +235,10 @@ class Keyring:
         return msgspec.structs.replace(entry, former=former, former_until_unix_s=until)
 
     def revoke(self, name: str) -> None:
-        """Shuts `name` out. Raises ConfigError when it was not in."""
+        """Shuts `name` out, for good on return. Raises ConfigError when it was not in."""
         try:
             (self.folder / f"{checked_name(name)}.json").unlink()
+            sync_folder(self.folder)
         except FileNotFoundError:
             raise ConfigError(f"{name!r} is not allowed; allowed are {[e.name for e in self.list()]}") from None
         self.refresh()

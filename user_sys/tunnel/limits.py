@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from user_sys.errors import ConfigError
@@ -9,6 +10,12 @@ from user_sys.errors import ConfigError
 MAX_CHUNK_BYTES = 12 << 20
 """No encoded chunk is larger, and each gateway takes one of this size: otherwise it would be sent for ever."""
 RESERVE_BYTES = 64 << 10  # of a message beside its payload's own bytes: encryption
+
+
+def _require_positive(limits: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(limits, name) < math.inf:
+            raise ConfigError(f"{name} is {getattr(limits, name):g}; it must be above 0, and finite")
 
 
 @dataclass(frozen=True)
@@ -20,12 +27,19 @@ class ChannelLimits:
             last message may exceed the bytes, so that one larger than the window can pass at all.
         queue_messages: messages that wait here to be sent, for each peer.
         bytes_per_s: how fast this end sends, averaged over a quarter of a second; 0 is as fast as it can.
+
+    ConfigError where nothing could ever be sent.
     """
 
     window_messages: int = 64
     window_bytes: int = 16 << 20
     queue_messages: int = 4096
     bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "window_messages", "window_bytes", "queue_messages")
+        if not 0 <= self.bytes_per_s < math.inf:
+            raise ConfigError(f"bytes_per_s is {self.bytes_per_s:g}; 0 is without a limit, anything above is one")
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,13 @@ class TunnelLimits:
     backoff_max_s: float = 5.0
 
     def __post_init__(self) -> None:
+        _require_positive(self, "max_record_bytes", "pipe_messages")
+        _require_positive(self, "heartbeat_s", "dead_after_s", "stuck_after_s", "handshake_s", "backoff_max_s")
+        if not 0 <= self.backoff_min_s <= self.backoff_max_s:
+            raise ConfigError(
+                f"backoff_min_s is {self.backoff_min_s:g}; it must lie between 0 and backoff_max_s, which is "
+                f"{self.backoff_max_s:g}"
+            )
         least = MAX_CHUNK_BYTES + RESERVE_BYTES
         if self.max_message_bytes < least:
             raise ConfigError(f"max_message_bytes is {self.max_message_bytes}; chunks need {least} at least")

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hal.lease import runtime_folder
+from user_sys.errors import ConfigError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_SOCKET_PATH_BYTES = 107
+_DIALLED = re.compile(r"tcp://[^\s/]+:(\d{1,5})")
 _LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
+
+
+def require_dialled(endpoint: str) -> None:
+    """Raises ConfigError unless an edge or a relay can dial `endpoint`, which was given as --connect."""
+    found = _DIALLED.fullmatch(endpoint)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        raise ConfigError(f"--connect {endpoint}: expected tcp://HOST:PORT, as the run's command says at its start")
 
 
 def local_endpoint(endpoint: str, public_key: str) -> str | None:
