@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.pushes [--seconds 60] [--pairs 2]``: whole runs through the command line, a simulated arm that
 learns to lift. Runs with and without pushes take turns, each first in every other pair. Of a run count the learner's
-median step, with all that it does to publish, as its metrics have it; and the errors of the ends of control periods,
-p99, as recorded, once the learner has trained for `SETTLE_S`.
+median step, with all that it does to publish, as its metrics have it, and the median of its governor's share; the
+errors of the ends of control periods, p99, as recorded; and watchdog holds within episodes. All once the learner has
+trained for `SETTLE_S`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Row, report
+from benchmarks.holds import Holds, count_holds
 from hal.spec import Array
 from user_sys.episode import Source, decode_chunk
 from user_sys.store.log import LogReader
@@ -45,11 +47,12 @@ QUIET = {"learner.publish.every_s": "1000000"}  # the first version at once, so 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians and p99 of one run; `versions` were published while it lasted."""
+    """Medians and p99 of one run; `versions` were published while it lasted, the governor left them `share`."""
 
     step_ms: float
     period_ms: float
-    holds: int
+    holds: Holds
+    share: float
     versions: float
     updates: float
 
@@ -73,27 +76,32 @@ def measure(runs: Path, name: str, seconds: float, pushing: bool) -> Measured:
     subprocess.run(command, check=True, timeout=600 + seconds)
     lines = [json.loads(line) for line in (runs / name / "metrics" / "learner.jsonl").read_text().splitlines()]
     settled = [line for line in lines if line["training_s"] >= SETTLE_S and line["step_ms"] > 0]
-    errors = np.abs(periods_ms(runs / name / "store", settled[0]["time_unix_s"]) - 1e3 / RATE_HZ)
+    episodes = ends_s(runs / name / "store", settled[0]["time_unix_s"])
+    errors = np.abs(1e3 * np.concatenate([np.diff(ends) for ends, _ in episodes]) - 1e3 / RATE_HZ)
     return Measured(
         step_ms=statistics.median(line["step_ms"] for line in settled),
         period_ms=float(np.quantile(errors, 0.99)),
-        holds=(runs / name / "logs" / f"{ROBOT}-driver.log").read_text().count("watchdog.hold"),
+        holds=count_holds(runs / name / "logs" / f"{ROBOT}-driver.log", [(ends[0], last) for ends, last in episodes]),
+        share=statistics.median(line.get("governor/share", 1.0) for line in settled),
         versions=lines[-1]["versions_published"],
         updates=lines[-1]["count"],
     )
 
 
-def periods_ms(store: Path, since_unix_s: float) -> Array:
-    """Between the ends of control periods, within the episodes of the policy that began since then."""
-    ends: dict[str, list[Array]] = {}
+def ends_s(store: Path, since_unix_s: float) -> list[tuple[Array, float]]:
+    """Unix times of the ends of control periods in each of the policy's episodes that began since then, and of the
+    episode's last command."""
+    found: dict[str, list[tuple[Array, Array]]] = {}
     with LogReader.open(store) as reader:
         for ref in reader.records():
             if ref.kind == CHUNK:
                 chunk = decode_chunk(reader.read(ref))
                 header = chunk.header
                 if header.source is Source.ONLINE and header.started_unix_ns >= since_unix_s * 1e9:
-                    ends.setdefault(header.episode, []).append(np.array(chunk.columns["t_capture_ns"]))
-    return np.concatenate([np.diff(np.concatenate(parts)) / 1e6 for parts in ends.values()])
+                    times = (np.array(chunk.columns[f"t_{what}_ns"]) for what in ("capture", "command"))
+                    capture, command = ((each + header.unix_offset_ns) / 1e9 for each in times)
+                    found.setdefault(header.episode, []).append((capture, command))
+    return [(np.concatenate([c for c, _ in parts]), float(parts[-1][1][-1])) for parts in found.values()]
 
 
 def rows(pairs: int, seconds: float) -> list[Row]:
@@ -106,13 +114,17 @@ def rows(pairs: int, seconds: float) -> list[Row]:
     step = statistics.median(quiet.step_ms / push.step_ms for push, quiet in zip(on, off, strict=True))
     step_ms = [statistics.median(run.step_ms for run in runs) for runs in (on, off)]
     period_ms = [statistics.median(run.period_ms for run in runs) for runs in (on, off)]
-    holds = [sum(run.holds for run in runs) for runs in (on, off)]
+    within, between = (
+        [sum(getattr(run.holds, where) for run in runs) for runs in (on, off)] for where in ("within", "between")
+    )
     share = statistics.median(run.versions / run.updates for run in on)
     name, period, fine = "demo at 100 Hz", period_ms[1] / period_ms[0], period_ms[0] <= TARGET_MS
     return [
         Row(11, f"{name}, learner's median step; bound: no pushes", "ms", *step_ms, step, 1 / 1.03, step >= 1 / 1.03),
         Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, fine),
-        Row(16, f"{name}, watchdog holds; bound: no pushes", "", *holds, None, None, holds[0] == 0),
+        Row(16, f"{name}, watchdog holds within episodes; bound: no pushes", "", *within, None, None, within[0] == 0),
+        Row(16, f"{name}, watchdog holds between episodes; bound: no pushes", "", *between, None, None),
+        Row(11, f"{name}, share left to pushes", "", statistics.median(run.share for run in on), None, None),
         Row(11, f"{name}, versions for each update", "", share, None, None),
     ]  # fmt: skip
 

@@ -239,7 +239,7 @@ class Pushes:
     def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:
         """Offers the next version to the robots called `names`; until the last of those `awaited` acts with it."""
         self._version += 1
-        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 1e11))
+        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 2e10))
         self._pipe.send(tuple(names))
         started_s = float(self._pipe.recv())
         left = list(awaited)

@@ -106,12 +106,12 @@ class Fleet:
         """Seconds of one update as the learner makes it, with what it does to publish when it does."""
         started = time.perf_counter()
         self.algorithm.update(self.batch)
-        updated = time.perf_counter()
-        envoy.observe(updated - started)
         if push and not envoy.busy:
             self.version += 1
-            envoy.publish(self.algorithm.policy_weights(), self.version, self.version)
-        return time.perf_counter() - started
+            envoy.publish(self.algorithm.policy_view(), self.version, self.version)
+        taken_s = time.perf_counter() - started
+        envoy.observe(taken_s)
+        return taken_s
 
 
 def allow(run: Path, name: str, role: Role) -> None:

@@ -68,14 +68,15 @@ class Published:
 
 @dataclass
 class Sink:
-    """Takes versions as the publisher does, and keeps them all."""
+    """Copies versions as the envoy does, and keeps them all."""
 
     versions: list[Published]
     lead: int = 0
     busy: bool = False
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        self.versions.append(Published(version, updates, build_state(arrays)))
+        copies = {name: array.copy() for name, array in arrays.items()}
+        self.versions.append(Published(version, updates, build_state(copies)))
 
     def observe(self, seconds: float) -> None:
         assert seconds > 0
@@ -248,7 +249,7 @@ class Behind:
         return 4 if self.asked <= 50 else 0
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        assert self.updated_at
+        assert updates and self.asked > 50
 
     def observe(self, seconds: float) -> None:
         self.updated_at.append(self.asked)

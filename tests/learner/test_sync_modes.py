@@ -141,6 +141,20 @@ def test_it_publishes_at_the_ends_of_episodes(tmp_path: Path) -> None:
         assert trained.train(5) == [6, 11]
 
 
+def test_what_is_due_waits_while_the_governor_has_pushes_pause(tmp_path: Path) -> None:
+    with learner(tmp_path, "learner: {publish: {every_s: 0, every_updates: 1}}") as (_, trained):
+        publisher = trained.publisher
+        publisher.governor.share = 0.05
+        publisher.observe(1000.0)  # a step of so many seconds: pauses of hours
+        trained.publishing.publish(1, trained._weights)
+        until(lambda: publisher.ready == 1, "the first is ready")
+        assert publisher.busy and publisher.open_s > time.monotonic() + 1000
+        trained.publishing.publish_if_due(2, trained._weights, trained._moved)
+        assert publisher.version == 1
+        trained.publishing.publish(3, trained._weights)
+        until(lambda: publisher.ready == 2, "the last one, at the end of training, is published at once")
+
+
 def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
     with learner(tmp_path, "learner: {publish: {every_s: 0, every_updates: 1, max_lead: 2}}") as (_, trained):
         assert trained.train(5) == [1, 2, 3, 4, 5], "no robot acts with any yet"

@@ -66,6 +66,76 @@ def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() ->
     assert machine.governor.share == 0.2
 
 
+class Pushed:
+    """A learner that publishes after every step if the governor lets it: steps of 10 ms, and each push costs 1 ms more.
+
+    What a push does to the step is over with the step, save for what gateway and robots do in the one that follows.
+    """
+
+    def __init__(self, cost_s: float = 0.001, enabled: bool = True) -> None:
+        self.now_s, self.open_s, self.pushed, self.cost_s = 0.0, 0.0, 0, cost_s
+        self.steps_s: list[float] = []
+        config = GovernorConfig(enabled=enabled)
+        self.governor = Governor(config, clock=lambda: self.now_s, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def run(self, steps: int) -> float:
+        """Returns by how much the steps took longer than without pushes."""
+        self.steps_s = []
+        late = False
+        for _ in range(steps):
+            push = self.now_s >= self.open_s
+            taken_s = 0.01 + 0.7 * self.cost_s * push + 0.3 * self.cost_s * late
+            late = push
+            if push:
+                self.pushed += 1
+                with self.governor.push():
+                    self.now_s += taken_s
+                    self.governor.breathe(1)
+            else:
+                self.now_s += taken_s
+            self.governor.observe(taken_s)
+            if push:
+                self.open_s = self.now_s + self.governor.pause()
+            self.steps_s.append(taken_s)
+        return sum(self.steps_s) / (0.01 * steps) - 1.0
+
+
+def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the_budget() -> None:
+    learner = Pushed()
+    learner.run(5000)
+    pushed = learner.pushed
+    assert learner.run(20_000) <= 0.03
+    assert learner.pushed - pushed > 20_000 * 0.03 / 0.1 / 3, "and no more than that"
+    assert learner.governor.scalars()["governor/longer"] <= 0.05
+
+
+def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:
+    learner = Pushed(cost_s=1e-4)
+    learner.run(1000)
+    pushed = learner.pushed
+    learner.run(10_000)
+    assert learner.governor.share == 1.0 and learner.governor.decisions
+    assert 0.85 * 10_000 < learner.pushed - pushed < 10_000
+
+
+def test_without_a_governor_nothing_pauses() -> None:
+    learner = Pushed(cost_s=0.01, enabled=False)
+    learner.run(500)
+    assert learner.pushed == 500
+
+
+def test_a_checkpoint_now_and_then_is_not_laid_to_a_pushs_charge() -> None:
+    learner = Pushed(cost_s=1e-4)
+    for _ in range(200):
+        learner.run(50)
+        with learner.governor.push():
+            learner.governor.observe(0.5)
+    assert learner.governor.share > 0.9
+
+
 def test_bulk_work_rests_as_its_share_says() -> None:
     machine = Machine()
     machine.governor.share = 0.25

@@ -49,6 +49,10 @@ class Algorithm(ABC):
     def policy_weights(self) -> dict[str, Array]:
         """Copies of what the policy's `load` takes; not checked for finiteness."""
 
+    def policy_view(self) -> dict[str, Array]:
+        """As `policy_weights`, until the next update only: where they lie in host memory nothing is copied."""
+        return self.policy_weights()
+
     @abstractmethod
     def state_dict(self) -> dict[str, Array]:
         """Copies of everything that determines later updates, random generators included."""

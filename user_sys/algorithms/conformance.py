@@ -74,6 +74,13 @@ class AlgorithmConformance(ABC):
             algorithm.update(example_batch(rng))
             assert all(np.array_equal(kept[name], taken[name]) for name in kept)
 
+    def test_a_view_of_the_weights_shows_what_a_copy_holds(self) -> None:
+        algorithm, rng = self.make(example_spec(), 0), np.random.default_rng(2)
+        for _ in range(2):
+            view, copy = algorithm.policy_view(), algorithm.policy_weights()
+            assert list(view) == list(copy) and all(np.array_equal(view[name], copy[name]) for name in copy)
+            algorithm.update(example_batch(rng))
+
     def test_a_batch_may_be_reused_after_the_call(self) -> None:
         one, other = (self.make(example_spec(), 0) for _ in range(2))
         rng, twin = (np.random.default_rng(3) for _ in range(2))

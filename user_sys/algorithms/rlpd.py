@@ -37,7 +37,7 @@ from user_sys.policies.mlp import (
     bounds_affine,
     feature_specs,
 )
-from user_sys.weights.gpu.device import HostCopies
+from user_sys.weights.gpu.device import HostCopies, as_array
 
 LAST_LAYER_GAIN = 0.01
 Parameters = dict[str, Tensor]
@@ -176,6 +176,12 @@ class Rlpd(Algorithm):
     def policy_weights(self) -> dict[str, Array]:
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
         return self._host.snapshot({**self._acting, **self._affine})()
+
+    def policy_view(self) -> dict[str, Array]:
+        """See `Algorithm.policy_view`."""
+        if self._device.type != "cpu":
+            return self.policy_weights()
+        return {name: as_array(tensor) for name, tensor in {**self._acting, **self._affine}.items()}
 
     @torch.no_grad()
     def policy_kl(self, former: Mapping[str, Array], batch: Transitions) -> float:

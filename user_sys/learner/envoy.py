@@ -34,7 +34,6 @@ from user_sys.learner.envoy_wire import (
     Status,
     Step,
     Stopped,
-    Taken,
     Word,
 )
 from user_sys.messages import MetricsReport
@@ -74,12 +73,12 @@ class Envoy:
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
         self._restarts = 0
         self._slots: Slots | None = None
-        self._lent: set[int] = set()  # slots that the child was told to read, and has not read yet
+        self._lent: dict[int, int] = {}  # slots that the child was told of, with the version there, until that is ready
         self._frozen: dict[str, Array] = {}  # read-only arrays of the newest snapshot, which are not written again
         self._newest: Snapshot | None = None
         self._told = self._shared = False  # whether the child knows of the newest, and of the memory
         self._earlier = 0  # versions that earlier children made ready
-        self._status = Status(NO_VERSION, NO_VERSION, NO_VERSION, 0, {})
+        self._status = Status(NO_VERSION, NO_VERSION, NO_VERSION, 0, 0.0, {})
         self._confirmed = NO_VERSION
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._watch, name="envoy", daemon=True)
@@ -143,7 +142,7 @@ class Envoy:
             self._catch_up()
 
     def observe(self, seconds: float) -> None:
-        """How long a training step took: the governor keeps it within its budget."""
+        """How long a training step took, with all that was done to publish: the governor keeps it within its budget."""
         with self._changed:
             self._catch_up()
             if self._child is not None:
@@ -175,8 +174,9 @@ class Envoy:
 
     @property
     def busy(self) -> bool:
-        """The newest version is not ready yet."""
-        return self._failure is None and self._status.ready < self.version
+        """The newest version is not ready yet, or the governor has pushes pause."""
+        status = self._status
+        return self._failure is None and (status.ready < self.version or time.monotonic() < status.open_s)
 
     @property
     def lead(self) -> int:
@@ -245,7 +245,7 @@ class Envoy:
             self._shared = line.send(self._slots.memory, descriptor=self._slots.descriptor)
         if self._shared and line.send(self._newest):
             self._told = True
-            self._lent.add(self._newest.slot)
+            self._lent[self._newest.slot] = self._newest.version
 
     def _watch(self) -> None:
         try:
@@ -270,10 +270,9 @@ class Envoy:
             self._stopped(word.reason)
             return
         with self._changed:
-            if isinstance(word, Taken):
-                self._lent.discard(word.slot)
-            elif isinstance(word, Status):
+            if isinstance(word, Status):
                 self._status = word
+                self._lent = {slot: version for slot, version in self._lent.items() if version > word.ready}
                 self._confirmed = max(self._confirmed, word.confirmed)
                 if word.failure is not None:
                     self._failure = _ERRORS.get(word.failure.kind, RunError)(word.failure.text)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from user_sys.codec import Array
@@ -28,7 +29,6 @@ from user_sys.learner.envoy_wire import (
     Status,
     Step,
     Stopped,
-    Taken,
     Word,
 )
 from user_sys.logs import configure_logging
@@ -36,11 +36,13 @@ from user_sys.messages import StopRun
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair
 from user_sys.weights.publisher import Publisher
+from user_sys.weights.records import NO_VERSION
 from user_sys.weights.signing import LEARNER, ensure_signer
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
+TELL_EVERY_S = 0.1  # of what no learner waits for in the midst of its training
 SETUP_S = 30.0
 TELL_S = 60.0  # a learner that does not listen for so long is stuck
 
@@ -68,23 +70,30 @@ def main(argv: list[str]) -> int:
 def _serve(line: Line, setup: Setup) -> None:
     signer = ensure_signer(Path(setup.signing), LEARNER)
     with TunnelClient(setup.endpoint, load_keypair(Path(setup.key)), setup.gateway_key, setup.hello) as client:
-        desk = _Desk(line, client)
-        desk.publisher = Publisher(client, signer, setup.publish, desk.tell_status)
+        desk = _Desk(line, client, at_once=setup.publish.max_lead > 0)
+        desk.publisher = Publisher(client, signer, setup.publish, desk.changed)
         with desk.publisher:
             threading.Thread(target=desk.listen, name="inbox", daemon=True).start()
             while not desk.leaving:
-                if (received := line.receive(WAIT_S)) is not None:
+                if (received := line.receive(TELL_EVERY_S)) is not None:
                     desk.take(*received)
+                desk.tell_rest()
 
 
 class _Desk:
-    """Takes in what the learner says, and tells it what becomes of its versions."""
+    """Takes in what the learner says, and tells it what becomes of its versions.
+
+    Args:
+        at_once: the learner waits for the robots, and hears of each change.
+    """
 
     publisher: Publisher
 
-    def __init__(self, line: Line, client: TunnelClient) -> None:
+    def __init__(self, line: Line, client: TunnelClient, at_once: bool) -> None:
         self.leaving = False
-        self._line, self._client = line, client
+        self._line, self._client, self._at_once = line, client, at_once
+        self._told, self._told_s = NO_VERSION, 0.0  # the newest version that was told to be ready, and when
+        self._untold = False
         self._slots: Slots | None = None
         self._former: dict[str, Array] = {}
         self._telling = threading.Lock()  # so that the last status that is told is the newest
@@ -109,16 +118,30 @@ class _Desk:
             if isinstance(message := self._client.receive(WAIT_S), StopRun):
                 self._tell(Stopped(message.reason))
 
-    def tell_status(self) -> None:
-        """Called by the publisher's threads too."""
+    def changed(self) -> None:
+        """Called by the publisher's threads."""
+        if self._at_once or self.publisher.ready != self._told or self.publisher.failure is not None:
+            self._tell_status()
+        else:
+            self._untold = True
+
+    def tell_rest(self) -> None:
+        """Tells what has changed since it told last, if that is some time ago."""
+        if self._untold and time.monotonic() - self._told_s >= TELL_EVERY_S:
+            self._tell_status()
+
+    def _tell_status(self) -> None:
         with self._telling:
+            self._untold, self._told_s = False, time.monotonic()
             publisher, error = self.publisher, self.publisher.failure
+            self._told = publisher.ready
             self._tell(
                 Status(
-                    ready=publisher.ready,
+                    ready=self._told,
                     confirmed=publisher.confirmed,
                     oldest=publisher.oldest,
                     published=publisher.published,
+                    open_s=publisher.open_s,
                     scalars=publisher.governor.scalars(),
                     failure=None if error is None else Failure(type(error).__name__, str(error)),
                 )
@@ -131,11 +154,10 @@ class _Desk:
             for place, (name, view) in enumerate(slots.views[snapshot.slot].items())
         }
         self._former = arrays
-        self._tell(Taken(snapshot.slot))
         if self.publisher.failure is None:
             self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates)
         else:
-            self.tell_status()
+            self._tell_status()
 
     def _tell(self, word: Word) -> None:
         if not self._line.send(word, TELL_S):

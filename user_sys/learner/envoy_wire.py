@@ -76,12 +76,6 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
     flush_s: float
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The envoy has copied what lay in `slot`."""
-
-    slot: int
-
-
 class Failure(msgspec.Struct, frozen=True, tag=True):
     """Why weights could not be published; `kind` is the error's class."""
 
@@ -90,13 +84,14 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """Sent whenever one of it changes.
+    """Sent at once when `ready` or `failure` changes, else soon: each word takes the learner's interpreter.
 
     Attributes:
-        ready: the newest version that is made ready.
+        ready: the newest version that is made ready; the slots of this and of earlier ones are free again.
         confirmed: the newest that the gateway has on its disk.
         oldest: with which a connected robot acts; -1 where none acts with any.
         published: how many were made ready.
+        open_s: when another may follow, by the monotonic clock that all processes of a machine share.
         failure: what ended publishing.
     """
 
@@ -104,6 +99,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     confirmed: int
     oldest: int
     published: int
+    open_s: float
     scalars: dict[str, float]
     failure: Failure | None = None
 
@@ -114,7 +110,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Word: TypeAlias = Setup | Memory | Snapshot | Step | Report | Farewell | Taken | Status | Stopped
+Word: TypeAlias = Setup | Memory | Snapshot | Step | Report | Farewell | Status | Stopped
 
 
 class Line:

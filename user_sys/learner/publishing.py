@@ -14,14 +14,14 @@ class WeightsSink(Protocol):
     """Where versions go. `user_sys.learner.envoy.Envoy` is one."""
 
     def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        """Takes `arrays` over and returns at once. Raises NotFinite: an earlier version was not."""
+        """Copies `arrays` and returns at once. Raises NotFinite: an earlier version was not."""
 
     def observe(self, seconds: float) -> None:
-        """How long an update took, for the governor."""
+        """How long an update took with all that was done beside it, publishing included, for the governor."""
 
     @property
     def busy(self) -> bool:
-        """The version before is still being made ready: another would only wait, and be replaced."""
+        """Not now: the version before is still being made ready, or the governor has pushes pause."""
 
     @property
     def lead(self) -> int:
@@ -63,6 +63,7 @@ class Publishing:
         """Publishes what `weights` gives, if that is due after `updates` updates and the version before is ready.
 
         Args:
+            weights: may give the arrays that are trained: they are copied at once.
             kl: how far the policy has moved from earlier weights.
 
         Raises:

@@ -188,13 +188,13 @@ class Learner:
                 self._update()
             else:
                 stop.wait(IDLE_WAIT_S)
-            self._publishing.publish_if_due(self._updates, self._algorithm.policy_weights, self._moved)
+            self._publishing.publish_if_due(self._updates, self._algorithm.policy_view, self._moved)
             if checkpoint.due():
                 self._checkpoint()
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
-        self._publishing.publish(self._updates, self._algorithm.policy_weights)
+        self._publishing.publish(self._updates, self._algorithm.policy_view)
         self._report()
         self._checkpoint(wait=True)
 
@@ -203,11 +203,9 @@ class Learner:
         return self._training_s >= config.max_training_s or 0 < config.max_updates <= self._updates
 
     def _update(self) -> None:
-        started_s = time.perf_counter()
         self._batch = self._batches.next()
         self._algorithm.update(self._batch)
         self._updates += 1
-        self._sink.observe(time.perf_counter() - started_s)
 
     def _moved(self, former: Mapping[str, Array]) -> float:
         return self._algorithm.policy_kl(former, self._batch)
@@ -216,6 +214,7 @@ class Learner:
         if trained:
             self._training_s += seconds
             self._steps_s.append(seconds)
+            self._sink.observe(seconds)
         else:
             self._waited_s += seconds
 

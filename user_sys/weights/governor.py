@@ -1,10 +1,14 @@
 """The governor: gives a push of weights what it may have of a machine, and no more.
 
 Somewhere on the machine is a *victim*: the learner's training step, or the policy's inference. Its times are measured
-all the while, apart for when a push is under way and when none is. While the push makes the victim slower than its
-budget, the push's share is cut by a factor; while it does not, the share grows by a step. One number, the share, sets
-every knob: how much of the time bulk work may run on its one thread (which bounds its use of processor and memory), and
-how fast the link is filled; on a GPU, how many thread blocks a kernel has, and how much the copy engines copy at once.
+all the while, apart for when a push is under way and when none is. While pushes make the victim slower than its budget,
+their share is cut by a factor; while they do not, the share grows by a step. One number, the share, sets every knob:
+how much of the time bulk work may run on its one thread (which bounds its use of processor and memory), how soon one
+push may follow upon another, and how fast the link is filled; on a GPU, how many thread blocks a kernel has, and how
+much the copy engines copy at once.
+
+Where one push follows upon the other the victim is never seen alone. So now and then the next one is put off until it
+has been.
 """
 
 from __future__ import annotations
@@ -19,10 +23,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from user_sys.codec import Array
 from user_sys.errors import ConfigError
 
 SAMPLES = 256  # of the victim's newest times, with and without a push
 ENOUGH = 16  # samples on both sides before anything is decided
+TAIL = 4  # samples after a push still count as of it: gateway and robots are at work on it
+LOOK_EVERY = 256  # samples of pushes for which ENOUGH without any are wanted
+LEAST_S = 1e-9
+OUTLIER = 2.0  # a time counts in a mean as so many idle medians at most: a checkpoint, say, is no push's doing
 LONGEST_REST_S = 0.25
 LARGEST_CHUNK_BYTES = 32 << 20
 LEAST_CHUNK_BYTES = 1 << 20
@@ -34,8 +43,9 @@ class GovernorConfig:
 
     Attributes:
         enabled: without it a push takes what it can get.
-        budget: how much longer the victim may take while a push is under way; 0.03 is three percent.
-        quantile: of the victim's times: 0.5 for a learner's step, 0.99 for inference.
+        budget: how much longer the victim may take; 0.03 is three percent.
+        quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
+            times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
         least_share: the push always gets this much, so that weights do arrive.
         cut, grow: the factor and the step by which the share moves.
         decide_s: how often it moves.
@@ -45,7 +55,7 @@ class GovernorConfig:
 
     enabled: bool = True
     budget: float = 0.03
-    quantile: float = 0.5
+    quantile: float = 0.0
     least_share: float = 0.05
     cut: float = 0.7
     grow: float = 0.05
@@ -54,19 +64,27 @@ class GovernorConfig:
     most_ctas: int = 16
 
     def __post_init__(self) -> None:
-        if not (0 < self.least_share <= 1 and 0 < self.cut < 1 and 0 < self.grow <= 1 and 0 < self.quantile < 1):
-            raise ConfigError("governor: least_share, cut, grow and quantile lie between 0 and 1")
+        if not (0 < self.least_share <= 1 and 0 < self.cut < 1 and 0 < self.grow <= 1 and 0 <= self.quantile < 1):
+            raise ConfigError("governor: least_share, cut, grow and quantile lie between 0 and 1, quantile may be 0")
         if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0 or self.most_ctas < 1:
             raise ConfigError("governor: budget, decide_s and most_ctas are above 0, link_bytes_per_s is not below 0")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One move: when (seconds of the governor's clock), what was measured (seconds), and the share from then on."""
+    """One move.
+
+    Attributes:
+        at_s: when, by the governor's clock.
+        idle_s, pushing_s: what was measured, without pushes and with them.
+        longer: by how much of its time the victim takes longer; what the budget bounds.
+        share: from then on.
+    """
 
     at_s: float
     idle_s: float
     pushing_s: float
+    longer: float
     share: float
 
 
@@ -83,8 +101,12 @@ class Governor:
         self.decisions: deque[Decision] = deque(maxlen=4096)
         self._config, self._clock, self._sleep = config, clock, sleep
         self._times: tuple[deque[float], deque[float]] = (deque(maxlen=SAMPLES), deque(maxlen=SAMPLES))
+        self._seen = [0, 0]  # samples since the last decision, without and with a push
         self._pushes = 0
-        self._touched = False  # whether a push was under way since the last observation
+        self._worked_s = 0.0  # on pushes, without rests, since the last pause
+        self._after = TAIL  # samples since a push was under way
+        self._unseen = 0  # samples of pushes since the victim was seen without
+        self.pause_s = 0.0
         self._next_s = clock() + config.decide_s
         self._lock = threading.Lock()
         self._work = threading.local()
@@ -92,8 +114,11 @@ class Governor:
     def observe(self, seconds: float) -> None:
         """One time of the victim."""
         with self._lock:
-            touched, self._touched = self._touched or self._pushes > 0, self._pushes > 0
+            touched = self._after < TAIL
+            self._after = 0 if self._pushes else self._after + 1
             self._times[touched].append(seconds)
+            self._seen[touched] += 1
+            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - LOOK_EVERY // ENOUGH)
             if self._config.enabled and self._clock() >= self._next_s:
                 self._next_s = self._clock() + self._config.decide_s
                 self._decide()
@@ -103,13 +128,14 @@ class Governor:
         """Whoever works on a push does it inside this."""
         with self._lock:
             self._pushes += 1
-            self._touched = True
+            self._after = 0
         self._work.since_s = self._clock()
         try:
             yield
         finally:
             with self._lock:
                 self._pushes -= 1
+                self._worked_s += max(0.0, self._clock() - self._work.since_s)
 
     def breathe(self, done_bytes: int) -> None:
         """Called by bulk work after each slice: rests as long as its share says."""
@@ -117,8 +143,27 @@ class Governor:
             return
         now = self._clock()
         worked_s = max(0.0, now - getattr(self._work, "since_s", now))
+        with self._lock:
+            self._worked_s += worked_s
         self._sleep(min(LONGEST_REST_S, worked_s * (1.0 / self.share - 1.0)))
         self._work.since_s = self._clock()
+
+    def pause(self) -> float:
+        """For how many seconds no other push is to begin now that one has ended.
+
+        As long as leaves pushes their share, one step of the victim counted with the work since the last pause; none at
+        a share of 1; and now and then as long as the victim takes to be seen without pushes.
+        """
+        with self._lock:
+            worked_s, self._worked_s = self._worked_s, 0.0
+            idle, pushing = self._times
+            if not self._config.enabled or not (idle or pushing):
+                return 0.0
+            step_s = float(np.median(idle or pushing))
+            self.pause_s = (worked_s + step_s) * (1.0 / self.share - 1.0)
+            if self._unseen >= LOOK_EVERY:
+                self.pause_s = max(self.pause_s, (TAIL + ENOUGH) * step_s)
+            return self.pause_s
 
     def link_limit(self) -> float:
         """Bytes/s that the link may be filled with; infinite where nothing limits it."""
@@ -140,16 +185,27 @@ class Governor:
         if self.decisions:
             newest = self.decisions[-1]
             found |= {"governor/idle_ms": 1e3 * newest.idle_s, "governor/pushing_ms": 1e3 * newest.pushing_s}
+            found |= {"governor/longer": newest.longer, "governor/pause_ms": 1e3 * self.pause_s}
         return found
 
     def _decide(self) -> None:
         idle, pushing = self._times
         if min(len(idle), len(pushing)) < ENOUGH:
             return
-        idle_s, pushing_s = (float(np.quantile(times, self._config.quantile)) for times in (idle, pushing))
-        if pushing_s > (1.0 + self._config.budget) * idle_s:
+        idle_s, pushing_s, longer = self._compare(np.array(idle), np.array(pushing))
+        if longer > self._config.budget:
             self.share = max(self._config.least_share, self._config.cut * self.share)
         else:
             self.share = min(1.0, self.share + self._config.grow)
         pushing.clear()  # they were measured under another share
-        self.decisions.append(Decision(self._clock(), idle_s, pushing_s, self.share))
+        self._seen = [0, 0]
+        self.decisions.append(Decision(self._clock(), idle_s, pushing_s, longer, self.share))
+
+    def _compare(self, idle: Array, pushing: Array) -> tuple[float, float, float]:
+        """Seconds without a push and with one, and by how much of its time the victim takes longer."""
+        if self._config.quantile:
+            idle_s, pushing_s = (float(np.quantile(times, self._config.quantile)) for times in (idle, pushing))
+            return idle_s, pushing_s, pushing_s / max(idle_s, LEAST_S) - 1.0
+        most_s = OUTLIER * float(np.median(idle))
+        idle_s, pushing_s = (float(np.minimum(times, most_s).mean()) for times in (idle, pushing))
+        return idle_s, pushing_s, (pushing_s / max(idle_s, LEAST_S) - 1.0) * self._seen[1] / sum(self._seen)

@@ -92,7 +92,8 @@ class Publisher:
         self._states: dict[Form, tuple[int, State]] = {}
         self._snapshot: _Snapshot | None = None
         self._encoding = False
-        self._asked = self._newest = self._confirmed = self._oldest = NO_VERSION
+        self._asked = self._newest = self._ready = self._confirmed = self._oldest = NO_VERSION
+        self._open_s = 0.0
         self._failure: Exception | None = None
         self._stopping = False
         self._changed = threading.Condition()
@@ -141,7 +142,7 @@ class Publisher:
             return self._confirmed >= self._asked
 
     def observe(self, seconds: float) -> None:
-        """How long a training step took: the governor keeps it within its budget."""
+        """How long a training step took, with all that was done to publish: the governor keeps it within its budget."""
         self.governor.observe(seconds)
 
     def scalars(self) -> dict[str, float]:
@@ -155,8 +156,8 @@ class Publisher:
 
     @property
     def ready(self) -> int:
-        """The newest that can be fetched."""
-        return self._newest
+        """The newest that was offered."""
+        return self._ready
 
     @property
     def confirmed(self) -> int:
@@ -174,9 +175,15 @@ class Publisher:
         return self._failure
 
     @property
+    def open_s(self) -> float:
+        """When the governor lets the next version follow that which is ready; seconds of the monotonic clock."""
+        return self._open_s
+
+    @property
     def busy(self) -> bool:
-        """An earlier snapshot waits, or is worked on."""
-        return self._failure is None and (self._snapshot is not None or self._encoding)
+        """An earlier snapshot waits, or is worked on, or the governor has pushes pause."""
+        waits = self._snapshot is not None or self._encoding or time.monotonic() < self._open_s
+        return self._failure is None and waits
 
     @property
     def lead(self) -> int:
@@ -204,8 +211,10 @@ class Publisher:
         while (snapshot := self._next()) is not None:
             with self.governor.push():
                 self._encode(snapshot)
-            self._send_offer()
-            self._encoding = False
+                self._send_offer()
+            with self._changed:
+                self._open_s = time.monotonic() + self.governor.pause()
+                self._ready, self._encoding = snapshot.version, False
             self._tell()
 
     def _next(self) -> _Snapshot | None:
