@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 from blake3 import blake3
-from crc32c import crc32c
 
+from user_sys.checksum import checksum
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import WireError
 from user_sys.weights.delta import apply_delta, encode_delta
@@ -108,7 +108,7 @@ def grain_bytes(size_bytes: int) -> int:
 def crc_of(payload: memoryview, info: ParcelInfo, grain: int) -> bool:
     """Whether the bytes of one grain are those that were described."""
     expected = int.from_bytes(info.crcs[CRC_BYTES * grain : CRC_BYTES * (grain + 1)], "little")
-    return int(crc32c(payload)) == expected
+    return checksum(payload) == expected
 
 
 def _parcel(
@@ -117,7 +117,7 @@ def _parcel(
     grain = grain_bytes(payload.size)
     crcs = bytearray()
     for part in slices(payload.size, grain):
-        crcs += int(crc32c(payload[part].data)).to_bytes(CRC_BYTES, "little")
+        crcs += checksum(payload[part].data).to_bytes(CRC_BYTES, "little")
         breathe(part.stop - part.start)
     payload.flags.writeable = False
     name = blake3(msgspec.msgpack.encode((state.digest, version, base, base_digest, codec, payload.size))).digest()
