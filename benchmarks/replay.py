@@ -119,7 +119,7 @@ def wait_filled(replay: ReplayBuffer) -> None:
 
 
 def sampler(replay: ReplayBuffer, chooser: Chooser | None = None, n: int = BATCH) -> Sampler[TransitionBatch]:
-    return Sampler(replay, chooser or Uniform(), Transitions(), n)
+    return Sampler(replay, Uniform() if chooser is None else chooser, Transitions(), n)  # a new one is empty, so false
 
 
 def cache_for(rows: int, wanted: Features) -> int:

@@ -13,7 +13,7 @@ from user_sys.codec import Array
 from user_sys.errors import StoreError, WireError
 
 STOP_DEADLINE_S = 30.0
-NICENESS = 10  # of the threads: a learner that waits for a batch goes first
+NICENESS = 10  # of the threads, beside the process's: a learner that waits for a batch goes first
 
 Load = Callable[[int, bool], bool]
 """Loads the chunk of a row; True says that it is new experience. Returns whether there may be room for more old ones.
@@ -66,7 +66,7 @@ class Filler:
             thread.join(STOP_DEADLINE_S)
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # Linux: of this thread alone
+        os.nice(NICENESS)  # Linux: of this thread alone
         while (task := self._next()) is not None:
             room = True
             try:
