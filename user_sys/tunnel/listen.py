@@ -50,7 +50,9 @@ def bind(router: Socket, endpoint: str, public_key: str) -> str:
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
                 reason = error.strerror or str(error)
-                raise RunError(f"cannot listen on {endpoint} ({reason}); change the endpoint") from None
+                raise RunError(
+                    f"cannot listen on {endpoint} ({reason}); change --gateway.endpoint, or a relay's --endpoint"
+                ) from None
         time.sleep(BIND_RETRY_S)
     endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     _bind_locally(router, endpoint, public_key)
