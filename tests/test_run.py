@@ -55,6 +55,8 @@ def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
     assert (config.learner.max_training_s, config.console.port) == (7.0, 0)
     with pytest.raises(ConfigError, match="did you mean 'learner.batch_size'"):
         reopen(tmp_path / "first", ["--learner.batchsize=7"])
+    with pytest.raises(RunError, match=f"gateway.endpoint: the run in .*first listens on {ENDPOINT} for as long"):
+        reopen(tmp_path / "first", ["--gateway.endpoint=tcp://0.0.0.0:7777"])
 
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunCon
     """An existing run, with the settings it has; `overrides` change some of them from here on.
 
     Raises:
-        RunError: there is none, or another version of this program made it.
+        RunError: there is none, another version of this program made it, or `overrides` would move its gateway, whose
+            address its robots know.
         ConfigError: its configuration cannot be read.
     """
     folder = RunFolder(path.resolve())
@@ -79,7 +80,13 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunCon
             f"{path} was made by another version (run format {card.format}, this is {FORMAT}); "
             "open it with that version, or start a new run"
         )
-    return folder, load(RunConfig, folder.config, overrides), card
+    config = load(RunConfig, folder.config, overrides)
+    if overrides and config.gateway.endpoint != card.endpoint:
+        raise RunError(
+            f"gateway.endpoint: the run in {path} listens on {card.endpoint} for as long as it lives, where its robots "
+            "look for it; start a new run to listen elsewhere"
+        )
+    return folder, config, card
 
 
 def default_name(config_path: Path | None) -> str:

@@ -197,6 +197,13 @@ def test_a_key_is_rotated_between_two_computers(tmp_path: Path, capsys: pytest.C
         run_keys("rotate", "panda-7", "--folder", str(desk))
 
 
+def test_a_new_key_is_rotated_in_only_where_its_name_is_allowed(tmp_path: Path) -> None:
+    run_keys("new", "panda-0", "--folder", str(tmp_path))
+    with pytest.raises(ConfigError, match="'panda-0' is not allowed in .*: `user-sys keys allow` lets a new key in"):
+        run_keys("rotate", "panda-0", f"--public={new_keypair().public}", "--folder", str(tmp_path))
+    assert not (tmp_path / "panda-0.next.key").exists(), "nothing was staged"
+
+
 def test_the_list_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ring, key = Keyring(tmp_path), new_keypair().public
     ring.allow(key, "lab", "relay", robots=("panda-0", "panda-1"))

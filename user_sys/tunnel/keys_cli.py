@@ -123,6 +123,8 @@ def _rotate(ring: Keyring, args: argparse.Namespace) -> int:
         return _say(f"{name} has the key {fingerprint(keys.public)} from now on")
     has_key = (folder / f"{name}.key").exists()
     former = next((entry for entry in ring.list() if entry.name == name), None)
+    if former is None and args.public:
+        raise ConfigError(f"{name!r} is not allowed in {folder}: `user-sys keys allow` lets a new key in there")
     if former is None and not has_key:
         raise ConfigError(f"{name!r} has no key in {folder} and is not allowed there: there is nothing to rotate")
     if former is None:
