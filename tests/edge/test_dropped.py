@@ -127,6 +127,21 @@ def test_an_episode_that_a_killed_session_left_may_go_once_another_runs(tmp_path
         assert "cut-off" not in dict(waiting(outbox))
 
 
+@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-1], lambda raw: bytes([raw[0] ^ 1]) + raw[1:]])
+def test_a_damaged_note_is_reported_and_holds_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    with opened(tmp_path) as outbox:
+        for number in range(20):
+            record(outbox, f"e-{number}")
+        assert outbox.dropped.episodes
+    note = tmp_path / "dropped"
+    note.write_bytes(damage(note.read_bytes()))
+    with opened(tmp_path) as outbox:
+        assert "outbox.note-damaged" in caplog.text and not outbox.dropped.episodes
+        assert ("e-19", CHUNKS - 1) in waiting(outbox)
+
+
 def test_a_year_without_a_link_leaves_few_files_and_a_short_note(tmp_path: Path) -> None:
     with opened(tmp_path, files=Mortal()) as outbox:
         kept = record(outbox, "demo", source=Source.DEMO)

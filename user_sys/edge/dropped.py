@@ -113,7 +113,7 @@ def read_dropped(files: Files, path: Path) -> Dropped:
     finally:
         files.close(fd)
     body = raw[_CRC_BYTES:]
-    if crc32c(body) != int.from_bytes(raw[:_CRC_BYTES], "little"):
+    if not body or crc32c(body) != int.from_bytes(raw[:_CRC_BYTES], "little"):  # of nothing it is 0
         logger.error("outbox.note-damaged path=%s: chunks that were dropped may be sent", path)
         return Dropped()
     return msgspec.msgpack.decode(body, type=Dropped)
