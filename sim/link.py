@@ -349,7 +349,7 @@ def _precise_loop() -> asyncio.AbstractEventLoop:
 
 def _host_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) >= 1 << 16:
         raise ValueError(f"{address!r} is not an address; write HOST:PORT")
     return host, int(port)
 
@@ -370,12 +370,12 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        settings = msgspec.yaml.decode(args.config.read_bytes()) if args.config else {}
+        settings = msgspec.yaml.decode(args.config.read_bytes(), type=dict[str, Any]) if args.config else {}
         settings |= {key: msgspec.yaml.decode(value) for key, _, value in (s.partition("=") for s in args.settings)}
         listen, target = (str(settings.pop(key, "")) for key in ("listen", "target"))
         link = Link(target, link_config(settings), listen)
     except (OSError, ValueError) as error:
-        logger.error("link.failed %s", error)
+        logger.error("link.failed %s", " ".join(str(error).split()))
         return 2
     with link:
         logger.info("link.listening %s to %s: %s", link.address, target, link.config)

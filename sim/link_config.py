@@ -75,7 +75,11 @@ class LinkConfig:
 
 def link_config(settings: Mapping[str, Any]) -> LinkConfig:
     """The configuration with plain `settings`; raises ValueError for a key or value that it has not."""
-    for given, kind in [(settings, LinkConfig), *((event, LinkEvent) for event in settings.get("events", ()))]:
+    config = msgspec.convert(settings, LinkConfig)
+    parts: list[tuple[Mapping[str, Any], type]] = [(settings, LinkConfig)]
+    for key, part in (("events", LinkEvent), ("breaks", LinkBreak)):
+        parts += [(given, part) for given in settings.get(key, ())]
+    for given, kind in parts:
         if unknown := given.keys() - {field.name for field in dataclasses.fields(kind)}:
             raise ValueError(f"{kind.__name__} has no {min(unknown)!r}")
-    return msgspec.convert(settings, LinkConfig)
+    return config

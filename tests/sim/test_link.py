@@ -297,11 +297,22 @@ def test_memory_is_bounded_while_the_receiver_does_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"delay": 50}, {"delay_ms": -1}, {"loss": 1.0}, {"events": [{"at": 1}]}, {"seed": "x"}]
+    "bad",
+    [
+        *({"delay": 50}, {"delay_ms": -1}, {"loss": 1.0}, {"seed": "x"}, {"events": 3}, {"events": [3]}),
+        *({"events": [{"at": 1}]}, {"events": [{"at_s": 1, "fro_s": 2}]}, {"breaks": [{"at_byte": 1, "hw": "reset"}]}),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         link_config(bad)
+
+
+@pytest.mark.parametrize("wrong", ["listen=127.0.0.1:99999", "events=[{at_s: 1", "--config=/dev/null/no", "events=3"])
+def test_the_command_says_in_one_line_what_is_wrong(wrong: str) -> None:
+    argv = [sys.executable, "-m", "sim.link", "listen=127.0.0.1:0", "target=127.0.0.1:5", wrong]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2 and " link.failed " in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_the_command_carries_counts_and_ends_on_sigterm(tmp_path: Path) -> None:
