@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 
 from hal.robot import Observation, Robot, StopLevel
 from hal.task import Outcome, Task
 
 
+@runtime_checkable
+class GoesHome(Protocol):
+    """A robot that knows a pose to start from."""
+
+    def go_home(self) -> None:
+        """Moves there where one is configured, and holds. Blocks, and calls `Robot.attend` meanwhile.
+
+        Raises HardwareLost where it does not get there.
+        """
+
+
 class AttendedTask(Task):
     """Goes on until a person marks success or failure, asks for a reset, or `max_steps` have passed; rewards nothing.
 
-    A reset lets the robot hold where it is: a person brings robot and scene to their start.
+    A reset brings a robot home that can go there, and lets any other hold where it is: a person brings robot and scene
+    to their start.
     """
 
     def __init__(self, name: str, sentence: str, max_steps: int) -> None:
         self.name, self.sentence, self.max_steps = name, sentence, max_steps
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        robot.stop(StopLevel.HOLD)
+        if isinstance(robot, GoesHome):
+            robot.go_home()
+        else:
+            robot.stop(StopLevel.HOLD)
 
     def evaluate(self, observation: Observation) -> Outcome:
         return Outcome(reward=0.0, terminated=False)

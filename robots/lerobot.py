@@ -24,6 +24,7 @@ from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
+from robots.homing import require_home, walk_home
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
 from robots.lerobot_plugins import build, has_setting
 from robots.reaching import REACH, ReachConfig, with_reach
@@ -49,6 +50,8 @@ class LerobotConfig:
     gripper: which action feature is the gripper; by default the first with that word in its name.
     answer_within_s: a robot that takes longer is lost; by default two control periods.
     torque_off: a safe stop releases the motors.
+    home: where a reset moves to: a position for each joint, the gripper left out, in the order and units of the spec
+        (rad where LeRobot has degrees). Empty leaves that to a person.
     sentence: what the robot is asked to do, in words.
     reach: of the task ``reach``.
     """
@@ -61,6 +64,7 @@ class LerobotConfig:
     gripper: str = "gripper"
     answer_within_s: float | None = None
     torque_off: bool = False
+    home: tuple[float, ...] = ()
     stale_after_s: float = 0.5
     reduced_speed: float = REDUCED_SPEED
     sentence: str = ""
@@ -80,7 +84,7 @@ class LerobotRobot(Robot):
     """A robot of LeRobot's. Built from its plugin at once, without touching the hardware."""
 
     def __init__(self, config: LerobotConfig) -> None:
-        """Raises SpecError: no such plugin, or a feature whose unit is not known."""
+        """Raises SpecError: no such plugin, a feature whose unit is not known, or a home that is out of reach."""
         self.config = config
         self._device = self._build()
         self._state = Features(self._device.observation_features, config.features, self._device)
@@ -89,6 +93,7 @@ class LerobotRobot(Robot):
         low, high = calibrated_bounds(self._device, self._action)
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
+        require_home(self.spec, config.home, self._low, self._high)
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
@@ -144,6 +149,12 @@ class LerobotRobot(Robot):
         if level is StopLevel.SAFE and self.config.torque_off:
             self._ask("releasing the motors", self._device.bus.disable_torque, CONNECT_DEADLINE_S)
             self._released = True
+
+    def go_home(self) -> None:
+        """See `robots.attended.GoesHome`. Whatever else is commanded, such as a gripper, stays as it was told."""
+        self.stop(StopLevel.HOLD)
+        if self.config.home:
+            walk_home(self, self.config.home, self._goal)
 
     def close(self) -> None:
         if self._thread is None:

@@ -95,6 +95,12 @@ class ReachingRobot(Robot):
     def close(self) -> None:
         self.robot.close()
 
+    def start_over(self, task: Task, rng: np.random.Generator) -> None:
+        """Resets the wrapped robot by a task of its own, see `Task.reset`; steps begin where it is then."""
+        self._target = None
+        self.robot.attend = self.attend
+        task.reset(self.robot, rng)
+
     def distance(self, observation: Observation) -> float:
         """How far the goal is in `observation`, in tolerances: at most 1 is there."""
         way = observation.arrays[ENVIRONMENT_STATE][len(self._where) :]
@@ -115,16 +121,18 @@ class ReachingRobot(Robot):
 class ReachTask(Task):
     """Be at the goal: reward 1 and success within its tolerance.
 
-    A reset draws a new goal and lets the robot hold where it is: nothing moves but by what the safety kernel saw.
+    A reset is that of the robot's own task, which may bring the robot home, and draws a new goal.
     """
 
     name = REACH
 
-    def __init__(self, robot: ReachingRobot, sentence: str) -> None:
-        self._robot, self.sentence, self.max_steps = robot, sentence or "move to the goal", robot.config.max_steps
+    def __init__(self, robot: ReachingRobot, own: Task, sentence: str) -> None:
+        """`own`: a task of the robot that is wrapped."""
+        self._robot, self._own = robot, own
+        self.sentence, self.max_steps = sentence or "move to the goal", robot.config.max_steps
 
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        robot.stop(StopLevel.HOLD)
+        self._robot.start_over(self._own, rng)
         self._robot.goal = rng.uniform(self._robot.low, self._robot.high)
 
     def evaluate(self, observation: Observation) -> Outcome:
@@ -139,7 +147,7 @@ def with_reach(station: Station, config: ReachConfig, sentence: str = "") -> Sta
         SpecError: see `ReachingRobot`.
     """
     robot = ReachingRobot(station.robot, config)
-    return replace(station, robot=robot, task=ReachTask(robot, sentence), expert=_expert_of(robot))
+    return replace(station, robot=robot, task=ReachTask(robot, station.task, sentence), expert=_expert_of(robot))
 
 
 def _expert_of(robot: ReachingRobot) -> Callable[[int, float], Expert] | None:

@@ -23,6 +23,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
+from robots.homing import require_home, walk_home
 from robots.reaching import REACH, with_reach
 from robots.ros2_camera import RosCamera, stamp_ns
 from robots.ros2_controllers import ANSWER_S, Controller, ControllerManager, targets_of
@@ -43,6 +44,7 @@ class Ros2Robot(Robot):
         self._layout = layout(config, read_description(config, name))
         self.spec = self._layout.spec
         self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
+        require_home(self.spec, config.home, self._low, self._high)
         self._link = RosLink(f"user_sys_{name}", config.domain)
         self._controllers = _controllers(config)
         self._manager: ControllerManager | None = None
@@ -119,6 +121,12 @@ class Ros2Robot(Robot):
             self._release()
         else:
             self._watch()
+
+    def go_home(self) -> None:
+        """See `robots.attended.GoesHome`. A gripper stays at its target."""
+        self.stop(StopLevel.HOLD)
+        if self.config.home and self._target is not None:
+            walk_home(self, self.config.home, self._target)
 
     def close(self) -> None:
         if self._connected:

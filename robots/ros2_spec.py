@@ -79,6 +79,7 @@ class Ros2Config:
     tool, base: links of the description; with `tool` the state has its place in the base's frame (the root's).
     workspace, keep_out: boxes for the tool, m in the base frame; the kernel stops an arm that leaves or enters them.
     velocities: whether joint states have them.
+    home: where a reset moves to, a position for each of `joints`; empty leaves that to a person.
     manager: the controller manager; empty: no service is used, so that controllers are neither asked for their joints,
         nor switched, nor watched.
     activate: an inactive controller is activated when the robot is connected; without it, a person does that.
@@ -111,6 +112,7 @@ class Ros2Config:
     cameras: dict[str, RosCameraConfig] = field(default_factory=dict)
     joint_states: str = "/joint_states"
     velocities: bool = True
+    home: tuple[float, ...] = ()
     manager: str = "/controller_manager"
     activate: bool = True
     instead_of: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ import numpy as np
 from hal.spec import Array
 
 
-def advance(target: Array | None, measured: Array, step: Array, lead: float) -> tuple[Array, Array]:
+def advance(target: Array | None, measured: Array, step: Array, lead: float | Array) -> tuple[Array, Array]:
     """The next target, and the step that leads to it: shorter than `step` where the robot does not keep up.
 
     Args:

@@ -241,7 +241,7 @@ class UrRobot(Robot):
             link.hold()
 
     def go_home(self) -> None:
-        """Moves to the configured joint angles, if there are any, and holds there. Blocks. Raises HardwareLost."""
+        """See `robots.attended.GoesHome`."""
         self.stop(StopLevel.HOLD)
         if self.config.home:
             link = self._connected
@@ -276,17 +276,8 @@ def tool_axes(rotation: Array) -> Array:
     return axes
 
 
-class UrTask(AttendedTask):
-    """A person says what was done; a reset brings the arm home."""
-
-    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        if not isinstance(robot, UrRobot):
-            raise SpecError(f"this task resets arms of Universal Robots, not {robot.spec.model}")
-        robot.go_home()
-
-
 def make_station(request: StationRequest) -> Station:
     """A `hal.station.StationFactory`; options: `UrConfig`. Any task is a person's to judge."""
     config = read_options(UrConfig, request)
-    task = UrTask(request.task, config.sentence or request.task, config.max_steps)
+    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
     return Station(request.name, UrRobot(config), task, make_cameras(config.cameras, request))

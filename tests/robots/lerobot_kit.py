@@ -65,6 +65,7 @@ class SimulatedArm:
     def unplug(self) -> None:
         self._say("unplug")
         self._process.wait(REPLY_S)
+        self._close_pipes()
 
     def plug_in(self) -> None:
         self._start()
@@ -76,6 +77,7 @@ class SimulatedArm:
         self._process.kill()
         self._process.wait(REPLY_S)
         self.port.unlink(missing_ok=True)
+        self._close_pipes()
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -93,8 +95,7 @@ class SimulatedArm:
         assert select.select([self._process.stdout], [], [], REPLY_S)[0], "the bus says nothing"
         return self._process.stdout.readline().strip()
 
-    def close(self) -> None:
-        self.kill()
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -107,4 +108,4 @@ def simulated_arm(folder: Path) -> Iterator[SimulatedArm]:
     try:
         yield arm
     finally:
-        arm.close()
+        arm.kill()

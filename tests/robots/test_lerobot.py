@@ -17,7 +17,7 @@ from lerobot_kit import SimulatedArm, let_torchvision_in, simulated_arm
 
 from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
-from hal.errors import HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
@@ -223,6 +223,40 @@ def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> N
         verdict = kernel.filter(np.array([3, 0, 0, 0, 0, 50], np.float32), robot.observe())
         assert verdict.applied is not None
         assert abs(verdict.applied[0]) <= math.pi / 2 / 10 + 1e-3, "a quarter of the range a second"
+
+
+def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: SimulatedArm) -> None:
+    home = [0.4, -0.3, 0.2, 0.0, 0.1]
+    options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
+    station = make_station(StationRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
+    with station.robot as robot:
+        arrive(robot, np.array([0, 0, 0, 0, 0, 75], np.float32))
+        robot.stop(StopLevel.SAFE)
+        station.task.reset(robot, np.random.default_rng(0))
+        assert np.abs(robot.observe().arrays[STATE][:5] - home).max() < 0.02
+        assert arm.word("gripper", GOAL) == 2560, "the grip is kept"
+
+
+def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: SimulatedArm) -> None:
+    with follower(arm, home=(1.2, 0.0, 0.0, 0.0, 0.0), torque_off=True) as robot:
+        looks = [0]
+
+        def press() -> None:
+            looks[0] += 1
+            if robot.observe().arrays[STATE][0] > 0.02:
+                robot.stop(StopLevel.SAFE)
+                raise EmergencyStopped("pressed by ada")
+
+        robot.attend = press
+        with pytest.raises(EmergencyStopped, match="pressed by ada"):
+            robot.go_home()
+        assert looks[0] > 1 and robot.observe().arrays[STATE][0] < 0.6
+        assert arm.registers("elbow_flex")[TORQUE] == 0, "the safe stop stands"
+
+
+def test_a_home_that_the_calibration_does_not_allow_is_refused(arm: SimulatedArm) -> None:
+    with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it may be between -1\.57\d* and 1\.57"):
+        follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def test_a_plugin_that_hangs_is_lost(arm: SimulatedArm, monkeypatch: pytest.MonkeyPatch) -> None:

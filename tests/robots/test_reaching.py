@@ -131,7 +131,7 @@ def test_after_a_stop_steps_begin_where_the_robot_is_measured() -> None:
 
 def test_the_goal_is_seen_with_the_way_to_it_and_a_seed_repeats_itself() -> None:
     _, robot = reaching()
-    task = ReachTask(robot, "")
+    task = ReachTask(robot, AttendedTask("x", "x", 9), "")
     task.reset(robot, np.random.default_rng(3))
     goal = robot.goal.copy()
     assert (np.abs(goal) <= np.array([0.5, 1.0])).all(), "the inner half of each joint's range"
@@ -183,7 +183,7 @@ def test_a_goal_of_the_tool_is_in_its_space_and_judged_by_its_distance() -> None
     arm, robot = reaching(space="tool", low=(0.2, -0.1, 0.4), high=(0.4, 0.1, 0.6))
     robot.goal = np.array([0.3, 0.0, 0.5])
     arm.state[3:] = 0.25, 0.0, 0.5
-    task = ReachTask(robot, "")
+    task = ReachTask(robot, AttendedTask("x", "x", 9), "")
     assert not task.evaluate(robot.observe()).terminated
     arm.state[3] = 0.28
     assert task.evaluate(robot.observe()).terminated

@@ -211,6 +211,45 @@ def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_c
     assert peer.state()["controllers"]["arm_controller"] == "inactive", "closing is a safe stop"
 
 
+def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) -> None:
+    options = {
+        "joints": list(JOINTS),
+        "controller": "arm_controller",
+        "rate_hz": 10.0,
+        "limits": {"*": {"low": -2.0, "high": 2.0, "speed_max": 1.0}},
+        "domain": DOMAIN,
+        "connect_s": DEADLINE_S,
+        "stale_after_s": 1.0,
+        "lost_after_s": 3.0,
+        "home": [0.3, -0.2, 0.1],
+        "reach": {},
+    }
+    station = make_station(StationRequest("arm-0", "reach", options))
+    with station.robot as robot:
+        robot.stop(StopLevel.SAFE)
+        station.task.reset(robot, np.random.default_rng(0))
+        np.testing.assert_allclose(robot.observe().arrays[STATE][:3], [0.3, -0.2, 0.1], atol=0.02)
+        assert peer.state()["controllers"]["arm_controller"] == "active"
+
+
+def test_the_way_home_is_given_up_where_the_arm_is_stopped(peer: Ros2Peer) -> None:
+    with Ros2Robot(replace(PLAIN, home=(1.5, 0.0, 0.0))) as robot:
+        arrive(robot, HOME)
+        looks = [0]
+
+        def press() -> None:
+            looks[0] += 1
+            if looks[0] > 20:
+                robot.stop(StopLevel.SAFE)
+                raise EmergencyStopped("pressed by ada")
+
+        robot.attend = press
+        with pytest.raises(EmergencyStopped, match="pressed by ada"):
+            robot.go_home()
+        known = peer.state()
+        assert known["place"]["shoulder"] < 1.4 and known["controllers"]["arm_controller"] == "inactive"
+
+
 def test_a_controller_that_somebody_else_stopped_ends_the_connection_and_is_not_started(peer: Ros2Peer) -> None:
     with Ros2Robot(PLAIN) as robot:
         peer.say("put arm_controller inactive")

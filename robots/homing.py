@@ -1,0 +1,125 @@
+"""The way home at a reset, of robots whose joints are told where to be.
+
+A way goes straight through joint space, at the speed that is allowed while a person is near, and every target passes a
+safety kernel of its own: the limits of the robot's spec hold here as they do for a policy. The targets wait for a robot
+that lags behind, so that one that is held up is not pressed on, but does not get home.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.robot import Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array, RobotSpec
+from robots.steps import advance
+
+DEADLINE_S = 60.0
+LEAD_S = 0.5  # at the speed of the way
+STILL = 0.25  # share of a step; joints that moved less are where they were
+SETTLE_S = 0.2  # joints that were there so long stand
+ATTEND_EVERY_S = 0.01
+
+
+def require_home(spec: RobotSpec, home: Sequence[float], low: Array, high: Array) -> None:
+    """Raises SpecError unless `home` is empty or has a position for each of the spec's `joint_target`.
+
+    Args:
+        low, high: of the whole action, (a,).
+    """
+    joints = list(spec.joint_target)
+    labels = [spec.action.labels[joint] for joint in joints]
+    if home and len(home) != len(joints):
+        raise SpecError(f"home has {len(home)} positions; {spec.model} has the joints {labels}")
+    for label, position, least, most in zip(labels, home, low[joints], high[joints], strict=False):
+        if not least <= position <= most:
+            raise SpecError(f"home: {label} is {position:g}; it may be between {least:g} and {most:g}")
+
+
+def walk_home(robot: Robot, home: Sequence[float], told: Array) -> None:
+    """Moves the robot's joints to `home` and lets it stand there. Blocks, and calls `Robot.attend` all the while.
+
+    Args:
+        home: as `require_home` wants it, and not empty.
+        told: the action that the robot was told last, (a,); whatever else it has than joints stays so.
+
+    Raises:
+        HardwareLost: it is not there within `DEADLINE_S`; the message says what held it up.
+    """
+    way = _Way(robot, home, told)
+    until_s = time.monotonic() + DEADLINE_S
+    while not way.step():
+        if time.monotonic() > until_s:
+            raise HardwareLost(f"{robot.spec.model} did not get home within {DEADLINE_S:g} s: {way.trouble}")
+        _pass_period(robot)
+
+
+class _Way:
+    """Where the robot is on its way; `trouble` is what holds it up."""
+
+    def __init__(self, robot: Robot, home: Sequence[float], told: Array) -> None:
+        spec = robot.spec
+        self._robot, self._home, self._told = robot, np.array(home, np.float64), told
+        self._turns, self._angles = list(spec.joint_target), list(spec.limits.joint_position)
+        self._kernel = SafetyKernel(spec)
+        self._kernel.reduced = True
+        speed = np.array(spec.limits.joint_velocity_max) * spec.limits.reduced_speed
+        self._longest, self._lead = speed * spec.period_s, speed * LEAD_S
+        self._target: Array | None = None
+        self._measured = self._stood = np.full(len(self._home), np.inf)
+        self._stood_ns = 0
+        self.trouble = ""
+
+    def step(self) -> bool:
+        """One control period on; True once the robot is told to be at home and stands."""
+        try:
+            seen = self._robot.observe()
+        except StaleObservation as error:
+            self._wait(StopLevel.HOLD, str(error))
+            return False
+        self._measured = seen.arrays[STATE][self._angles].astype(np.float64)
+        stands = self._stands(seen.t_capture_ns)
+        if stands and self._target is not None and self._near(self._target, self._home):
+            return True
+        verdict = self._kernel.filter(self._next(), seen)
+        if verdict.applied is None:
+            self._wait(verdict.stop or StopLevel.HOLD, verdict.text)
+            return False
+        self.trouble = f"its joints are at {np.round(self._measured, 3).tolist()}"
+        applied = self._robot.command(verdict.applied)
+        self._kernel.correct(applied)
+        self._target = applied[self._turns].astype(np.float64)
+        return False
+
+    def _next(self) -> Array:
+        """The action that leads on: all joints arrive together."""
+        left = self._home - (self._measured if self._target is None else self._target)
+        periods = max(1.0, float((np.abs(left) / self._longest).max()))
+        target, _ = advance(self._target, self._measured, left / periods, self._lead)
+        action: Array = self._told.astype(np.float32)
+        action[self._turns] = target
+        return action
+
+    def _stands(self, captured_ns: int) -> bool:
+        if not self._near(self._measured, self._stood):
+            self._stood, self._stood_ns = self._measured, captured_ns
+        return captured_ns - self._stood_ns >= SETTLE_S * 1e9
+
+    def _wait(self, level: StopLevel, trouble: str) -> None:
+        self._target, self.trouble = None, trouble
+        self._robot.stop(level)
+
+    def _near(self, one: Array, other: Array) -> bool:
+        return bool((np.abs(one - other) <= STILL * self._longest).all())
+
+
+def _pass_period(robot: Robot) -> None:
+    end_s = time.monotonic() + robot.spec.period_s
+    robot.attend()
+    while (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, ATTEND_EVERY_S))
+        robot.attend()

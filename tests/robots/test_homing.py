@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import robots.homing
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from hal.station import Station
+from robots.attended import AttendedTask
+from robots.homing import require_home, walk_home
+from robots.reaching import ReachConfig, ReachingRobot, with_reach
+from user_sys.edge.driver import Driver
+
+HOME, START = (0.3, -0.2), (-0.5, 0.4)
+SPEED, REDUCED, RATE_HZ = 20.0, 0.25, 200.0
+STEP = SPEED * REDUCED / RATE_HZ
+
+
+class Arm(Robot):
+    """Two joints and a gripper, which are where they are told to be, unless `stuck`; it notes what it is told."""
+
+    def __init__(self, **limits: tuple[float, ...]) -> None:
+        labels, units, low, high = ("a", "b", "grip"), ("rad", "rad", "m"), (-1.0, -1.0, 0.0), (1.0, 1.0, 0.1)
+        shape = {"labels": labels, "units": units, "low": low, "high": high}
+        self.spec = RobotSpec(
+            model="arm",
+            rate_hz=RATE_HZ,
+            observation=(ArraySpec(name=STATE, **shape),),
+            action=ArraySpec(name=ACTION, **shape),
+            limits=SafetyLimits(
+                joint_position=(0, 1),
+                joint_low=low[:2],
+                joint_high=high[:2],
+                joint_velocity_max=(SPEED, SPEED),
+                reduced_speed=REDUCED,
+                stale_after_s=60.0,
+                **limits,
+            ),
+            neutral=(0.0, 0.0, 0.1),
+            joint_target=(0, 1),
+            gripper=2,
+        )
+        self.state: Array = np.array([*START, 0.04], np.float32)
+        self.told: list[Array] = []
+        self.stops: list[StopLevel] = []
+        self.stuck = False
+        self.stale = 0
+
+    def connect(self) -> None:
+        """It always is."""
+
+    def observe(self) -> Observation:
+        self.stale -= 1
+        if self.stale >= 0:
+            raise StaleObservation("the newest reading is old")
+        return Observation({STATE: self.state.copy()}, time.monotonic_ns())
+
+    def command(self, action: Array) -> Array:
+        self.spec.action.validate(action)
+        self.told.append(action)
+        if not self.stuck:
+            self.state = action.copy()
+        return action.copy()
+
+    def stop(self, level: StopLevel) -> None:
+        self.stops.append(level)
+
+    def go_home(self) -> None:
+        walk_home(self, HOME, self.state)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_way_home_is_straight_slow_and_keeps_the_grip() -> None:
+    arm = Arm()
+    attended = []
+    arm.attend = lambda: attended.append(len(arm.told))
+    arm.go_home()
+    np.testing.assert_allclose(arm.state, [*HOME, 0.04], atol=0.3 * STEP)
+    way = np.array([START, *(each[:2] for each in arm.told)])
+    steps = np.diff(way, axis=0)
+    assert np.abs(steps).max() <= STEP * 1.001, "as fast as is allowed while a person is near"
+    span = np.subtract(HOME, START)
+    np.testing.assert_allclose(steps[:, 0] * span[1], steps[:, 1] * span[0], atol=1e-6)
+    assert set(attended) == set(range(1, len(arm.told) + 1)), "somebody looks in every control period"
+
+
+def test_the_limits_of_the_spec_hold_on_the_way() -> None:
+    arm = Arm(joint_acceleration_max=(100.0, 100.0))
+    arm.go_home()
+    first = arm.told[0][:2] - START
+    assert np.abs(first).max() <= 100.0 / RATE_HZ**2 * 1.001 < STEP
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
+
+
+def test_an_e_stop_ends_the_way_where_the_arm_is() -> None:
+    station = with_reach(Station("arm-0", Arm(), AttendedTask("x", "x", 9)), ReachConfig())
+    robot = station.robot
+    assert isinstance(robot, ReachingRobot) and isinstance(arm := robot.robot, Arm)
+    driver = Driver(robot, station.task, SafetyKernel(robot.spec))
+    driver.connect()
+    robot.attend = pressed_after(5, arm, driver)
+    assert driver.reset(0).stopped
+    assert len(arm.told) == 5 and arm.stops[-1] is StopLevel.SAFE
+    driver.kernel.rearm("ada")
+    robot.attend = lambda: None
+    assert not driver.reset(0).stopped
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
+
+
+def pressed_after(commands: int, arm: Arm, driver: Driver) -> Callable[[], None]:
+    """As the driver process does when somebody presses the e-stop meanwhile."""
+
+    def attend() -> None:
+        if len(arm.told) == commands:
+            driver.emergency_stop("ada")
+            raise EmergencyStopped("pressed by ada")
+
+    return attend
+
+
+def test_an_arm_that_is_held_up_is_not_pressed_on_and_is_said_not_to_get_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arm = Arm()
+    arm.stuck = True
+    monkeypatch.setattr(robots.homing, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(robots.homing, "LEAD_S", 0.02)
+    with pytest.raises(HardwareLost, match=r"arm did not get home within 0.2 s: its joints are at \[-0.5, 0.4\]"):
+        arm.go_home()
+    assert np.abs(np.array(arm.told)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
+
+
+def test_an_arm_that_sees_nothing_holds_and_goes_on_when_it_sees_again() -> None:
+    arm = Arm()
+    arm.stale = 3
+    arm.go_home()
+    assert arm.stops == [StopLevel.HOLD] * 3
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
+
+
+@pytest.mark.parametrize(
+    ("home", "why"),
+    [
+        ((0.0,), r"home has 1 positions; arm has the joints \['a', 'b'\]"),
+        ((0.0, 1.5), "home: b is 1.5; it may be between -1 and 1"),
+    ],
+)
+def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why: str) -> None:
+    spec = Arm().spec
+    low, high = np.array(spec.action.low), np.array(spec.action.high)
+    require_home(spec, (), low, high)
+    require_home(spec, HOME, low, high)
+    with pytest.raises(SpecError, match=why):
+        require_home(spec, home, low, high)
