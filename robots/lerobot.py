@@ -187,7 +187,10 @@ class LerobotRobot(Robot):
     def _open(self) -> None:
         if self._device.is_connected:  # by an attempt that came halfway
             self._device.disconnect()
-        self._device.connect(calibrate=False)
+        try:
+            self._device.connect(calibrate=False)
+        except RuntimeError as error:  # LeRobot's word for a motor that did not answer when the bus was looked over
+            raise ConnectionError(str(error)) from error
 
     def _persist(self, function: Callable[[], T]) -> T:
         """What `function` returns, at the last of `TRIES`: a bus of servos loses a packet now and then, and LeRobot

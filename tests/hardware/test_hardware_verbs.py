@@ -105,6 +105,24 @@ def test_explain_says_where_a_job_would_run_or_why_not(
     )
 
 
+def test_guests_are_told_of_whose_drivers_are_not_installed_here(
+    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guests = "guests: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + guests)
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    assert (rows["far-0"]["health"], rows["far-0"]["labels"]["driver"]) == ("leased", "nowhere")
+    assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == (
+        "lost",
+        "a guest, which comes in from a computer of its own",
+    )
+    assert said(capsys, "explain", job, "--run", run).endswith(
+        "It does not wait for its guests: far-0 is driven by edge on cart and far-1 is not there (a guest, which comes "
+        "in from a computer of its own).\n"
+    )
+    assert told(capsys, "explain", job)["guests"].keys() == {"far-0", "far-1"}
+
+
 def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(job: Path, tmp_path: Path) -> None:
     with user_sys(tmp_path, "hardware", "watch", job, "--json") as launch:
         until(lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are told of", 120)

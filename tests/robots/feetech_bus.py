@@ -2,7 +2,7 @@
 
 It speaks the maker's protocol 0 (ping, read, write, sync read, sync write) on registers of its own, moves its servos as
 they are told, and shares no code with who talks to it. On standard input it takes ``state`` (answered by a line of
-JSON: registers by motor), ``unplug`` and ``poke ID ADDRESS BYTE...``.
+JSON: registers by motor), ``unplug``, ``poke ID ADDRESS BYTE...`` and ``lose COUNT``: so many packets are not answered.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Bus:
         self.servos = {number: Servo(number) for number in MOTORS}
         self.received = bytearray()
         self.moved_s = time.monotonic()
+        self.to_lose = 0
 
     def take(self, arrived: bytes) -> bytes:
         """The answers to all packets that are complete."""
@@ -60,7 +61,11 @@ class Bus:
         self.moved_s = now_s
         answers = b""
         while (packet := self.next_packet()) is not None:
-            answers += self.answer(packet)
+            answer = self.answer(packet)
+            if answer and self.to_lose:
+                self.to_lose -= 1
+            else:
+                answers += answer
         return answers
 
     def next_packet(self) -> bytes | None:
@@ -122,6 +127,8 @@ def main(link: Path) -> None:
                 servo = bus.servos[int(order[1])]
                 servo.registers[at : at + len(order) - 3] = bytes(map(int, order[3:]))
                 servo.position = servo.word(PRESENT)  # a hand may turn it
+            elif order[0] == b"lose":
+                bus.to_lose = int(order[1])
             elif order[0] == b"unplug":
                 link.unlink()
                 os.close(keep)

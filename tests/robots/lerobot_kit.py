@@ -62,6 +62,10 @@ class SimulatedArm:
     def poke(self, motor: str, address: int, *values: int) -> None:
         self._say(f"poke {MOTORS.index(motor) + 1} {address} {' '.join(map(str, values))}")
 
+    def lose(self, packets: int) -> None:
+        self._say(f"lose {packets}")
+        self.registers(MOTORS[0])  # by now it is heard
+
     def unplug(self) -> None:
         self._say("unplug")
         self._process.wait(REPLY_S)

@@ -217,6 +217,12 @@ def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: SimulatedArm) -
         robot.command(np.array([0.1, 0, 0, 0, 0, 50], np.float32))
 
 
+def test_an_arm_that_loses_a_packet_while_it_is_connected_is_asked_again(arm: SimulatedArm) -> None:
+    arm.lose(1)
+    with follower(arm) as robot:
+        robot.observe()
+
+
 def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> None:
     with follower(arm) as robot:
         kernel = SafetyKernel(robot.spec)

@@ -22,7 +22,7 @@ from hal.doctor import Finding, Machine, Verdict, examine
 from hal.errors import PlacementError
 from hal.lease import MachineLock
 from hal.placement import Placement, place
-from hal.placement_words import asked, listed
+from hal.placement_words import asked, listed, state
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What
@@ -47,9 +47,10 @@ _NEWS = {
 
 
 def list_main(args: Namespace) -> int:
-    """``user-sys hardware list``: this computer, the robots of a config, and those that a run's gateway knows."""
-    found = discover(probes(_robots(args.config)))
-    records = _with_run(map(in_use, found.records), args.run)
+    """``user-sys hardware list``: this computer, a config's robots and guests, those that a run's gateway knows."""
+    config = _config(args.config)
+    found = discover(probes(config.robots))
+    records = _with_run([*map(in_use, found.records), *map(_guest, config.guests)], args.run)
     if args.json:
         _print_json([json.loads(record.to_json()) for record in records])
         return 0
@@ -107,10 +108,13 @@ def explain_main(args: Namespace) -> int:
         {"asked": asked(request), "gets": [record.name for record in records], "where": _where(records)}
         for request, records in zip(requests, placement.assigned, strict=True)
     ]
+    names = {robot.name for robot in config.guests}
+    known = _with_run(map(_guest, config.guests), args.run)
+    guests = {record.name: state(record) for record in known if record.name in names}
     if args.json:
-        _print_json({"possible": True, "placement": rows})
+        _print_json({"possible": True, "placement": rows, "guests": guests})
     else:
-        Console().print(Text(_told(placement, rows)), soft_wrap=True)
+        Console().print(Text(_told(placement, rows, tuple(guests.values()))), soft_wrap=True)
     return 0
 
 
@@ -189,6 +193,19 @@ def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[Resou
     return [named[name] for name in sorted(named)]
 
 
+def _guest(robot: RobotConfig) -> ResourceRecord:
+    """What can be said of a robot whose driver need not even be installed here."""
+    return ResourceRecord(
+        kind=Kind.ROBOT,
+        name=robot.name,
+        model="",
+        node="",
+        labels={"driver": robot.driver, **robot.labels},
+        health=Health.LOST,
+        trouble="a guest, which comes in from a computer of its own",
+    )
+
+
 def _of_robot(record: ResourceRecord) -> Finding:
     if record.health is Health.LOST:
         mend = "switch it on, look at its cable, and compare the address with what its controller shows"
@@ -238,11 +255,11 @@ def _show_findings(findings: Sequence[Finding]) -> None:
     console.print(f"{bad} problem(s), {advice} piece(s) of advice")
 
 
-def _told(placement: Placement, rows: Sequence[dict[str, Any]]) -> str:
-    if not placement.assigned:
-        return "The job asks for nothing: it can run anywhere."
-    lines = [f"  {row['asked']}: {listed(row['gets'])} on {row['where']}" for row in rows]
-    return "\n".join(["The job can run now.", *lines])
+def _told(placement: Placement, rows: Sequence[dict[str, Any]], guests: Sequence[str]) -> str:
+    lines = ["The job can run now." if placement.assigned else "The job asks for nothing: it can run anywhere."]
+    lines += [f"  {row['asked']}: {listed(row['gets'])} on {row['where']}" for row in rows]
+    lines += [f"It does not wait for its guests: {listed(guests)}."] if guests else []
+    return "\n".join(lines)
 
 
 def _where(records: Sequence[ResourceRecord]) -> str:
