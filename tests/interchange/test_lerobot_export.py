@@ -242,6 +242,48 @@ def test_the_command_line_exports_and_imports(tmp_path: Path, capsys: pytest.Cap
     assert list(read_store(Path(again))) == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--format", "lerobot", "--codec", "av1"), "give --cameras video too"),
+        (("--format", "mcap", "--cameras", "video"), "--format lerobot only"),
+        (("--format", "mcap", "--fps", "10"), "--format lerobot only"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    store = usual_store(tmp_path / "store")
+    assert main(["store", "export", str(store), "--output", str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf", "ten"])
+def test_a_rate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str) -> None:
+    argv = ["store", "export", str(tmp_path), "--format", "lerobot", "--output", str(tmp_path / "out"), "--fps", rate]
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert f"got '{rate}'" in capsys.readouterr().err
+
+
+def test_what_an_export_leaves_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("b", ends=False))
+    argv = ["store", "export", str(tmp_path / "store"), "--format", "mcap", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert "1 episodes that never ended are left out" in capsys.readouterr().err
+    assert main([*argv, "--incomplete"]) == 0
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_store_is_not_put_into_the_data_set_that_it_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(usual_store(tmp_path / "store"), tmp_path / "set")
+    before = files(tmp_path / "set")
+    assert main(["store", "import", str(tmp_path / "set"), "--output", str(tmp_path / "set")]) == 2
+    assert "give the store another folder" in capsys.readouterr().err and files(tmp_path / "set") == before
+
+
 def test_an_export_done_is_not_done_again(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hal.spec import ArraySpec, RobotSpec
 from user_sys.cli import main
 from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
 from user_sys.interchange.frames import encode_jpeg
 from user_sys.interchange.video import VideoReader
+from user_sys.robot_cards import keep_card
 from user_sys.store.store import StoreWriter
 from user_sys.store.verbs.drawing import PHASE_COLOURS
 
 STEPS = 12
 
 
-def write(path: Path, episode: str, *, cameras: bool = True) -> None:
+def write(path: Path, episode: str, *, cameras: bool = True, embodiment: str = "e1") -> None:
     """A grey camera with JPEG files that misses every other frame, a square raw one; a person corrects at the end."""
     pictures = [np.full((32, 48, 3), 20 * n, np.uint8) for n in range(STEPS)]
     jpeg = [encode_jpeg(picture) if n % 2 == 0 else None for n, picture in enumerate(pictures)]
@@ -37,7 +39,7 @@ def write(path: Path, episode: str, *, cameras: bool = True) -> None:
         first_step=0,
         steps=STEPS,
         robot="panda-0",
-        embodiment="e1",
+        embodiment=embodiment,
         task="lift",
         sentence="lift the cube",
         source=Source.ONLINE,
@@ -85,6 +87,17 @@ def test_a_video_shows_each_step_once(tmp_path: Path) -> None:
     expected = [20 * (n - n % 2) for n in range(STEPS)]
     np.testing.assert_allclose(front, expected, atol=8)
     assert frames[0][1, 300, 2] > frames[0][1, 300, 0] and frames[-1][1, 300, 0] > frames[-1][1, 300, 2]
+
+
+def test_a_video_has_the_rate_of_the_robot_where_its_spec_is_known(tmp_path: Path) -> None:
+    action = ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,))
+    spec = RobotSpec(model="fast", rate_hz=4.0, observation=(), action=action, cameras=())
+    keep_card(tmp_path / "store/robots", "panda-0", spec)
+    write(tmp_path / "store", "a", embodiment=spec.embodiment)
+    assert main(["store", "inspect", str(tmp_path / "store"), "--video", str(tmp_path / "out")]) == 0
+    video = VideoReader(tmp_path / "out/a.mp4")
+    assert len(list(video.read(0.0, STEPS, 4.0))) == STEPS  # and not 20 a second, as the clock says
+    video.close()
 
 
 def test_a_video_needs_a_camera(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

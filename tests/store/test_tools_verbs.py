@@ -14,13 +14,15 @@ from store_kit import chunk
 
 from user_sys.cli import main
 from user_sys.episode import Phase, Source
+from user_sys.errors import WireError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.postman import Postman
-from user_sys.store.inbox import posts
-from user_sys.store.labels import SuccessLabel
+from user_sys.store.inbox import post, posts
+from user_sys.store.labels import RewardLabel, SuccessLabel
 from user_sys.store.log import segment_path
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.store.upkeep import label
 
 Run = Callable[..., tuple[int, str]]
 
@@ -153,6 +155,58 @@ def test_labels_change_what_readers_see(run: Run, tmp_path: Path) -> None:
 def test_what_cannot_be_labelled_is_one_line(run: Run, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
     status, text = run("label", fill(tmp_path / "store"), *argv)
     assert status == 2 and said in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf", "1e39", "much"])
+def test_a_reward_that_no_learner_could_use_is_refused(
+    run: Run, tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fill(tmp_path / "store")
+    with pytest.raises(SystemExit):
+        run("label", path, "e0", "--reward", reward)
+    assert f"got '{reward}'" in capsys.readouterr().err
+    assert not index_of(path).index.labels("e0")
+
+
+def test_a_label_that_could_not_be_read_again_is_never_stored(tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    spoilt = RewardLabel(episode="e0", labeller="ada", at_unix_ns=1, first_step=0, rewards=(1.0, float("nan")))
+    with pytest.raises(WireError, match="not a label"):
+        label(path, [spoilt])
+    with pytest.raises(WireError, match="not a label"):
+        post(path, [spoilt])
+    reader = index_of(path)
+    assert not reader.damaged and not reader.index.labels("e0") and not posts(path)
+
+
+def test_inspect_goes_on_where_segments_were_rewritten_and_counts_what_is_chosen(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 8, sealed=True)
+    run("label", path, "e1", "--delete")
+    assert run("compact", path)[0] == 0 and any("-" in file.name for file in path.glob("*.seg"))
+    found = json.loads(run("inspect", path, "--json")[1])
+    assert found["size_bytes"] == sum(file.stat().st_size for file in path.glob("*.seg"))
+    assert found["episodes"] == 7 and found["chunks"] == 21
+    assert json.loads(run("inspect", path, "--source", "demo", "--json")[1])["chunks"] == 3
+    status, text = run("inspect", path, "--episode", "e0", "--episode", "zz")
+    assert status == 2 and "no episode 'zz'" in text
+    status, text = run("inspect", path, "--pictures", tmp_path / "drawn", "--json")
+    assert status == 2 and "--json goes with neither" in text and not (tmp_path / "drawn").exists()
+
+
+def test_damage_in_an_unsealed_segment_is_told_by_each_verb_and_outlives_a_compaction(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 4)
+    spoil(path, "e2", 2)
+    assert run("inspect", path, "--episode", "e2")[0] == 1
+    status, text = run("merge", path, "--into", tmp_path / "all")
+    assert status == 1 and "11 chunks" in text and "1 chunks are damaged" in text
+    run("label", path, "e1", "--delete")
+    status, text = run("compact", path)
+    assert status == 1 and "repair first" in text
+    status, text = run("verify", path)
+    assert status == 1 and "e2, chunk 2, steps 8 to 11" in text
+    assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
+    assert run("compact", path)[0] == 0 and run("verify", path)[0] == 0
+    assert {each.episode for each in index_of(path).episodes()} == {"e0", "e2", "e3"}
 
 
 def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from user_sys.episode import Source
+from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
 from user_sys.interchange.progress import step_bar
 from user_sys.store.store import StoreReader
@@ -25,14 +27,28 @@ def export_main(args: argparse.Namespace) -> int:
         incomplete=args.incomplete,
     )
     export = _export_lerobot if args.format == "lerobot" else _export_mcap
-    _tell(export(args, selection))
+    told, left_out = export(args, selection), _unended(args.path, selection)
+    if left_out:
+        told += f"\n{left_out} episodes that never ended are left out (--incomplete takes them)"
+    _tell(told)
     return 0
+
+
+def _unended(store: Path, selection: Selection) -> int:
+    """How many episodes `selection` would take, had they ended."""
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        known = reader.episodes()
+    wanted = msgspec.structs.replace(selection, incomplete=True)
+    return sum(not each.deleted and wanted.takes(each) and not selection.takes(each) for each in known)
 
 
 def _export_lerobot(args: argparse.Namespace, selection: Selection) -> str:
     from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
 
-    codec = args.codec if args.cameras == "video" else None
+    if args.codec and args.cameras != "video":
+        raise DataSetError("--codec is that of a video: give --cameras video too")
+    codec = (args.codec or "h264") if args.cameras == "video" else None
     plan = open_plan(args.path, args.output, LerobotOptions(selection=selection, codec=codec, fps=args.fps))
     with step_bar("exporting", plan.steps) as advance:
         export_lerobot(plan, args.output, advance)
@@ -51,6 +67,8 @@ def _export_lerobot(args: argparse.Namespace, selection: Selection) -> str:
 def _export_mcap(args: argparse.Namespace, selection: Selection) -> str:
     from user_sys.interchange.mcap_export import export_mcap
 
+    if args.cameras or args.codec or args.fps:
+        raise DataSetError("--cameras, --codec and --fps go with --format lerobot only; MCAP takes frames as they are")
     with StoreReader.open(args.path) as store:
         reader = EpisodeReader(store)
         episodes = reader.select(selection)
@@ -65,11 +83,13 @@ def import_main(args: argparse.Namespace) -> int:
     from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
     from user_sys.interchange.lerobot_read import LerobotDataSet
 
+    if args.output.resolve() == args.path.resolve():
+        raise DataSetError(f"{args.output} is the data set itself; give the store another folder")
     options = ImportOptions(
         source=None if args.source is None else Source(args.source),
         robot=args.robot,
         task=args.task,
-        embodiment=args.embodiment,
+        embodiment=args.embodiment or "",
         success=_KNOWN[args.success],
         frames=args.frames,
     )

@@ -161,6 +161,7 @@ class _Copy:
         )
         self._end = write_all(self._files, self._fd, [header.encode()], 0)
         for source in sources:
+            _require_told(source, manifest)
             for ref in filter(keep, source.footer.records):
                 self._take(source, ref, manifest)
         return Finished(self._target, self._fd, self._end, self._flat, sequences)
@@ -171,7 +172,7 @@ class _Copy:
             damage = Damage(
                 ref.segment, ref.offset, record_bytes(ref.length), "payload", ref.sequence, source.name.generation
             )
-            if any(range_.covers(damage) for range_ in manifest.quarantined):
+            if manifest.sets_aside(damage):
                 return
             raise StoreCorrupt(f"segment {source.name}: record {ref.sequence} at {ref.offset} is damaged; repair first")
         payload, crc = found
@@ -180,3 +181,11 @@ class _Copy:
         buffers: list[Buffer] = [encode_record_header(moved, crc, self._target.generation), payload, padding]
         self._end = write_all(self._files, self._fd, buffers, self._end)
         self._flat.extend(moved)
+
+
+def _require_told(source: _Source, manifest: Manifest) -> None:
+    """Raises StoreCorrupt: bytes between its records hold none and are not quarantined; a copy would lose them."""
+    for damage in source.footer.gaps(source.name):
+        if not manifest.sets_aside(damage):
+            place = f"{damage.length} bytes at {damage.offset}"
+            raise StoreCorrupt(f"segment {source.name}: {place} are damaged, no whole record; repair first")

@@ -16,7 +16,7 @@ import msgspec
 
 from hal.durable import remove_durably, replace_durably
 from user_sys.errors import StoreError
-from user_sys.store.labels import Label
+from user_sys.store.labels import Label, encode_label
 
 INBOX = "inbox"
 SUFFIX = ".labels"
@@ -31,8 +31,11 @@ def post(store: Path, labels: Sequence[Label]) -> Path:
 
     Raises:
         StoreError: they are more than `MAX_POST_BYTES`.
+        WireError: one of them says what no label may.
         OSError: the folder cannot be written.
     """
+    for each in labels:
+        encode_label(each)
     raw = msgspec.msgpack.encode(tuple(labels))
     if len(raw) > MAX_POST_BYTES:
         raise StoreError(f"labels of {len(raw)} bytes at once; at most {MAX_POST_BYTES}: label fewer episodes or steps")

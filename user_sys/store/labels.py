@@ -14,7 +14,9 @@ from user_sys.episode import MAX_STEPS_PER_CHUNK, Phase
 from user_sys.errors import WireError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Rewards = Annotated[tuple[float, ...], msgspec.Meta(max_length=64 * MAX_STEPS_PER_CHUNK)]
+MAX_REWARD = 3.4e38  # the index keeps rewards as float32
+Reward = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Rewards = Annotated[tuple[Reward, ...], msgspec.Meta(max_length=64 * MAX_STEPS_PER_CHUNK)]
 
 
 class _Label(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,10 @@ _DECODER = msgspec.msgpack.Decoder(Label)
 
 
 def encode_label(label: Label) -> bytes:
-    return msgspec.msgpack.encode(label)
+    """Raises WireError: it says what no label may, such as a reward that is no finite number."""
+    raw = msgspec.msgpack.encode(label)
+    decode_label(raw)
+    return raw
 
 
 def decode_label(raw: bytes | memoryview) -> Label:

@@ -93,6 +93,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             self, segments=segments, quarantined=tuple(left), tail=max(self.tail, inside.stop - 1)
         )
 
+    def sets_aside(self, damage: Damage) -> bool:
+        """Whether a repair has copied it aside."""
+        return any(range_.covers(damage) for range_ in self.quarantined)
+
     def from_number(self, first: int) -> Manifest:
         """Without the segments numbered below `first`."""
         return msgspec.structs.replace(

@@ -65,6 +65,7 @@ def merge(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object]
             present.refresh()
             with StoreReader.open(path) as source:
                 source.refresh()
+                counts["damaged"] += len(source.damaged)
                 names = _names(source.index, present.index)
                 _copy_chunks(source, writer, names, counts, advance)
                 _copy_labels(source, present, writer, names, counts)

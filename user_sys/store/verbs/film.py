@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hal.spec import RobotSpec
 from user_sys.codec import Array
 from user_sys.episode import Phase
 from user_sys.errors import DataSetError
@@ -19,8 +20,9 @@ MAX_RATE_HZ = 60.0
 DEFAULT_RATE_HZ = 10.0
 
 
-def film_episode(summary: EpisodeSummary, episode: StoredEpisode, folder: Path) -> Path:
-    """Writes ``<episode>.mp4`` into `folder`, at the pace at which it was recorded; a frame a step.
+def film_episode(summary: EpisodeSummary, episode: StoredEpisode, spec: RobotSpec | None, folder: Path) -> Path:
+    """Writes ``<episode>.mp4`` into `folder`, a frame a step. At the control rate, since a simulated clock may run
+    faster. Where no `spec` tells the rate it is that of the recorded times.
 
     Raises:
         DataSetError: it has no camera, a frame is no picture, or the encoder refuses.
@@ -36,7 +38,7 @@ def film_episode(summary: EpisodeSummary, episode: StoredEpisode, folder: Path) 
     size = (HEIGHT + 2 * BORDER + BAR, _even(sum(widths) + 2 * BORDER))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{summary.episode}.mp4"
-    video = VideoWriter(path, *size, _rate_hz(episode), "h264")
+    video = VideoWriter(path, *size, _rate_hz(episode, spec), "h264")
     try:
         for step in range(episode.steps):
             pictures = [_scaled(frames[step], width) for frames, width in zip(cameras, widths, strict=True)]
@@ -48,8 +50,10 @@ def film_episode(summary: EpisodeSummary, episode: StoredEpisode, folder: Path) 
     return path
 
 
-def _rate_hz(episode: StoredEpisode) -> float:
-    """The median rate of its steps, in bounds that players take."""
+def _rate_hz(episode: StoredEpisode, spec: RobotSpec | None) -> float:
+    """In bounds that players take."""
+    if spec is not None:
+        return min(MAX_RATE_HZ, max(1.0, spec.rate_hz))
     times = episode.columns.get("t_capture_ns")
     pauses = np.diff(times) if times is not None else np.empty(0)
     pause_s = float(np.median(pauses)) / 1e9 if len(pauses) else 0.0

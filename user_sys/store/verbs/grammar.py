@@ -10,6 +10,8 @@ from typing import Any
 SOURCES = ("demo", "online", "evaluation")
 INTERVENTIONS, NOTHING = "interventions", "nothing"  # what `compact --keep` takes besides sources
 PHASES = ("policy", "teleop", "correction", "recovery")
+MAX_REWARD = 3.4e38  # that of `user_sys.store.labels`, which is not light
+MAX_RATE_HZ = 100_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _VERBS = "user_sys.store.verbs."
 
@@ -120,7 +122,7 @@ def _label(orders: Any) -> None:
     _store_path(order)
     order.add_argument("episodes", nargs="+", metavar="EPISODE", help="as `user-sys store inspect` shows it")
     order.add_argument("--success", choices=("yes", "no", "unknown"), help="whether they succeeded")
-    order.add_argument("--reward", type=float, metavar="R", help="the reward of each step of --steps")
+    order.add_argument("--reward", type=_finite, metavar="R", help="the reward of each step of --steps")
     order.add_argument("--phase", choices=PHASES, help="who was in control in --steps")
     order.add_argument(
         "--steps", type=_steps, metavar="FIRST-LAST", help="which steps, counted from 0 (default: all), such as 10-19"
@@ -182,11 +184,9 @@ def _export(orders: Any) -> None:
     _choice(order)
     order.add_argument("--incomplete", action="store_true", help="also episodes that never ended")
     lerobot = order.add_argument_group("lerobot only")
-    lerobot.add_argument(
-        "--cameras", choices=("images", "video"), default="images", help="images (default): as recorded, nothing lost"
-    )
-    lerobot.add_argument("--codec", choices=("h264", "av1"), default="h264", help="of the video (default: h264)")
-    lerobot.add_argument("--fps", type=float, metavar="HZ", help="control rate (default: as the robot's spec says)")
+    lerobot.add_argument("--cameras", choices=("images", "video"), help="images (default): as recorded, nothing lost")
+    lerobot.add_argument("--codec", choices=("h264", "av1"), help="of the video (default: h264)")
+    lerobot.add_argument("--fps", type=_rate, metavar="HZ", help="control rate (default: as the robot's spec says)")
 
 
 def _import(orders: Any) -> None:
@@ -203,7 +203,9 @@ def _import(orders: Any) -> None:
     foreign = order.add_argument_group("where the data set does not say it")
     foreign.add_argument("--robot", default="", metavar="NAME", help="(default: the data set's robot type)")
     foreign.add_argument("--task", default="", metavar="NAME", help="(default: made of the task's sentence)")
-    foreign.add_argument("--embodiment", default="", metavar="HEX", help="(default: fingerprint of the features)")
+    foreign.add_argument(
+        "--embodiment", type=_fingerprint, metavar="HEX", help="(default: fingerprint of the features)"
+    )
     foreign.add_argument("--success", choices=("yes", "no", "unknown"), default="yes", help="(default: yes)")
     order.add_argument(
         "--frames",
@@ -224,6 +226,33 @@ def _bytes(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 20GB or 500MB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _finite(text: str) -> float:
+    number = _number(text)
+    if not abs(number) <= MAX_REWARD:
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return number
+
+
+def _rate(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= MAX_RATE_HZ:
+        raise argparse.ArgumentTypeError(f"expected a rate in Hz, above 0 and at most {MAX_RATE_HZ:.0f}, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def _fingerprint(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise argparse.ArgumentTypeError(f"expected 16 hex digits as `user-sys store inspect` shows, got {text!r}")
+    return text
 
 
 def _steps(text: str) -> range:

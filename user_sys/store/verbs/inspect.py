@@ -16,9 +16,10 @@ from user_sys.episode import Source
 from user_sys.errors import StoreError
 from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
 from user_sys.store.frame import Damage
-from user_sys.store.log import segment_numbers, segment_path
+from user_sys.store.log import segment_numbers
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
+from user_sys.store.upkeep import disk_bytes
 from user_sys.store.verbs import detail
 from user_sys.store.verbs.words import EXIT_DAMAGED, count_bar, size_text, tell, tell_json
 
@@ -29,7 +30,10 @@ EVERYTHING = Selection(incomplete=True)
 
 
 class StoreSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A store in numbers; `last` are the newest episodes, oldest first."""
+    """A store in numbers; `last` are the newest episodes, oldest first.
+
+    `segments`, `size_bytes` and `damaged` are those of the whole store, the others of the episodes that were chosen.
+    """
 
     path: str
     episodes: int
@@ -51,13 +55,13 @@ def summarise(path: Path, last: int = LAST_EPISODES, selection: Selection = EVER
     """What the store at `path` holds, which another process may be writing; `last` are of those that `selection` takes.
 
     Raises:
-        StoreError: there is no store at `path`, or it cannot be read.
+        StoreError: there is no store at `path`, it cannot be read, or has no such episode.
     """
     with StoreReader.open(path) as reader:
-        chunks = len(reader.refresh().chunks)
+        reader.refresh()
         episodes, damaged = reader.episodes(), reader.damaged
+    _require_named(episodes, path, selection)
     episodes = [episode for episode in episodes if selection.takes(episode)]
-    segments = segment_numbers(path)
     return StoreSummary(
         path=str(path),
         episodes=len(episodes),
@@ -66,9 +70,9 @@ def summarise(path: Path, last: int = LAST_EPISODES, selection: Selection = EVER
         failures=sum(episode.success is False for episode in episodes),
         steps=sum(episode.steps for episode in episodes),
         intervention_steps=sum(episode.intervention_steps for episode in episodes),
-        chunks=chunks,
-        segments=len(segments),
-        size_bytes=sum(segment_path(path, number).stat().st_size for number in segments),
+        chunks=sum(episode.chunks for episode in episodes),
+        segments=len(segment_numbers(path)),
+        size_bytes=disk_bytes(path),
         sources=_count([str(episode.source) for episode in episodes]),
         embodiments=_count([episode.embodiment for episode in episodes]),
         damaged=damaged,
@@ -147,9 +151,11 @@ def inspect_main(args: argparse.Namespace) -> int:
     """Runs ``inspect``; status 1 where something is damaged.
 
     Raises:
-        StoreError: there is no store, it cannot be read, or has no such episode.
+        StoreError: there is no store, it cannot be read, or has no such episode; or the options contradict each other.
         DataSetError: a frame cannot be drawn.
     """
+    if args.json and (args.pictures or args.video):
+        raise StoreError("--json goes with neither --pictures nor --video, which draw into a folder")
     selection = chosen(args)
     if args.pictures or args.video:
         return _draw(args, selection)
@@ -177,24 +183,29 @@ def chosen(args: argparse.Namespace) -> Selection:
 def _taken(reader: StoreReader, path: Path, selection: Selection) -> list[EpisodeSummary]:
     """Raises StoreError: nothing is chosen, or an episode that is named is not there."""
     known = reader.episodes()
-    missing = set(selection.episodes) - {episode.episode for episode in known}
-    if missing:
-        raise StoreError(f"{path} has no episode {min(missing)!r}; `user-sys store inspect {path}` lists them")
+    _require_named(known, path, selection)
     taken = [episode for episode in known if selection.takes(episode)]
     if not taken:
         raise StoreError(f"none of the {len(known)} episodes of {path} is chosen; loosen the filters")
     return taken
 
 
+def _require_named(known: Sequence[EpisodeSummary], path: Path, selection: Selection) -> None:
+    missing = set(selection.episodes) - {episode.episode for episode in known}
+    if missing:
+        raise StoreError(f"{path} has no episode {min(missing)!r}; `user-sys store inspect {path}` lists them")
+
+
 def _detail(args: argparse.Namespace, selection: Selection) -> int:
     with StoreReader.open(args.path) as reader:
         reader.refresh()
         found = detail.describe(reader, _taken(reader, args.path, selection)[0])
+        damaged = bool(reader.damaged) or any(chunk.state == "damaged" for chunk in found.chunks)
     if args.json:
         tell_json(found)
     else:
         detail.show(found)
-    return EXIT_DAMAGED if any(chunk.state == "damaged" for chunk in found.chunks) else 0
+    return EXIT_DAMAGED if damaged else 0
 
 
 def _draw(args: argparse.Namespace, selection: Selection) -> int:
@@ -212,10 +223,11 @@ def _draw(args: argparse.Namespace, selection: Selection) -> int:
                 if args.pictures:
                     draw_episode(each, steps, specs.get(each.embodiment), args.pictures)
                 if args.video:
-                    film_episode(each, steps, args.video)
+                    film_episode(each, steps, specs.get(each.embodiment), args.video)
                 advance(1)
         if args.pictures and len(episodes) > 1:
             draw_overview([(each, reader.read(each.episode)) for each in episodes], args.pictures)
+        damaged = bool(store.damaged)
     folders = " and ".join(str(folder) for folder in (args.pictures, args.video) if folder)
     tell(f"{len(episodes)} episodes drawn into {folders}")
-    return 0
+    return EXIT_DAMAGED if damaged else 0
