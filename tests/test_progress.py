@@ -48,6 +48,11 @@ def test_the_panel_shows_the_run() -> None:
     assert missing == []
 
 
+def test_what_a_person_should_mend_stands_in_the_panel_and_in_the_line() -> None:
+    warned = replace(PROGRESS, warning="the disk is full")
+    assert "the disk is full" in _text(100, warned) and "the disk is full" in plain_line(warned)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_panel_fits_its_terminal(width: int) -> None:
     assert max(map(len, _text(width, PROGRESS).splitlines())) <= width

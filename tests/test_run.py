@@ -221,6 +221,14 @@ def test_rates_and_staleness_follow_what_is_reported(monitor: RunMonitor, clock:
     assert monitor.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in monitor.scalars()
 
 
+def test_a_full_store_is_told_until_there_is_room(monitor: RunMonitor) -> None:
+    assert not monitor.progress("training").warning
+    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={"store_full": 1.0}))
+    assert "disk is full" in monitor.progress("training").warning
+    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={"store_full": 0.0}))
+    assert not monitor.progress("training").warning
+
+
 def test_a_robot_is_behind_its_own_learner_and_no_other(monitor: RunMonitor) -> None:
     monitor.on_metrics(learner(100, 1.0, version=90))
     monitor.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))

@@ -15,6 +15,7 @@ from user_sys.report import EpisodePoint
 LOST_AFTER_S = 5.0
 RATE_OVER_S = 10.0
 MAX_BETWEEN_REPORTS_S = 1.0
+STORE_FULL = "the experience store's disk is full: robots keep what they record on their own disks; free some space"
 
 
 @dataclass
@@ -53,6 +54,7 @@ class RunMonitor:
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
         self.robots_connected = 0
+        self._store_full = False
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
@@ -90,6 +92,7 @@ class RunMonitor:
     def on_metrics(self, report: MetricsReport) -> None:
         if report.node == "gateway":
             self.robots_connected = int(report.scalars.get("robots", 0))
+            self._store_full = bool(report.scalars.get("store_full", 0))
         if not report.node.startswith(LEARNER):
             return
         self._learned[report.node] = report.count
@@ -145,6 +148,7 @@ class RunMonitor:
             staleness=self._staleness(),
             interventions=self.interventions,
             robots=tuple(self._views()),
+            warning=STORE_FULL if self._store_full else "",
         )
 
     def _staleness(self) -> int:

@@ -49,6 +49,7 @@ class Progress:
         staleness: versions by which the policies that act are behind the newest one, at most over the robots.
         done, total: how far the stage is, in the unit of the stage (seconds of training, episodes); total 0: unknown.
         left_s: estimate of the time until the stage is over; None: unknown.
+        warning: what a person should mend now; empty where there is nothing.
     """
 
     run: str
@@ -69,6 +70,7 @@ class Progress:
     staleness: int = 0
     interventions: int = 0
     robots: tuple[RobotProgress, ...] = ()
+    warning: str = ""
 
 
 class ProgressDisplay:
@@ -125,6 +127,7 @@ def plain_line(progress: Progress) -> str:
     p = progress
     parts = [
         f"{p.run}: {p.stage} {clock_time(p.elapsed_s)}",
+        p.warning,
         f"left {clock_time(p.left_s)}" if p.left_s is not None else "",
         f"episodes {p.episodes:,}",
         f"success {percent(p.success_20)} of last 20, {percent(p.success_50)} of last 50",
@@ -141,7 +144,7 @@ def plain_line(progress: Progress) -> str:
 def render(progress: Progress) -> Panel:
     """`progress` as a panel for a terminal of at least 60 columns."""
     p = progress
-    rows: list[Table | Text] = []
+    rows: list[Table | Text] = [Text(p.warning, style="bold white on red")] if p.warning else []
     if p.console:
         rows.append(Text.assemble("watch and take over  ", (p.console, "underline cyan")))
     if p.total > 0:

@@ -12,6 +12,7 @@ import pytest
 from console_desk import Desk, until
 
 from user_sys.console.server import ConsoleServer
+from user_sys.messages import MetricsReport
 
 pytestmark = pytest.mark.browser
 
@@ -181,6 +182,14 @@ def test_a_phone_drives_by_touch(page: Any, desk: Desk) -> None:
     picture(page, "phone-drive")
     page.mouse.up()
     until(lambda: not desk.authority.twist().any())
+
+
+def test_the_page_says_while_the_stores_disk_is_full(page: Any, desk: Desk) -> None:
+    desk.hub.feed(MetricsReport(node="gateway", count=1, scalars={"store_full": 1.0}))
+    page.wait_for_selector("#store-full:not([hidden])")
+    assert "disk is full" in page.inner_text("#store-full")
+    desk.hub.feed(MetricsReport(node="gateway", count=2, scalars={"store_full": 0.0}))
+    page.wait_for_selector("#store-full", state="hidden")
 
 
 def test_the_page_says_when_it_is_cut_off(browser: Any, desk: Desk) -> None:

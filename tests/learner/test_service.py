@@ -225,7 +225,8 @@ def test_a_checkpoint_of_another_run_is_refused(bench: Bench, tmp_path: Path) ->
 
 
 def test_settings_that_would_learn_nothing_are_refused() -> None:
-    for wrong in ({"batch_size": 0}, {"utd_max": 0.0}, {"warmup_updates": 0}):
+    nothing = ({"batch_size": 0}, {"utd_max": 0.0}, {"warmup_updates": 0})
+    for wrong in (*nothing, {"cache_bytes": 10}, {"batches_ahead": -1}, {"demo_fraction": 1.5}):
         with pytest.raises(ConfigError):
             replace(CONFIG, **wrong)  # type: ignore[arg-type]  # wrong on purpose
 

@@ -13,6 +13,7 @@ from store_kit import chunk, stored
 from user_sys.episode import Source
 from user_sys.errors import StoreError, StoreGone
 from user_sys.store.block import CHUNK, summarise_records
+from user_sys.store.inbox import post, posts
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel
 from user_sys.store.log import LogWriter
 from user_sys.store.merging import merge
@@ -104,6 +105,19 @@ def test_a_merge_leaves_out_chunks_in_an_episode_of_another_robot(tmp_path: Path
     with StoreReader.open(tmp_path / "b") as reader:
         reader.refresh()
         assert stored(reader) == [("e", 0), ("f", 0)]
+
+
+def test_labels_that_waited_for_a_gateway_come_before_newer_ones(tmp_path: Path) -> None:
+    fill(tmp_path, range(1))
+    said = {"episode": "e00", "labeller": "ada", "at_unix_ns": 1}
+    post(tmp_path, [SuccessLabel(success=True, **said), NoteLabel(note="waited", **said)])  # type: ignore[arg-type]
+    (tmp_path / "inbox" / "00-nonsense.labels").write_bytes(b"\xc1")
+    label(tmp_path, [SuccessLabel(success=False, **said)])  # type: ignore[arg-type]
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        assert [each.success for each in reader.index.labels("e00") if isinstance(each, SuccessLabel)] == [True, False]
+        assert reader.episodes()[0].success is False
+    assert [file.name for file in posts(tmp_path)] == ["00-nonsense.labels"], "what is no post is left to a person"
 
 
 def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:

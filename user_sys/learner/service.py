@@ -38,6 +38,7 @@ from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
+MIN_CACHE_BYTES = 1 << 16
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
@@ -86,6 +87,11 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         if min(self.batch_size, self.threads, self.checkpoints_kept) < 1:
             raise ConfigError("learner: batch_size, threads and checkpoints_kept must be at least 1")
+        if self.cache_bytes < MIN_CACHE_BYTES or self.batches_ahead < 0 or not 0 <= self.demo_fraction <= 1:
+            raise ConfigError(
+                f"learner: cache_bytes must be at least {MIN_CACHE_BYTES}, batches_ahead not negative, "
+                "and demo_fraction a share between 0 and 1"
+            )
         if self.utd_max <= 0 or self.warmup_updates < 1:
             raise ConfigError("learner: utd_max must be above 0 and warmup_updates at least 1, or nothing is learned")
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from user_sys.errors import StoreCorrupt, StoreError
 from user_sys.store.block import CHUNK
+from user_sys.store.inbox import posts, read_post, withdraw
 from user_sys.store.index import Index
 from user_sys.store.labels import DeleteLabel, Label
 from user_sys.store.log import SEGMENT_BYTES, segment_numbers
@@ -52,16 +53,33 @@ class CompactionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def label(path: Path, labels: Iterable[Label]) -> None:
-    """Adds labels to the store at `path`, durably.
+    """Adds labels to the store at `path`, durably, behind those that wait in its inbox (`user_sys.store.inbox`).
 
     Raises:
         StoreLocked: a gateway writes the store; ask that one.
         StoreError: there is no store, or it cannot be written.
+        WireError: one of them says what no label may.
     """
     require_store(path)
     with StoreWriter.open(path) as writer:
+        taken = list(_take_posts(path, writer))
         for each in labels:
             writer.append_label(each)
+    for file in taken:
+        withdraw(file)
+
+
+def _take_posts(path: Path, writer: StoreWriter) -> Iterator[Path]:
+    """Appends the labels that wait for a writer; yields each file that held them, once they are appended."""
+    for file in posts(path):
+        try:
+            waiting = read_post(file)
+        except StoreError as error:
+            _logger.warning("store.post-refused %s", error)
+            continue
+        for each in waiting:
+            writer.append_label(each)
+        yield file
 
 
 def compact(

@@ -74,6 +74,7 @@ const link = new Link({
 
 function showRun(view) {
   el("run").textContent = view.run;
+  el("store-full").hidden = !view.metrics.gateway?.store_full;
   const budget = view.budget_s ? ` / ${minutes(view.budget_s)}` : "";
   el("p-time").textContent = minutes(view.elapsed_s) + budget;
   el("p-episodes").textContent = short(view.episodes);
