@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,18 @@ def read_cards(folder: Path) -> tuple[RobotCard, ...]:
     return tuple(sorted(cards, key=lambda card: (card.known_since_unix_ns, card.robot)))
 
 
+def copy_cards(cards: Iterable[RobotCard], store: Path) -> None:
+    """Leaves in `store` what is not known beside it; of unlike robots of one name the later ones get a suffix."""
+    known = {card.spec.embodiment for card in cards_beside(store)}
+    names = {card.robot for card in read_cards(store / CARDS)}
+    for card in cards:
+        if card.spec.embodiment not in known:
+            name = card.robot if card.robot not in names else f"{card.robot}-{card.spec.embodiment}"
+            keep_card(store / CARDS, name, card.spec)
+            known.add(card.spec.embodiment)
+            names.add(name)
+
+
 def cards_beside(store: Path) -> tuple[RobotCard, ...]:
     """The robots of the run folder that `store` lies in, and those whose cards were left in the store itself."""
     return (*read_cards(store.resolve().parent / CARDS), *read_cards(store / CARDS))
@@ -63,9 +76,13 @@ def await_first_card(folder: Path, stop: threading.Event) -> RobotCard | None:
 
 def _read(path: Path) -> RobotCard | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RobotCard)
+        card = msgspec.json.decode(path.read_bytes(), type=RobotCard)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.warning("robots.damaged_card file=%s: %s", path, error)
         return None
+    if card.robot != path.name.removesuffix(_SUFFIX):  # its name becomes that of a file where the card is copied
+        log.warning("robots.misnamed_card file=%s robot=%r", path, card.robot[:80])
+        return None
+    return card

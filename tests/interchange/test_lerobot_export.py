@@ -23,7 +23,7 @@ from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import Selection
 from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
 from user_sys.interchange.statistics import RunningStatistics, of_column
-from user_sys.robot_cards import keep_card
+from user_sys.robot_cards import keep_card, read_cards
 from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel
 from user_sys.store.store import StoreWriter
 
@@ -264,6 +264,20 @@ def test_a_rate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(argv)
     assert f"got '{rate}'" in capsys.readouterr().err
+
+
+def test_the_robots_spec_goes_along_and_a_misnamed_one_does_not(tmp_path: Path) -> None:
+    action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(-1.0, -1.0), high=(1.0, 1.0))
+    spec = RobotSpec(model="two", rate_hz=25.0, observation=(), action=action, cameras=())
+    store, sets, again = tmp_path / "store", tmp_path / "set", tmp_path / "again"
+    keep_card(store / "robots", "panda-0", spec)
+    make_store(store, episode_chunks("a", embodiment=spec.embodiment))
+    assert main(["store", "export", str(store), "--format", "lerobot", "--output", str(sets)]) == 0
+    card = (sets / "meta/robots/panda-0.json").read_text()
+    (sets / "meta/robots/other.json").write_text(card.replace("panda-0", "../../outside"))
+    assert main(["store", "import", str(sets), "--output", str(again)]) == 0
+    assert [(each.robot, each.spec) for each in read_cards(again / "robots")] == [("panda-0", spec)]
+    assert not (tmp_path / "outside.json").exists()
 
 
 def test_what_an_export_leaves_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

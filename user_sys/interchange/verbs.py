@@ -12,8 +12,10 @@ from user_sys.episode import Source
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
 from user_sys.interchange.progress import step_bar
+from user_sys.robot_cards import CARDS, cards_beside, copy_cards, keep_card, read_cards
 from user_sys.store.store import StoreReader
 
+META = "meta"  # the folder of a data set in which the robots' specs go along
 _KNOWN = {"yes": True, "no": False, "unknown": None}
 
 
@@ -52,6 +54,10 @@ def _export_lerobot(args: argparse.Namespace, selection: Selection) -> str:
     plan = open_plan(args.path, args.output, LerobotOptions(selection=selection, codec=codec, fps=args.fps))
     with step_bar("exporting", plan.steps) as advance:
         export_lerobot(plan, args.output, advance)
+    for card in cards_beside(args.path):
+        for each in plan.data_sets:
+            if each.embodiment == card.spec.embodiment:
+                keep_card(args.output / each.folder / META / CARDS, card.robot, card.spec)
     lines = [
         f"{args.output / each.folder}: {each.episodes} episodes, {each.steps} steps at {each.fps:g} Hz, "
         f"{each.robot_type or 'robot'} ({each.embodiment})"
@@ -96,6 +102,7 @@ def import_main(args: argparse.Namespace) -> int:
     data_set = LerobotDataSet.open(args.path)
     with step_bar("importing", data_set.info.total_frames) as advance:
         done = import_lerobot(data_set, args.path, Path(args.output), options, advance)
+    copy_cards(read_cards(args.path / META / CARDS), args.output)
     known = f", {done.known} were there already" if done.known else ""
     left_out = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
     _tell(f"{args.output}: {done.episodes} episodes added, {done.steps} steps{known}{left_out}")
