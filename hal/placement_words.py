@@ -50,7 +50,8 @@ def asked(request: Request) -> str:
 def state(record: ResourceRecord) -> str:
     """E.g. ``panda-1 is driven by run demo``."""
     if record.health is Health.LEASED:
-        return f"{record.name} is driven {record.note or 'by another job'}"
+        verb = "driven" if record.kind is Kind.ROBOT else "used"
+        return f"{record.name} is {verb} {record.note or 'by another job'}"
     words = {
         Health.READY: "is free",
         Health.LOST: "is not there",
@@ -132,12 +133,16 @@ def _no_label(request: Request, there: Sequence[ResourceRecord]) -> str:
 
 def _no_memory(request: Request, there: Sequence[ResourceRecord]) -> str:
     most = max(there, key=lambda record: record.memory_bytes)
-    return f"The largest {_noun(request, 1)} here, {most.name} ({most.model}), has {_gb(most.memory_bytes)}"
+    free = " free" if most.kind is Kind.COMPUTE and most.found_by == "ray" else ""
+    return f"The largest {_noun(request, 1)} here, {most.name} ({most.model}), has {_gb(most.memory_bytes)}{free}"
 
 
 def _no_cores(request: Request, there: Sequence[ResourceRecord]) -> str:
     most = max(there, key=lambda record: record.cores)
-    return f"The largest computer here, {most.name}, has {most.cores} processors"
+    if not any(record.note for record in there):
+        return f"The largest computer here, {most.name}, has {most.cores} processors"
+    used = [f"{record.name} has {record.cores} free ({record.note})" for record in there if record.note]
+    return f"No computer here has as many processors free: {listed(used)}"
 
 
 _CAUSES = (_no_kind, _no_name, _no_model, _no_capability, _no_label, _no_memory, _no_cores)

@@ -15,14 +15,18 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from hal.errors import HalError, PlacementError, SupervisionError
+from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
+from hal.lease import MachineLock
 from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
+from hal.ray_places import GROUP_MARK, Bundle, cluster_records, node_names
+from hal.resource import ResourceRecord
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
 __all__ = [
@@ -30,7 +34,9 @@ __all__ = [
     "NodeActor",
     "NodeState",
     "NodeStatus",
+    "Reservation",
     "RestartPolicy",
+    "Seat",
     "connect",
     "start_local",
 ]
@@ -40,6 +46,10 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+RESERVE_TIMEOUT_S = 10.0
+GPU_SIGHT = 0.01  # of a GPU that is reserved as a whole: several processes of its job may see it
+LOOK_TIMEOUT_S = 120.0  # a process of Ray's starts for it, on a computer that may be busy
+NO_ANSWER = "somebody, perhaps: its computer does not answer"
 START_TRIES = 4
 STOP_MARGIN_S = 15.0  # beyond a node's own deadline: the actor's answer, through a busy machine
 
@@ -76,6 +86,54 @@ class NodeActor:
         return os.getpid()
 
 
+class RobotKeeper:
+    """Has a robot's lock on its computer, from when a job gets the robot until its driver process takes over."""
+
+    def __init__(self, robot: str, holder: str) -> None:
+        self._lock = MachineLock(robot, holder)
+
+    def take(self) -> str:
+        """Who drives the robot already, in words; empty where the lock is had."""
+        try:
+            self._lock.acquire()
+        except LeaseHeld:
+            return self._lock.owner() or "another process"
+        return ""
+
+
+def content_of(path: str) -> str:
+    """What the file at `path` says on this computer; empty where it is not there."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What a placement group holds. It ends with the process that made it, however that ends."""
+
+    group: Any
+    bundles: tuple[Bundle, ...]
+
+    def seats(self) -> tuple[Seat, ...]:
+        """One for each bundle."""
+        return tuple(Seat(self, number, bundle.node) for number, bundle in enumerate(self.bundles))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One bundle of a reservation, on the computer `node`: nodes of a run may be started in it."""
+
+    reservation: Reservation
+    number: int
+    node: str
+
+    @property
+    def bundle(self) -> Bundle:
+        return self.reservation.bundles[self.number]
+
+
 class Cluster:
     """A Ray cluster that this process has started or joined, and the nodes it runs there. One thread calls it."""
 
@@ -88,11 +146,88 @@ class Cluster:
         self._asked: dict[str, Any] = {}
         self._last: dict[str, NodeStatus] = {}
         self._patience_s: dict[str, float] = {}
+        self._alive: dict[str, Mapping[str, Any]] = {}  # each node, as it was when it was alive
+        self._keepers: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        """Of this machine, as the cluster's other nodes reach it."""
+        return str(self._ray.util.get_node_ip_address())
 
     @property
     def here(self) -> str:
         """The resource that stands for the machine of this process; every Ray node declares its own."""
-        return f"node:{self._ray.util.get_node_ip_address()}"
+        return f"node:{self.address}"
+
+    def records(self, *, unused: bool = False) -> tuple[ResourceRecord, ...]:
+        """What the cluster has (`hal.ray_places`), as it is now; `unused`: as it were if nobody used any of it."""
+        nodes = self._nodes()
+        if unused:
+            return cluster_records(nodes, {}, ())
+        free = self._ray._private.state.available_resources_per_node()  # no public call tells it of each node
+        return cluster_records(nodes, free, self._ray.util.placement_group_table().values())
+
+    def addresses(self) -> dict[str, str]:
+        """Ray's address of each living node, by the name that its records carry."""
+        nodes = self._nodes()
+        names = node_names(nodes)
+        return {names[node["NodeID"]]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+    def hosts(self) -> dict[str, str]:
+        """The host name of each living node, by the name that its records carry."""
+        nodes = self._nodes()
+        names = node_names(nodes)
+        return {names[node["NodeID"]]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
+
+    def reserve(self, name: str, bundles: Sequence[Bundle]) -> Reservation | None:
+        """All of `bundles`, for this process under the name `name`; None where not all are free just now."""
+        once = f"{name}{GROUP_MARK}{secrets.token_hex(8)}"  # Ray refuses a second group of a name
+        group = self._ray.util.placement_group([bundle.resources for bundle in bundles], name=once)
+        if group.wait(RESERVE_TIMEOUT_S):
+            return Reservation(group, tuple(bundles))
+        self._ray.util.remove_placement_group(group)
+        return None
+
+    def release(self, reservation: Reservation) -> None:
+        """Gives it back; what runs in it is killed."""
+        self._ray.util.remove_placement_group(reservation.group)
+
+    def lost(self, reservation: Reservation) -> tuple[str, ...]:
+        """The computers that are gone with what it had of them."""
+        there = self._ray.util.placement_group_table(reservation.group)["bundles_to_node_id"]
+        alive = {node["NodeID"] for node in self._nodes() if node["Alive"]}
+        return tuple(sorted({b.node for number, b in enumerate(reservation.bundles) if there.get(number) not in alive}))
+
+    def content(self, seat: Seat, path: Path) -> str:
+        """What the file at `path` says on the seat's computer; empty where it is not there, or no answer comes."""
+        call = self._seated(self._ray.remote(num_cpus=0)(content_of), seat).remote(str(path))
+        self._wait([call], LOOK_TIMEOUT_S)
+        return self._said(call) or ""
+
+    def keep_robots(self, seats: Mapping[str, Seat], holder: str) -> dict[str, str]:
+        """Takes the locks of these robots on their computers, until `hand_over`.
+
+        Returns:
+            The robots that somebody else drives, outside of the cluster, and who; none is kept where there is one.
+        """
+        keepers = {}
+        for robot, seat in seats.items():
+            actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RobotKeeper)
+            keepers[robot] = self._seated(actor, seat).remote(robot, holder)
+        self._keepers += keepers.values()
+        calls = {robot: keeper.take.remote() for robot, keeper in keepers.items()}
+        self._wait(list(calls.values()), LOOK_TIMEOUT_S)
+        answers = {robot: self._said(call) for robot, call in calls.items()}
+        taken = {robot: NO_ANSWER if owner is None else owner for robot, owner in answers.items() if owner != ""}
+        if taken:
+            self.hand_over()
+        return taken
+
+    def hand_over(self) -> None:
+        """Lets go of the robots' locks: their driver processes take them next."""
+        for keeper in self._keepers:
+            self._ray.kill(keeper, no_restart=True)
+        self._keepers.clear()
 
     def declares(self, resource: str) -> bool:
         """Whether some node of the cluster has `resource`, in use or not."""
@@ -106,20 +241,22 @@ class Cluster:
         log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
         restart: RestartPolicy | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """Has the node `name` placed where `resources` are, and started there; does not wait for that.
+        """Has the node `name` placed where `resources` are, or in `seat`, and started there; does not wait for that.
 
         Raises:
             PlacementError: no node of the cluster has these resources, or `name` is taken.
         """
         if name in self._actors:
             raise PlacementError(f"a node named {name} runs already")
-        self._require_feasible(name, resources)
+        if seat is None:
+            self._require_feasible(name, resources)
         policy = restart or RestartPolicy()
         actor = self._ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(NodeActor)
-        options = actor.options(resources=dict(resources))
+        placed = self._seated(actor, seat, resources) if seat else actor.options(resources=dict(resources))
         unprivileged = {"RAY_AUTH_TOKEN": "", **(env or {})}
-        self._actors[name] = options.remote(list(argv), unprivileged, str(log_path or ""), policy)
+        self._actors[name] = placed.remote(list(argv), unprivileged, str(log_path or ""), policy)
         self._last[name] = NodeStatus(state=NodeState.WAITING)
         self._patience_s[name] = policy.stop_after_s + STOP_MARGIN_S
 
@@ -154,6 +291,14 @@ class Cluster:
             self._asked.pop(name, None)
             self._ray.kill(self._actors.pop(name), no_restart=True)
 
+    def drop(self, *names: str) -> None:
+        """Kills these nodes, and what is left of those whose computer is gone; they may be started anew."""
+        for name in names:
+            if name in self._actors:
+                self._ray.kill(self._actors.pop(name), no_restart=True)
+            self._asked.pop(name, None)
+            self._last.pop(name, None)
+
     def shutdown(self) -> None:
         """Stops every node and leaves the cluster; one of our own ends, and its logs move to its log folder."""
         try:
@@ -178,9 +323,33 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
 
+    def _nodes(self) -> list[Mapping[str, Any]]:
+        """Ray's nodes; of those that died while this process was looking it is still known what they had."""
+        nodes = self._ray.nodes()
+        self._alive |= {node["NodeID"]: node for node in nodes if node["Alive"]}
+        return [node if node["Alive"] else {**self._alive.get(node["NodeID"], node), "Alive": False} for node in nodes]
+
+    def _seated(self, what: Any, seat: Seat, resources: Mapping[str, float] | None = None) -> Any:
+        """An actor or task that Ray will start in the seat; where that has a GPU, with the GPU visible."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            seat.reservation.group, placement_group_bundle_index=seat.number
+        )
+        sight = {"num_gpus": GPU_SIGHT} if "GPU" in seat.bundle.resources else {}
+        return what.options(scheduling_strategy=strategy, resources=dict(resources or {}), **sight)
+
     def _wait(self, calls: Sequence[Any], timeout_s: float) -> bool:
         """True where all calls are answered (or failed) by then."""
         return not calls or not self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[1]
+
+    def _said(self, call: Any) -> str | None:
+        """What a call has answered; None where it has not, or its computer is gone."""
+        if not self._wait([call], 0.0):
+            return None
+        try:
+            return str(self._ray.get(call))
+        except self._ray.exceptions.RayError as error:
+            logger.warning("ray.no_answer %s", error)
+            return None
 
     def _answer(self, name: str, call: Any) -> NodeStatus:
         try:

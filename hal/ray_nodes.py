@@ -23,6 +23,11 @@ DEFAULT_PORT = 6379
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
 NO_NICER = {"RAY_worker_niceness": "0"}
 """Else all that runs under Ray, robots' drivers too, gives way to everybody: Ray's own default is 15."""
+ROBOT = "robot:"
+"""How the resource begins by which a node declares a robot."""
+CLAIM = 0.6
+"""Of a robot's resource, what a run reserves: more than half, so that one run has it. The rest is for its processes."""
+GPU_MODEL, GPU_MEMORY, ROBOT_LABEL = "gpu-model", "gpu-memory-gb", "robot-"
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_LABEL_CHARS = 63
 
@@ -33,14 +38,22 @@ def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
     """
     robots = [record for record in records if record.kind is Kind.ROBOT]
     models = Counter(f"robot_model:{robot.model}" for robot in robots)
-    return {f"robot:{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
+    return {f"{ROBOT}{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
 
 
 def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> dict[str, str]:
-    """`labels`, and what is known of the computer's GPUs, in the characters that Ray allows."""
-    gpus = [record for record in records if record.kind is Kind.GPU]
-    found = {"gpu-model": gpus[0].model, "gpu-memory-gb": str(gpus[0].memory_bytes // 10**9)} if gpus else {}
+    """`labels`, and what is known of the computer's GPUs and its robots' models, in the characters that Ray allows."""
+    there = list(records)
+    gpus = [record for record in there if record.kind is Kind.GPU]
+    found = {robot_label(record.name): record.model for record in there if record.kind is Kind.ROBOT}
+    if gpus:
+        found |= {GPU_MODEL: gpus[0].model, GPU_MEMORY: str(gpus[0].memory_bytes // 10**9)}
     return {_fit(name): _fit(value) for name, value in {**found, **labels}.items()}
+
+
+def robot_label(robot: str) -> str:
+    """The label that says of what model a robot is."""
+    return _fit(f"{ROBOT_LABEL}{robot}")
 
 
 def node_argv(

@@ -60,7 +60,10 @@ def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
     monkeypatch.chdir(tmp_path)
     config = RunConfig(robots=(RobotConfig(name="far", driver="fake", link={"delay_ms": 1.0}),))
     folder = RunFolder(Path("runs/demo"))
-    for node in (*topology(config, folder, "here", lambda _: True), learner_node(folder, "learner", "here")):
+    for node in (
+        *topology(config, folder, "here", lambda _: True),
+        learner_node(folder, "learner", {"here": 0.01}, "tcp://127.0.0.1:1"),
+    ):
         assert node.log.parent == tmp_path / "runs" / "demo" / "logs"
         assert not [part for part in node.argv if part.startswith("runs")]
 

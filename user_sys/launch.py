@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import threading
 import time
 from argparse import Namespace
@@ -16,43 +15,40 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hal.discovery import discover
-from hal.placement import place
-from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, connect, start_local
+from hal.placement_words import listed
+from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
 from hal.ray_nodes import ray_resources
-from hal.resource import local_node
 from hal.spec import RobotSpec
-from user_sys.compose import link_settings, probes, robot_spec
-from user_sys.config import load, save
+from user_sys.compose import probes
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
 from user_sys.errors import RunError, WireError
+from user_sys.gang import Gang
 from user_sys.learners import LEARNER, learner_from_robot, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
+from user_sys.opening import invite, make, read, take_places
 from user_sys.prepare import (
     CONSOLE,
     GATEWAY,
+    LOOPBACK,
     allow_learner,
-    free_endpoint,
     local_endpoint,
     prepare,
-    require_keys,
-    require_let_in,
-    share_keys,
 )
 from user_sys.progress import ProgressDisplay
 from user_sys.record import record_demonstrations
 from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
 from user_sys.robot_cards import read_cards
-from user_sys.run_folder import RunCard, create, default_name, reopen
+from user_sys.run_folder import RunCard
 from user_sys.store.store import StoreReader
 from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, learner_node, topology
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
+from user_sys.tunnel.keys import load_keypair, load_public_key
 
 if TYPE_CHECKING:
     from user_sys.console.server import ConsoleServer
@@ -80,15 +76,21 @@ def cloud_main(args: Namespace) -> int:
 
 def _launch(args: Namespace, verb: str) -> int:
     console = Console()
-    folder, config, card = _open(args, verb)
+    config, home = read(args, verb)
+    with take_places(config, home, console) as gang:
+        return _run(args, verb, config, home, gang, console)
+
+
+def _run(args: Namespace, verb: str, config: RunConfig, home: Path, gang: Gang | None, console: Console) -> int:
+    folder, card = make(args, config, home)
     args.run_dir = folder.path
-    specs = prepare(config, folder, card)
+    specs = prepare(config, folder, card, *(gang.robots_from_afar() if gang else ()))
     point_latest(folder.path)
     _demonstrate(config, folder, console)
     if verb == "cloud":
-        _invite(folder, card, console)
+        invite(folder, card, console)
     with RunLogger(folder.path, config, config.logging) as logger:
-        with Run(config, folder, card, specs, logger, console) as run:
+        with Run(config, folder, card, specs, logger, console, gang) as run:
             interrupted = run.train()
         if interrupted:
             console.print(f"stopped; go on with: user-sys {verb} --resume {folder.path}")
@@ -100,73 +102,6 @@ def _launch(args: Namespace, verb: str) -> int:
         console.print(f"this is below the {config.evaluation.required:.0%} that the configuration requires")
         return 1
     return 0
-
-
-def _open(args: Namespace, verb: str) -> tuple[RunFolder, RunConfig, RunCard]:
-    """The run's folder, made or found; what cannot work is said before anything is made."""
-    if args.resume:
-        folder, config, card = reopen(Path(args.resume), args.overrides)
-        _require_port(config)
-        if args.overrides:
-            save(config, folder.config)
-        return folder, config, card
-    config = load(RunConfig, Path(args.config), args.overrides)
-    if verb == "train" and not config.robots:
-        raise RunError(
-            f"{args.config}: robots: a run needs at least one robot; "
-            "where they come in from computers of their own, run it with `user-sys cloud`"
-        )
-    _require_port(config)
-    require_keys(config.gateway.endpoint, args.keys)
-    require_let_in(config.guests, args.keys)
-    for robot in config.robots:
-        robot_spec(robot)
-        if robot.link:
-            link_settings(robot, "", "")
-    _require_compute(config)
-    name = args.name or config.name or default_name(Path(args.config))
-    folder, card = create(config, name, free_endpoint(config.gateway.endpoint))
-    if args.keys:
-        share_keys(folder, args.keys)
-    return folder, config, card
-
-
-def _require_compute(config: RunConfig) -> None:
-    """Raises PlacementError, before anything is made, where this computer lacks what the run needs besides robots.
-
-    What other nodes of a cluster have is Ray's to say.
-    """
-    needs = [need.request() for need in config.needs if need.kind != "robot"]
-    if needs and not config.ray.address:
-        place(needs, discover(probes()).records)
-
-
-def _invite(folder: RunFolder, card: RunCard, console: Console) -> None:
-    """Tells people how robots come in."""
-    ring = Keyring(folder.keys)
-    allowed = ", ".join(entry.name for entry in ring.list() if entry.role not in ("learner", "console"))
-    public = load_public_key(folder.keys / f"{GATEWAY}.pub")
-    _, _, port = card.endpoint.rpartition(":")
-    reached = f"tcp://{local_node()}:{port}" if local_endpoint(card.endpoint) != card.endpoint else card.endpoint
-    for line in (
-        f"listening on {card.endpoint}; this gateway's public key is {public}",
-        f"let in: {allowed or 'no robot yet; user-sys keys allow NAME --role robot --folder ' + str(folder.keys)}",
-        f"on a robot's computer: user-sys edge CONFIG --connect {reached}",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _require_port(config: RunConfig) -> None:
-    """Raises RunError when the console's port is taken: recording demonstrations first would waste a person's time."""
-    if not config.console.enabled:
-        return
-    try:
-        socket.create_server(("127.0.0.1", config.console.port)).close()
-    except (OSError, OverflowError) as error:
-        raise RunError(
-            f"console: port {config.console.port} cannot be listened on ({getattr(error, 'strerror', error)}); "
-            "choose another with --console.port, or 0"
-        ) from None
 
 
 def _demonstrate(config: RunConfig, folder: RunFolder, console: Console) -> None:
@@ -190,8 +125,11 @@ class Run:
         specs: dict[str, RobotSpec],
         logger: RunLogger,
         console: Console,
+        gang: Gang | None = None,
     ) -> None:
+        """`gang`: what the run has of a cluster that others use too."""
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
+        self._card, self._gang = card, gang
         self._client = _console_client(folder, card)
         self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
         self._server = _console_server(self._hub, config.console)
@@ -213,6 +151,7 @@ class Run:
             self._client.start()
             self._cluster = self._start_cluster()
             self._nodes = topology(self._config, self._folder, self._cluster.here, self._cluster.declares)
+            self._cluster.hand_over()
             for node in self._nodes:
                 self._start(self._cluster, node)
             self._start_learner(LEARNER)
@@ -265,10 +204,10 @@ class Run:
         )
 
     def _start_cluster(self) -> Cluster:
+        if self._gang is not None:
+            return self._gang.cluster
         records = discover(probes(self._config.robots)).records
         settings = self._config.ray
-        if settings.address:
-            return connect(settings.address)
         return start_local(
             ray_resources(records),
             object_store_bytes=settings.object_store_mb * 1_000_000,
@@ -276,14 +215,25 @@ class Run:
             log_dir=self._folder.path / "logs" / "ray",
         )
 
-    def _start(self, cluster: Cluster, node: Node) -> None:
-        cluster.start(node.name, node.argv, node.resources, log_path=node.log, env=ENVIRONMENT, restart=RESTART)
+    def _start(self, cluster: Cluster, node: Node, seat: Seat | None = None) -> None:
+        cluster.start(
+            node.name, node.argv, node.resources, log_path=node.log, env=ENVIRONMENT, restart=RESTART, seat=seat
+        )
 
     def _start_learner(self, name: str) -> None:
+        """In the run's seats in turns, where it has some; else beside the run's folder."""
         assert self._cluster is not None
-        node = learner_node(self._folder, name, self._cluster.here)
-        self._start(self._cluster, node)
-        self._learners.append(name)
+        if name not in self._learners:
+            self._learners.append(name)
+        seat, address = None, LOOPBACK
+        if self._gang is not None and self._gang.asks_for_compute:
+            if not self._gang.seats:  # lost; it starts when there are some again
+                return
+            seat = self._gang.seats[self._learners.index(name) % len(self._gang.seats)]
+            address = self._gang.address_for(seat)
+        resources = {} if seat else {self._cluster.here: 0.01}
+        endpoint = local_endpoint(self._card.endpoint, address)
+        self._start(self._cluster, learner_node(self._folder, name, resources, endpoint), seat)
 
     def _start_learners(self) -> None:
         """One for each embodiment that the run knows by now; the first waits for its robot by itself."""
@@ -361,6 +311,8 @@ class Run:
     def _learner_is_done(self, display: ProgressDisplay) -> bool:
         """Looks after the processes. A robot's process that fails for good leaves the run to the others."""
         assert self._cluster is not None
+        if self._gang is not None:
+            self._look_after_compute(self._cluster, self._gang, display)
         statuses = self._cluster.statuses()
         self._look_after_robots(statuses, display)
         for name, status in statuses.items():
@@ -374,8 +326,26 @@ class Run:
                 f"{name} cannot be kept alive: {statuses[name].error}; see {self._folder.log(name)}; "
                 f"nothing that was recorded is lost, go on with `user-sys train --resume {self._folder.path}`"
             )
-        learners = [statuses[name] for name in self._learners]
-        return all(learner.state is NodeState.STOPPED and learner.last_exit == 0 for learner in learners)
+        learners = [statuses[name] for name in self._learners if name in statuses]
+        done = all(learner.state is NodeState.STOPPED and learner.last_exit == 0 for learner in learners)
+        return done and len(learners) == len(self._learners)
+
+    def _look_after_compute(self, cluster: Cluster, gang: Gang, display: ProgressDisplay) -> None:
+        """Where a computer with learners is lost, they go on elsewhere from their checkpoints, as soon as they can."""
+        if lost := gang.give_up_lost():
+            cluster.drop(*self._learners)
+            self._waits.pop(LEARNER, None)
+            display.say(
+                f"{listed(lost)} is lost, and the learner with it; the robots act on with the weights they have"
+            )
+        if gang.seats or not gang.asks_for_compute:
+            return
+        if why := gang.take_compute():
+            self._tell_of_wait(LEARNER, f"the learner waits for a place. {why}", display)
+            return
+        for name in self._learners:
+            self._start_learner(name)
+        display.say(f"the learner goes on from its checkpoint, on {listed(sorted({s.node for s in gang.seats}))}")
 
     def _look_after_robots(self, statuses: Mapping[str, NodeStatus], display: ProgressDisplay) -> None:
         """Tells of robots whose driver ends by itself at each start. Raises RunError when there is no other."""
@@ -423,7 +393,8 @@ class Run:
             self._take_messages(TICK_S)
             display.show(self.monitor.progress("stopping"))
             statuses = self._cluster.statuses()
-            leaving -= {name for name in leaving if statuses[name].state in (NodeState.STOPPED, NodeState.FAILED)}
+            over = (NodeState.STOPPED, NodeState.FAILED)
+            leaving -= {name for name in leaving if name not in statuses or statuses[name].state in over}
         if leaving or self._guests():
             log.warning("run.left_behind nodes=%s guests=%d", sorted(leaving), self._guests())
         self._cluster.stop(*[name for name in nodes if name != GATEWAY])

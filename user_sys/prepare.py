@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,10 +25,17 @@ from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_
 log = logging.getLogger(__name__)
 
 GATEWAY, CONSOLE = "gateway", "console"
+LOOPBACK = "127.0.0.1"
 
 
-def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, RobotSpec]:
-    """Writes what the run's processes read; what is there already stays. Returns each robot's spec."""
+def prepare(
+    config: RunConfig, folder: RunFolder, card: RunCard, from_afar: Collection[str] = (), address: str = LOOPBACK
+) -> dict[str, RobotSpec]:
+    """Writes what the run's processes read; what is there already stays. Returns each robot's spec.
+
+    Args:
+        from_afar: the robots that other computers drive, which reach this one at `address`.
+    """
     _keys(config, folder)
     specs = {robot.name: robot_spec(robot) for robot in config.robots}
     for robot in config.robots:
@@ -37,7 +44,11 @@ def prepare(config: RunConfig, folder: RunFolder, card: RunCard) -> dict[str, Ro
         session = SessionConfig(
             robot=robot.name,
             holder=f"run {card.name}",
-            endpoint=_dialled(robot, folder, local_endpoint(card.endpoint)),
+            endpoint=_dialled(
+                robot,
+                folder,
+                local_endpoint(card.endpoint, address if robot.name in from_afar else LOOPBACK),
+            ),
             keys=folder.keys.resolve(),
             state=state.resolve(),
             seed=config.seed,
@@ -125,10 +136,14 @@ def _key(folder: RunFolder, name: str) -> str:
     return load_keypair(path).public
 
 
-def local_endpoint(endpoint: str) -> str:
-    """How this machine's own processes reach a gateway that listens on `endpoint`, be it all of its addresses."""
+def local_endpoint(endpoint: str, address: str = LOOPBACK) -> str:
+    """How a run's own processes reach a gateway that listens on `endpoint`, be it all addresses of this machine.
+
+    Args:
+        address: the one of them that a process dials; another computer's cannot dial loopback.
+    """
     host, _, port = endpoint.rpartition(":")
-    return f"tcp://127.0.0.1:{port}" if host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]") else endpoint
+    return f"tcp://{address}:{port}" if host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]") else endpoint
 
 
 def free_endpoint(endpoint: str) -> str:

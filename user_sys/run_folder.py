@@ -40,9 +40,7 @@ def create(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunC
     try:
         folder.path.mkdir(parents=True)
     except FileExistsError:
-        raise RunError(
-            f"there is a run {name!r} in {config.runs} already; go on with `--resume {folder.path}` or choose a --name"
-        ) from None
+        raise _exists(folder.path) from None
     except OSError as error:
         raise _unwritable(folder, error) from None
     try:
@@ -54,6 +52,17 @@ def create(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunC
         shutil.rmtree(folder.path, ignore_errors=True)  # half a run folder could be neither resumed nor made anew
         raise _unwritable(folder, error) from None
     return folder, card
+
+
+def require_new(path: Path) -> None:
+    """Raises RunError where there is a run folder at `path` already."""
+    if path.exists():
+        raise _exists(path)
+
+
+def _exists(path: Path) -> RunError:
+    name, runs = path.name, path.parent
+    return RunError(f"there is a run {name!r} in {runs} already; go on with `--resume {path}` or choose a --name")
 
 
 def _unwritable(folder: RunFolder, error: OSError) -> RunError:

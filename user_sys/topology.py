@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hal.ray_nodes import CLAIM, ROBOT
 from hal.request import Request
 from hal.resource import Kind
 from user_sys.compose import PolicyConfig, RobotConfig, link_command, require_unique_names
@@ -161,19 +162,23 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
     edges = []
     for robot in config.robots:
         state = folder.edge(robot.name)
-        resource = f"robot:{robot.name}"
+        resource = f"{ROBOT}{robot.name}"
         parts = station_argv(robot.name, state)
         if robot.link:
             parts = ((f"{robot.name}-link", link_command(folder.link(robot.name))), *parts)
-        alone = {resource: round(1 / len(parts), 2)}  # of which there is one
+        alone = {resource: round((1 - CLAIM) / len(parts), 2)}  # of which there is one
         place = alone if declared(resource) or not robot.simulated else beside_folder
         for name, argv in parts:
             edges.append(Node(name, argv, place, folder.log(name)))
     return (gateway, *edges)
 
 
-def learner_node(folder: RunFolder, name: str, here: str) -> Node:
-    """A learner (`user_sys.learners`). It reads the gateway's store by mmap, so it runs where the run folder is."""
+def learner_node(folder: RunFolder, name: str, resources: dict[str, float], endpoint: str) -> Node:
+    """A learner (`user_sys.learners`). It reads the gateway's store by mmap, so it runs where the run folder is seen.
+
+    Args:
+        endpoint: where it reaches the gateway.
+    """
     folder = RunFolder(folder.path.resolve())
-    argv = module_argv("user_sys.learner", folder.path, name)
-    return Node(name, argv, {here: 0.01}, folder.log(name))
+    argv = module_argv("user_sys.learner", folder.path, name, endpoint)
+    return Node(name, argv, resources, folder.log(name))

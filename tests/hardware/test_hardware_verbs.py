@@ -14,8 +14,9 @@ from run_kit import until, user_sys
 
 from hal.lease import LeaseTable, MachineLock
 from hal.registry import Registry
-from hal.resource import Kind, ResourceRecord
+from hal.resource import Health, Kind, ResourceRecord
 from user_sys.cli import main
+from user_sys.hardware.verbs import with_cluster
 from user_sys.run_folder import create
 from user_sys.topology import RunConfig
 
@@ -185,3 +186,24 @@ def test_the_needs_of_a_config_are_checked(job: Path, capsys: pytest.CaptureFixt
     assert main(["hardware", "explain", str(job)]) == 2
     assert "count must be at least 1" in capsys.readouterr().err
     assert msgspec.json.encode(RunConfig().requests()) == b"[]"
+
+
+def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -> None:
+    def record(name: str, kind: Kind, node: str, **facts: Any) -> ResourceRecord:
+        return ResourceRecord(kind=kind, name=name, model=facts.pop("model", ""), node=node, **facts)
+
+    camera = ("camera:wrist",)
+    here = [
+        record("here", Kind.COMPUTE, "here", cores=64),
+        record("left", Kind.ROBOT, "here", model="panda", capabilities=camera),
+        record("lone", Kind.ROBOT, "here", model="ur5e"),
+    ]
+    note = "by run demo"
+    cluster = [
+        record("rack", Kind.COMPUTE, "rack", cores=4),
+        record("left", Kind.ROBOT, "rack", health=Health.LEASED, note=note),
+    ]
+    both = {known.name: known for known in with_cluster(here, cluster)}
+    assert sorted(both) == ["left", "lone", "rack"]
+    left = both["left"]
+    assert (left.model, left.capabilities, left.node, left.note) == ("panda", camera, "rack", note)

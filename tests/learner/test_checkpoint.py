@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.errors import RunError, WireError
-from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, decode_checkpoint, latest, save
+from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, decode_checkpoint, latest, save, sole_writer
 
 
 def example(updates: int) -> Checkpoint:
@@ -89,3 +91,29 @@ def test_a_full_disk_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     back = latest(tmp_path)
     assert back is not None and back.updates == 1
+
+
+def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave, never, took_over = threading.Event(), threading.Event(), threading.Event()
+
+    def succeed() -> None:
+        with sole_writer(tmp_path / "checkpoints", never) as alone:
+            assert alone
+            took_over.set()
+
+    with sole_writer(tmp_path / "checkpoints", never) as alone:
+        assert alone
+        leave.set()
+        with sole_writer(tmp_path / "checkpoints", leave) as second:
+            assert not second, "it was told to leave while it waited"
+        successor = threading.Thread(target=succeed, daemon=True)
+        successor.start()
+        deadline = time.monotonic() + 120
+        while "learner.waiting" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "learner.waiting another process has" in caplog.text and not took_over.is_set()
+    assert took_over.wait(120)
+    successor.join(120)
+    assert latest(tmp_path / "checkpoints") is None, "the lock is no checkpoint"

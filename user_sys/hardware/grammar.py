@@ -44,6 +44,9 @@ def _add_explain(orders: Any) -> None:
     )
     explain.add_argument("config", type=Path, metavar="JOB", help="YAML file of a run, such as configs/fleet.yaml")
     explain.add_argument("--json", action="store_true", help="for other programs")
+    explain.add_argument(
+        "--ray", default="", metavar="HOST:PORT", help="of the Ray cluster that it would run on (default: JOB's)"
+    )
     _add_run(explain)
     explain.set_defaults(runs=(VERBS, "explain_main"))
 

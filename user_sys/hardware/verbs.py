@@ -23,6 +23,7 @@ from hal.errors import PlacementError
 from hal.lease import MachineLock
 from hal.placement import Placement, place
 from hal.placement_words import asked, listed, state
+from hal.ray_bridge import connect
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What
@@ -94,7 +95,9 @@ def doctor_main(args: Namespace) -> int:
 def explain_main(args: Namespace) -> int:
     """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
     config = load(RunConfig, args.config)
-    records = _with_run(map(in_use, discover(probes(config.robots)).records), args.run)
+    here = map(in_use, discover(probes(config.robots)).records)
+    address = args.ray or config.ray.address
+    records = _with_run(with_cluster(here, _of_cluster(address)) if address else here, args.run)
     requests = config.requests()
     try:
         placement = place(requests, records)
@@ -156,6 +159,25 @@ def in_use(record: ResourceRecord) -> ResourceRecord:
     if not owner or record.health is not Health.READY:
         return record
     return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
+
+
+def with_cluster(here: Iterable[ResourceRecord], cluster: Sequence[ResourceRecord]) -> list[ResourceRecord]:
+    """What there is for a run on a cluster: what the cluster has, and of what is known here the robots. Of a robot that
+    a node of the cluster has, the cluster says where it is and who uses it, and the config what it is."""
+    robots = {record.name: record for record in here if record.kind is Kind.ROBOT}
+    for record in cluster:
+        if (known := robots.get(record.name)) and record.kind is Kind.ROBOT:
+            labels = {**known.labels, **record.labels}
+            record = msgspec.structs.replace(
+                record, model=known.model, capabilities=known.capabilities, labels=labels, embodiment=known.embodiment
+            )
+        robots[record.name] = record
+    return list(robots.values())
+
+
+def _of_cluster(address: str) -> tuple[ResourceRecord, ...]:
+    with connect(address) as cluster:
+        return cluster.records()
 
 
 def _order(args: Namespace, what: What, meaning: str) -> int:

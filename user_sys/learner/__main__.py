@@ -14,6 +14,7 @@ from hal.errors import HalError
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.errors import RunError, UserSysError
+from user_sys.learner.checkpoint import sole_writer
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
 from user_sys.learner.service import Learner
@@ -21,10 +22,11 @@ from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.logs import configure_logging
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.metrics import MetricsWriter
-from user_sys.prepare import GATEWAY, local_endpoint
+from user_sys.prepare import GATEWAY
 from user_sys.robot_cards import await_first_card, read_cards
 from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
+from user_sys.topology import RunConfig, RunFolder
 from user_sys.tunnel.keys import load_public_key
 
 log = logging.getLogger(__name__)
@@ -36,32 +38,46 @@ FAREWELL_S = 10.0
 def main(argv: list[str]) -> int:
     """Trains until the learner's time is up or the run is stopped; the exit status is then 0.
 
-    `argv`: the run's folder, and the name of the learner (`user_sys.learners`) where it is not the run's first.
+    `argv`: the run's folder, the name of the learner (`user_sys.learners`), and where it reaches the gateway.
     """
     configure_logging()
+    path, name, endpoint = argv
     try:
-        return _run(Path(argv[0]), argv[1] if len(argv) > 1 else LEARNER)
+        return _run(Path(path), name, endpoint)
     except (UserSysError, HalError, OSError) as error:
         log.error("learner.failed %s: %s", type(error).__name__, error)
         return 2
 
 
-def _run(path: Path, name: str) -> int:
-    folder, config, run = reopen(path)
+def _run(path: Path, name: str, endpoint: str) -> int:
+    folder, config, _ = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
     stop = threading.Event()
     stop_on_signals(stop)
     if (spec := _spec(folder.robots, name, stop)) is None:
         return 0
-    setup = Setup(
-        endpoint=local_endpoint(run.endpoint),
+    checkpoints = folder_of(folder.checkpoints, name)
+    with sole_writer(checkpoints, stop) as alone:
+        if alone:
+            _train(folder, config, _setup(folder, config, name, endpoint, spec), checkpoints, stop)
+    return 0
+
+
+def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec: RobotSpec) -> Setup:
+    return Setup(
+        endpoint=endpoint,
         key=str(folder.keys / f"{name}.key"),
         gateway_key=load_public_key(folder.keys / f"{GATEWAY}.pub"),
         hello=Hello(protocol=PROTOCOL_VERSION, role="learner", name=name, spec=spec),
         signing=str(folder.keys),
         publish=config.learner.publish,
     )
+
+
+def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, stop: threading.Event) -> None:
+    name, spec = setup.hello.name, setup.hello.spec
+    assert spec is not None  # `_setup` gave it
 
     def stopped(reason: str) -> None:
         log.info("run.stopped %s", reason)
@@ -83,14 +99,13 @@ def _run(path: Path, name: str) -> int:
             reader,
             publish=envoy,
             report=report,
-            checkpoint_dir=folder_of(folder.checkpoints, name),
+            checkpoint_dir=checkpoints,
             features=config.policy.features,
             seed=config.seed,
         )
         learner.run(stop)
         if not envoy.settle(FAREWELL_S):
             log.warning("weights.not_delivered version=%d", envoy.version)
-    return 0
 
 
 def _spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:

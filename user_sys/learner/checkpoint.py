@@ -8,15 +8,18 @@ The older ones are removed only then. Nothing is ever pickled.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
@@ -29,6 +32,7 @@ from user_sys.errors import RunError, WireError
 FORMAT_VERSION = 1
 MAX_CHECKPOINT_BYTES = 1 << 32
 WRITE_DEADLINE_S = 60.0
+TURN_EVERY_S = 0.5
 _MAGIC = b"USCK"
 _PREFIX = struct.Struct("<4sI32sI")
 _SUFFIX = ".checkpoint"
@@ -98,6 +102,40 @@ def latest(folder: Path) -> Checkpoint | None:
         except (WireError, OSError) as error:
             _log.warning("checkpoint.skipped path=%s: %s", path, error)
     return None
+
+
+@contextmanager
+def sole_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
+    """Keeps a second learner off `folder`, be it on another computer that shares the storage: one that is cut off, and
+    has been replaced, may be alive still. Blocks while another has it, and says so once; ends with the process.
+
+    Yields:
+        False where `stop` was set first.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / "lock", "ab")
+    except OSError as error:
+        raise RunError(f"checkpoints cannot be written to {folder}: {error.strerror}; free some space") from error
+    with handle:
+        yield _locked(handle, stop)
+
+
+def _locked(handle: BinaryIO, stop: threading.Event) -> bool:
+    said = False
+    while not stop.is_set():
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not said:
+                said = True
+                _log.warning("learner.waiting another process has %s", handle.name)
+            stop.wait(TURN_EVERY_S)
+    return False
 
 
 class CheckpointWriter:

@@ -1,0 +1,111 @@
+"""What is told of a Ray cluster, from what Ray tells of it, and what a person reads when a job does not get a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hal.errors import PlacementError
+from hal.placement import place
+from hal.ray_places import bundles, cluster_records
+from hal.request import Request
+from hal.resource import Health, Kind
+
+GB = 1_000_000_000
+TRAINING = Request(kind=Kind.GPU, memory_bytes=24 * GB)
+ARM = Request(kind=Kind.ROBOT, name="panda-0")
+
+
+def node(key: str, host: str, address: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+    """As ``ray.nodes`` has it."""
+    labels = {"ray.io/node-id": key, "gpu-model": "NVIDIA-L4", "gpu-memory-gb": "24"} if "GPU" in resources else {}
+    own = {f"node:{address}": 1.0, "memory": 64e9, **resources}
+    return {
+        "NodeID": key, "NodeManagerHostname": host, "NodeManagerAddress": address, "Alive": alive, "Resources": own,
+        "Labels": labels,
+    }  # fmt: skip
+
+
+DESK = {**node("a", "desk", "10.0.0.2", CPU=4.0), "Labels": {"robot-panda-0": "panda", "site": "lab"}}
+DESK["Resources"]["robot:panda-0"] = 1.0
+RACK = node("b", "rack", "10.0.0.3", CPU=16.0, GPU=2.0)
+DEMO = {
+    "name": "run demo#1a2b",
+    "state": "CREATED",
+    "bundles": {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 6.0}},
+    "bundles_to_node_id": {0: "b", 1: "b", 2: "b"},
+}
+TAKEN = {"b": {"CPU": 10.0, "memory": 64e9}}
+
+
+def why(*requests: Request, nodes: tuple[dict[str, Any], ...] = (DESK, RACK)) -> str:
+    with pytest.raises(PlacementError) as refusal:
+        place(requests, cluster_records(nodes, TAKEN, [DEMO]))
+    return str(refusal.value)
+
+
+def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
+    records = {record.name: record for record in cluster_records([DESK, RACK], {}, [])}
+    assert sorted(records) == ["desk", "panda-0", "rack", "rack/gpu-0", "rack/gpu-1"]
+    assert (records["panda-0"].model, records["panda-0"].node, records["panda-0"].labels) == (
+        "panda",
+        "desk",
+        {"site": "lab"},
+    )
+    gpu = records["rack/gpu-1"]
+    assert (gpu.model, gpu.memory_bytes, gpu.node, gpu.health) == ("NVIDIA-L4", 24 * GB, "rack", Health.READY)
+    assert (records["rack"].cores, records["rack"].memory_bytes) == (16, 64 * GB)
+
+
+def test_two_nodes_of_one_computer_are_told_apart_by_their_addresses() -> None:
+    records = cluster_records([DESK, node("c", "desk", "10.0.0.4", CPU=1.0)], {}, [])
+    assert {record.node for record in records} == {"10.0.0.2", "10.0.0.4"}
+
+
+def test_who_uses_a_gpu_is_said() -> None:
+    assert why(ARM, TRAINING) == (
+        "The job asks for the robot panda-0 and one GPU with at least 24 GB. Two would do, but none is free: "
+        "rack/gpu-0 is used by run demo and rack/gpu-1 is used by run demo. "
+        "It would fit if rack/gpu-0 or rack/gpu-1 were free."
+    )
+
+
+def test_who_uses_processors_is_said() -> None:
+    assert why(Request(kind=Kind.COMPUTE, cores=12)) == (
+        "The job asks for one computer with 12 processors. No computer here has as many processors free: "
+        "rack has 10 free (run demo uses 6 of its 16)."
+    )
+
+
+def test_a_robot_that_another_run_has_reserved_is_driven_by_it() -> None:
+    other = {**DEMO, "name": "run two", "bundles": {0: {"robot:panda-0": 0.6}}, "bundles_to_node_id": {0: "a"}}
+    free = {"a": {"CPU": 4.0}}
+    with pytest.raises(PlacementError, match=r"panda-0 is driven by run two\. It would fit if panda-0 were free"):
+        place([ARM], cluster_records([DESK], free, [other]))
+
+
+def test_what_a_dead_node_had_is_not_there_until_a_node_with_its_address_is() -> None:
+    dead = {**RACK, "Alive": False}
+    assert why(TRAINING, nodes=(DESK, dead)).endswith(
+        "none is free: rack/gpu-0 is not there (its Ray node is gone) and rack/gpu-1 is not there (its Ray node is "
+        "gone). It would fit if rack/gpu-0 or rack/gpu-1 were free."
+    )
+    again = {**RACK, "NodeID": "z"}
+    (chosen,) = place([TRAINING], cluster_records([DESK, dead, again], {}, [])).assigned
+    assert chosen[0].name == "rack/gpu-0"
+
+
+def test_a_reservation_that_is_over_takes_nothing() -> None:
+    for state in ("REMOVED", "PENDING"):
+        records = cluster_records([RACK], {}, [{**DEMO, "state": state}])
+        assert all(record.health is Health.READY and not record.note for record in records)
+
+
+def test_a_placement_becomes_bundles_on_the_computers_that_were_chosen() -> None:
+    asked = [ARM, TRAINING, Request(kind=Kind.COMPUTE, cores=8, memory_bytes=16 * GB)]
+    assigned = place(asked, cluster_records([DESK, RACK], {}, [])).assigned
+    robot, gpu, share = bundles(asked, assigned, {"desk": "10.0.0.2", "rack": "10.0.0.3"})
+    assert (robot.node, robot.resources) == ("desk", {"robot:panda-0": 0.6})
+    assert (gpu.node, gpu.resources) == ("rack", {"node:10.0.0.3": 0.001, "GPU": 1.0})
+    assert share.resources == {"node:10.0.0.3": 0.001, "CPU": 8.0, "memory": 16.0 * GB}

@@ -1,0 +1,126 @@
+"""A run's two halves on a real Ray cluster: both or neither, who waits for whom, and that nothing stays reserved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
+_RUN = [sys.executable, __file__]
+SAID = [
+    "both",
+    "one waits for the other",
+    "impossible is refused",
+    "a lease outside of the cluster counts",
+    "a killed launcher holds nothing",
+]
+
+
+@pytest.mark.slow
+def test_a_run_gets_its_robots_and_its_compute_or_neither(tmp_path: Path) -> None:
+    env = {**os.environ, "USER_SYS_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == SAID
+    assert done.stderr == ""
+
+
+class Waits(Exception):
+    """What a job said when it had to wait."""
+
+
+def say(text: str) -> None:
+    raise Waits(text)
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def scenario(folder: Path) -> None:
+    from hal.errors import PlacementError
+    from hal.lease import MachineLock
+    from hal.ray_bridge import start_local
+    from hal.resource import Health, local_node
+    from user_sys.compose import RobotConfig
+    from user_sys.gang import Gang
+    from user_sys.needs import NeedConfig
+    from user_sys.topology import RunConfig
+
+    def job(cores: int) -> RunConfig:
+        return RunConfig(
+            robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(NeedConfig(kind="compute", cores=cores),)
+        )
+
+    with start_local({"robot:panda-0": 1.0}, num_cpus=2, object_store_bytes=150_000_000) as cluster:
+
+        def free() -> bool:
+            records = {record.name: record for record in cluster.records()}
+            unused = records["panda-0"].health is Health.READY and records[local_node()].cores == 2
+            return unused and not MachineLock("panda-0").held()
+
+        first, second = Gang(cluster, job(2), "one", folder), Gang(cluster, job(2), "two", folder)
+        first.take(say)
+        assert list(first.robots) == ["panda-0"] and [seat.node for seat in first.seats] == [local_node()]
+        print(SAID[0])
+        with pytest.raises(Waits) as waits:
+            second.take(say)
+        assert str(waits.value) == (
+            "run two waits, and holds nothing meanwhile. The job asks for the robot panda-0 and one computer with 2 "
+            "processors. panda-0 is driven by run one. No computer here has as many processors free: "
+            f"{local_node()} has 0 free (run one uses 2 of its 2)."
+        )
+        assert not second.robots and not second.seats
+        print(SAID[1])
+        with pytest.raises(PlacementError, match=r"9999 processors\. The largest computer here, .* has 2 processors\."):
+            Gang(cluster, job(9999), "three", folder).take(say)
+        print(SAID[2])
+        first.give_back()
+        eventually(free)
+        with MachineLock("panda-0", "user-sys edge"), pytest.raises(Waits) as waits:
+            second.take(say)
+        assert str(waits.value).endswith(f" panda-0 is driven by pid {os.getpid()} user-sys edge.")
+        eventually(free)
+        print(SAID[3])
+        import ray  # it has taken in its settings by now
+
+        address = ray.get_runtime_context().gcs_address
+        with subprocess.Popen([*_RUN, str(folder), address], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None and other.stdout.readline() == b"has both\n"
+            assert not free()
+            os.kill(other.pid, signal.SIGKILL)
+        eventually(free)
+        print(SAID[4])
+
+
+def launcher(folder: Path, address: str) -> None:
+    """Takes both halves and holds them until it is killed."""
+    from hal.ray_bridge import connect
+    from user_sys.compose import RobotConfig
+    from user_sys.gang import Gang
+    from user_sys.needs import NeedConfig
+    from user_sys.topology import RunConfig
+
+    config = RunConfig(
+        robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(NeedConfig(kind="compute", cores=1),)
+    )
+    Gang(connect(address), config, "killed", folder).take(say)
+    print("has both", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        launcher(Path(sys.argv[1]), sys.argv[2])
+    else:
+        scenario(Path(sys.argv[1]))

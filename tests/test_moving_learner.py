@@ -1,0 +1,194 @@
+"""A learner whose computer is lost: it goes on elsewhere from its checkpoint, and the robots act on meanwhile.
+
+Ray nodes on one machine: the first begins the cluster and has a robot, the second has another one; two declare GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import STDOUT, Popen
+
+import pytest
+from run_kit import Launch, until, user_sys
+
+from hal.ray_nodes import node_argv, node_environment
+from hal.resource import Kind, ResourceRecord
+from user_sys.store.store import StoreReader
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+WITHIN_S = 600.0
+START_TRIES = 4
+JOB = """
+robots:
+  - {{name: left, driver: fake, task: reach, real_time: true}}
+  - {{name: right, driver: fake, task: reach, real_time: true}}
+needs: [{{kind: gpu, memory_gb: 24}}]
+demonstrations: {{episodes: 5}}
+learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 50, checkpoint_interval_s: 2}}
+evaluation: {{episodes: 2, video_episodes: 0}}
+console: {{port: 0}}
+ray: {{address: "127.0.0.1:{port}"}}
+logging: {{wandb: {{mode: disabled}}}}
+"""
+
+
+class Site:
+    """The cluster's nodes and what is run on it; `folder` is the working directory of all."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.port = free_port()
+        self.token = folder / "ray-token"
+        (folder / "job.yaml").write_text(JOB.format(port=self.port))
+        head = ("node", "head", "job.yaml", "--robot=left", f"--port={self.port}", "--token=ray-token")
+        self.head = stack.enter_context(user_sys(folder, *head))
+        until(lambda: "will now block forever" in self.head.err or over(self.head), "the head stands", WITHIN_S)
+
+    @contextlib.contextmanager
+    def node(self, number: int, *robots: str) -> Iterator[Popen[bytes]]:
+        """A node that declares a GPU of 24 GB, and `robots`; what is left of it at the end is killed."""
+        gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="L4", node="", memory_bytes=24 * 10**9)
+        arms = [ResourceRecord(kind=Kind.ROBOT, name=name, model="fake", node="") for name in robots]
+        argv = node_argv([gpu, *arms], {}, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
+        node = self._standing([*argv, "--num-gpus=1"], self.folder / f"node-{number}.log")
+        try:
+            yield node
+        finally:
+            kill_family(node)
+
+    def _standing(self, argv: list[str], log: Path) -> Popen[bytes]:
+        """Starts it anew where a busy machine did not let it come up in the time that Ray gives itself."""
+        env = {**node_environment(self.token), "USER_SYS_RUNTIME_DIR": str(self.head.runtime)}
+        for _ in range(START_TRIES):
+            with log.open("wb") as out:
+                node = Popen(argv, stdout=out, stderr=STDOUT, env=env, start_new_session=True)
+            until(lambda n=node: stands(log) or n.poll() is not None, "the node stands or gives up", WITHIN_S)  # type: ignore[misc]
+            if stands(log) and node.poll() is None:
+                return node
+        raise AssertionError(log.read_text())
+
+    def user_sys(self, *argv: object) -> Launch:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        return self._stack.enter_context(user_sys(self.folder, *argv, env=token))
+
+
+def stands(log: Path) -> bool:
+    return b"will now block forever" in log.read_bytes()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def over(launch: Launch) -> bool:
+    assert launch.process.poll() is None, launch.out + launch.err
+    return False
+
+
+def kill_family(node: Popen[bytes]) -> None:
+    """``kill -9`` of all that a node is: its processes are children of children of the one that began it."""
+    if node.poll() is not None:
+        return
+    for pid in [*children(node.pid), node.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.wait(WITHIN_S)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        direct = [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [*direct, *(below for child in direct for below in children(child))]
+
+
+def online(run: Path, robot: str) -> int:
+    if not (run / "store").exists():
+        return 0
+    with StoreReader.open(run / "store") as reader:
+        reader.refresh()
+        return sum(e.source == "online" and e.complete and e.robot == robot for e in reader.episodes())
+
+
+def checkpointed(run: Path) -> int:
+    return max((int(path.stem) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
+
+
+def learner_of(node: Popen[bytes]) -> int | None:
+    for pid in children(node.pid):
+        with contextlib.suppress(OSError):
+            if b"user_sys.learner\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+def explained(site: Site) -> dict[str, object]:
+    launch = site.user_sys("hardware", "explain", "job.yaml", "--json")
+    launch.wait(WITHIN_S)
+    answer: dict[str, object] = json.loads(launch.out)
+    return answer
+
+
+def test_a_learner_whose_node_is_killed_goes_on_elsewhere_from_its_checkpoint(site: Site) -> None:
+    refused = site.user_sys("train", "job.yaml", "--name", "none")
+    assert refused.wait(WITHIN_S) == 2
+    assert "asks for the robot left and one GPU with at least 24 GB. No GPU is known here." in refused.err
+    assert not (site.folder / "runs").exists(), "the refusal comes before anything is made"
+    run = site.folder / "runs" / "moves"
+    with site.node(2, "right") as first:
+        launch = site.user_sys("train", "job.yaml", "--name", "moves")
+        until(lambda: checkpointed(run) > 60 or over(launch), "the learner has learned", WITHIN_S)
+        assert learner_of(first)
+        why = str(explained(site)["why"])
+        assert "left is driven by run moves" in why and "127.0.0.2/gpu-0 is used by run moves" in why
+        for robot in ("left", "right"):
+            until(lambda name=robot: online(run, name) > 0 or over(launch), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
+        parts = parts_of_left(site)
+        kill_family(first)
+        reached, acted = checkpointed(run), online(run, "left")
+        until(lambda: "127.0.0.2 is lost, and the learner with it" in said(launch), "it is told", WITHIN_S)
+        until(lambda: "the learner waits for a place." in said(launch), "it waits", WITHIN_S)
+        assert "127.0.0.2/gpu-0 is not there (its Ray node is gone)" in said(launch)
+        until(lambda: online(run, "left") > acted + 2 or over(launch), "the other robot acts on", WITHIN_S)
+    with site.node(3) as second:
+        until(lambda: learner_of(second) or over(launch), "the learner is on the other node", WITHIN_S)
+        until(lambda: checkpointed(run) > reached or over(launch), "it learns on", WITHIN_S)
+        words = (run / "logs" / "learner.log").read_text()
+        resumed = [int(number) for number in re.findall(r"learner\.resumed updates=(\d+)", words)]
+        assert resumed == [reached], "it goes on from the newest checkpoint"
+        absent = online(run, "right")
+        with site.node(2, "right"):
+            until(lambda: online(run, "right") > absent + 1 or over(launch), "the lost robot is back", WITHIN_S)
+            assert parts_of_left(site) == parts, "nothing of the other robot's was started anew"
+            launch.interrupt()
+            assert launch.wait(WITHIN_S) == 130, launch.err
+    for log in (run / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text(), log
+
+
+def said(launch: Launch) -> str:
+    """What it printed, on one line; fails where it has ended."""
+    over(launch)
+    return re.sub(r"\s+", " ", launch.out)
+
+
+def parts_of_left(site: Site) -> set[int]:
+    """The robot's driver and session; they run under the first node."""
+    lines = site.head.processes().items()
+    return {pid for pid, line in lines if " -m user_sys.edge." in line and "/edge/left" in line}

@@ -1,0 +1,244 @@
+"""What a run gets of a Ray cluster before anything of it starts: its robots and its compute half, both or neither.
+
+The robots that the cluster's nodes have are reserved in one placement group, and locked on their own computers against
+whoever is not in the cluster; what the run `needs` besides is reserved in another. Both end with the launcher, however
+that ends. When a computer of the compute half is lost, that half is given back and asked for anew: the learners
+go on elsewhere, and the robots do not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hal.errors import PlacementError
+from hal.placement import Placement, place
+from hal.ray_bridge import Cluster, Reservation, Seat
+from hal.ray_nodes import ROBOT
+from hal.ray_places import bundles
+from hal.request import Request
+from hal.resource import Kind, ResourceRecord, local_node
+from user_sys.errors import RunError
+from user_sys.gateway.service import is_loopback
+from user_sys.prepare import LOOPBACK
+from user_sys.topology import RunConfig
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run asks of the cluster: the robots that nodes have, and what it needs besides."""
+
+    robots: tuple[Request, ...]
+    compute: tuple[Request, ...]
+
+    @property
+    def all(self) -> tuple[Request, ...]:
+        return (*self.robots, *self.compute)
+
+
+def wanted(config: RunConfig, declares: Callable[[str], bool]) -> Wanted:
+    """A simulated robot that no node has runs beside the gateway, and asks for nothing.
+
+    Args:
+        declares: whether some node of the cluster has a resource.
+    """
+    robots = [robot.name for robot in config.robots if not robot.simulated or declares(f"{ROBOT}{robot.name}")]
+    compute = tuple(need.request() for need in config.needs if need.kind != "robot")
+    return Wanted(tuple(Request(kind=Kind.ROBOT, name=name) for name in robots), compute)
+
+
+class Gang:
+    """A run's two halves. One thread calls it; leaving it leaves the cluster.
+
+    Attributes:
+        robots: the robots that nodes have, and where; their processes start beside what is reserved of them.
+        seats: where the run's learners go, in turns; empty where the run asks for none, or has lost them.
+    """
+
+    def __init__(self, cluster: Cluster, config: RunConfig, run: str, folder: Path) -> None:
+        """Args:
+        folder: where run folders lie, which each computer of the compute half must see too.
+        """
+        self.cluster = cluster
+        self.robots: dict[str, Seat] = {}
+        self.seats: tuple[Seat, ...] = ()
+        self._config, self._run, self._folder = config, run, folder.resolve()
+        self._wanted = wanted(config, cluster.declares)
+        self._held: Reservation | None = None
+        self._compute: Reservation | None = None
+        self._unfit: dict[str, str] = {}  # computers that cannot have a learner, and why
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.cluster.shutdown()
+
+    @property
+    def asks_for_compute(self) -> bool:
+        return bool(self._wanted.compute)
+
+    def address_for(self, seat: Seat) -> str:
+        """Where a process in `seat` finds this machine."""
+        near = self.cluster.hosts().get(seat.node) == local_node()
+        return LOOPBACK if near else self.cluster.address
+
+    def robots_from_afar(self) -> tuple[list[str], str]:
+        """The robots that other computers drive, and where these find this machine."""
+        far = [name for name, seat in self.robots.items() if self.address_for(seat) != LOOPBACK]
+        return far, self.cluster.address
+
+    def take(self, say: Callable[[str], None]) -> None:
+        """Blocks until the run has both halves; says, once each time that it changes, what it waits for.
+
+        Raises:
+            PlacementError: the cluster would not have all of it even if nobody used any of it.
+            RunError: a computer of the cluster cannot reach the gateway.
+        """
+        said, unfit = "", -1
+        while True:
+            if len(self._unfit) != unfit:
+                unfit = len(self._unfit)
+                self._place(self._wanted.all, unused=True)
+            if not (why := self._take_both()):
+                return
+            if why != said:
+                said = why
+                say(f"{self._name} waits, and holds nothing meanwhile. {why}")
+            time.sleep(AGAIN_S)
+
+    def take_compute(self) -> str:
+        """Tries to get the compute half alone, for a run whose robots are at work; why it cannot be had, or empty."""
+        try:
+            placement = self._place(self._wanted.compute)
+        except PlacementError as error:
+            return str(error)
+        return self._seat(placement)
+
+    def give_up_lost(self) -> tuple[str, ...]:
+        """The computers that were lost with learners on them; the compute half is then given back as a whole."""
+        lost = self.cluster.lost(self._compute) if self._compute else ()
+        if lost:
+            self._unfit.clear()
+            self._give_back_compute()
+        return lost
+
+    def give_back(self) -> None:
+        """Ends both reservations, and what runs in them."""
+        self._give_back_compute()
+        self._give_back_robots()
+
+    def _take_both(self) -> str:
+        try:
+            placement = self._place(self._wanted.all)
+        except PlacementError as error:
+            return str(error)
+        number = len(self._wanted.robots)
+        if why := self._take_robots(Placement(placement.assigned[:number])):
+            return why
+        if why := self._seat(Placement(placement.assigned[number:])):
+            self.give_back()
+        return why
+
+    def _take_robots(self, placement: Placement) -> str:
+        """Why they cannot be had, or empty; nothing is held in the first case."""
+        if not placement.assigned:
+            return ""
+        held = self.cluster.reserve(self._name, bundles(self._wanted.robots, placement.assigned, {}))
+        if held is None:
+            return "Another job was quicker to take a robot."
+        self._held = held
+        self.robots = {request.name: seat for request, seat in zip(self._wanted.robots, held.seats(), strict=True)}
+        if far := [why for seat in held.seats() if (why := self._out_of_reach(seat))]:
+            raise RunError(far[0])
+        taken = self.cluster.keep_robots(self.robots, self._name)
+        if taken:
+            self._give_back_robots()
+        return " ".join(f"{robot} is driven by {owner}." for robot, owner in sorted(taken.items()))
+
+    def _give_back_robots(self) -> None:
+        self.cluster.hand_over()
+        if self._held is not None:
+            self.cluster.release(self._held)
+        self._held, self.robots = None, {}
+
+    def _seat(self, placement: Placement) -> str:
+        """Reserves the compute half as it was placed; why it cannot be had, or empty."""
+        if not self._wanted.compute:
+            return ""
+        chosen = bundles(self._wanted.compute, placement.assigned, self.cluster.addresses())
+        self._compute = self.cluster.reserve(self._name, chosen)
+        if self._compute is None:
+            return "Another job was quicker to take what was free."
+        seats = self._compute.seats()
+        unfit = {seat.node: why for seat in seats if (why := self._why_unfit(seat))}
+        if unfit:
+            self._unfit |= unfit
+            self._give_back_compute()
+            return " ".join(unfit.values())
+        self.seats = tuple(seat for seat in seats if "GPU" in seat.bundle.resources) or seats
+        return ""
+
+    def _give_back_compute(self) -> None:
+        if self._compute is not None:
+            self.cluster.release(self._compute)
+        self._compute, self.seats = None, ()
+
+    def _why_unfit(self, seat: Seat) -> str:
+        """Why a learner would not work there, or empty."""
+        if seat.node in self._here():
+            return ""
+        if why := self._out_of_reach(seat):
+            return why
+        token = secrets.token_hex(16)
+        sign = next(f for f in (self._folder, *self._folder.parents) if f.is_dir()) / f".seen-{token[:8]}"
+        try:
+            sign.write_text(token)
+            if self.cluster.content(seat, sign) == token:
+                return ""
+        finally:
+            sign.unlink(missing_ok=True)
+        return f"{seat.node} does not see {self._folder}, which must be on storage that both computers have."
+
+    def _out_of_reach(self, seat: Seat) -> str:
+        """Why a process there could not reach the gateway, or empty."""
+        endpoint = self._config.gateway.endpoint
+        if not is_loopback(endpoint) or self.cluster.hosts().get(seat.node) == local_node():
+            return ""
+        return f"{seat.node} cannot reach {endpoint}; give --gateway.endpoint=tcp://0.0.0.0:5555, or another port."
+
+    def _place(self, requests: Sequence[Request], *, unused: bool = False) -> Placement:
+        """Near the store, if that is possible. Raises PlacementError, which says of unfit computers why they are."""
+        fit = [record for record in self.cluster.records(unused=unused) if self._may_have(record)]
+        here = self._here()
+        near = [record for record in fit if record.kind is Kind.ROBOT or record.node in here]
+        try:
+            return place(requests, near)
+        except PlacementError:
+            pass
+        try:
+            return place(requests, fit)
+        except PlacementError as error:
+            raise PlacementError(" ".join([str(error), *self._unfit.values()])) from None
+
+    def _may_have(self, record: ResourceRecord) -> bool:
+        return record.kind is Kind.ROBOT or record.node not in self._unfit
+
+    def _here(self) -> frozenset[str]:
+        """This computer's node, which has the store."""
+        addresses = self.cluster.addresses()
+        return frozenset(node for node, address in addresses.items() if address == self.cluster.address)
+
+    @property
+    def _name(self) -> str:
+        return f"run {self._run}"
