@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hal.durable import replace_durably
+from hal.errors import HardwareLost, StaleObservation
 from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.signals import stop_on_signals
@@ -39,6 +40,8 @@ from user_sys.tunnel.local import require_dialled
 from user_sys.weights.inlet import InletConfig
 
 LOOK_EVERY_S = 0.5
+AWAIT_ROBOT_S = 5.0
+COUNTER = "demonstrations"  # of those that are in the outbox
 GATEWAY = "gateway"
 Say = Callable[[str], None]
 
@@ -86,7 +89,7 @@ def edge_main(args: Namespace) -> int:
         write_station(folder / robot.name, robot, _session(config, robot, args.connect, args.keys, folder))
     with _stop_on_signals() as stop:
         for number, robot in enumerate(config.robots):
-            _demonstrate(config, number, robot, folder / robot.name, say, stop)
+            show_demonstrations(config, number, robot, folder / robot.name, say, stop)
         watches = [RobotWatch(r.name, folder / r.name, folder / "logs", args.connect, say) for r in config.robots]
         _run(watches, [args.keys / f"{robot.name}.key" for robot in config.robots], stop, say)
     return 0
@@ -154,15 +157,33 @@ def _identity(folder: Path) -> str:
     return path.read_text()
 
 
-def _demonstrate(
+def show_demonstrations(
     config: EdgeConfig, number: int, robot: RobotConfig, state: Path, say: Say, stop: threading.Event
 ) -> None:
-    """Shows what is missing, into the robot's outbox: the demonstrations travel before everything else."""
-    wanted, counter = config.demonstrations, state / "demonstrations"
-    there = int(counter.read_text()) if counter.exists() else 0
-    if there >= wanted.episodes:
-        return
-    say(f"{robot.name}: the scripted expert shows {wanted.episodes - there} demonstrations")
+    """Shows what is missing, into the robot's outbox: the demonstrations travel before everything else.
+
+    A robot that goes away meanwhile is awaited, as it is later on; `stop` ends that.
+    """
+    said = ""
+    if (there := _shown(state)) < config.demonstrations.episodes:
+        say(f"{robot.name}: the scripted expert shows {config.demonstrations.episodes - there} demonstrations")
+    while _shown(state) < config.demonstrations.episodes and not stop.is_set():
+        try:
+            _demonstrate(config, number, robot, state, stop)
+        except (HardwareLost, StaleObservation) as error:
+            if str(error) != said:
+                said = str(error)
+                say(f"{robot.name} is awaited: {said}")
+            stop.wait(AWAIT_ROBOT_S)
+
+
+def _shown(state: Path) -> int:
+    counter = state / COUNTER
+    return int(counter.read_text()) if counter.exists() else 0
+
+
+def _demonstrate(config: EdgeConfig, number: int, robot: RobotConfig, state: Path, stop: threading.Event) -> None:
+    there = _shown(state)
     with (
         MachineLock(robot.name, "demonstrations"),
         Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox,
@@ -173,9 +194,10 @@ def _demonstrate(
                 outbox.append(chunk, sync=False)
             outbox.sync()
 
-        shown = demonstrate(robot, wanted, there, keep, config.recorder, seed=config.seed + 100 * number)
+        seed = config.seed + 100 * number
+        shown = demonstrate(robot, config.demonstrations, there, keep, config.recorder, seed=seed)
         for count, _ in enumerate(shown, there + 1):
-            replace_durably(counter, str(count).encode())
+            replace_durably(state / COUNTER, str(count).encode())
             if stop.is_set():
                 return
 

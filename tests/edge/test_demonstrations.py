@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import user_sys.edge.main
+from user_sys.compose import RobotConfig
+from user_sys.edge.demonstrations import DemonstrationConfig
+from user_sys.edge.main import EdgeConfig, show_demonstrations
+from user_sys.edge.outbox import Outbox
+
+
+def test_a_robot_that_drops_out_while_demonstrations_are_shown_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_sys.edge.main, "AWAIT_ROBOT_S", 0.0)
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "r"))
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach", options={"faults": {"drop_out_at": 30}})
+    config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=12))
+    said: list[str] = []
+    show_demonstrations(config, 0, robot, tmp_path, said.append, threading.Event())
+    assert said == [
+        "fake-0: the scripted expert shows 12 demonstrations",
+        "fake-0 is awaited: the fake robot dropped out",
+    ]
+    with Outbox.open(tmp_path / "outbox") as outbox:
+        assert len(outbox) >= 12
+    show_demonstrations(config, 0, robot, tmp_path, said.append, threading.Event())
+    assert len(said) == 2, "all are there"
+
+
+def test_whoever_stops_it_does_not_wait_for_a_robot_that_is_away(tmp_path: Path) -> None:
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach", options={"faults": {"drop_out_at": 1}})
+    config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=1))
+    stop = threading.Event()
+    show_demonstrations(config, 0, robot, tmp_path, lambda line: stop.set() if "awaited" in line else None, stop)
+    assert stop.is_set()
