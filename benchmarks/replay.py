@@ -208,15 +208,18 @@ def states_alone(folder: Path, jpegs: list[bytes]) -> Row:
 
 
 NEW_TASK = "drop"  # of what is written meanwhile
+CONTROL_HZ = 10  # of robots in real time
 
 
-def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, target: float | None) -> Row:
-    """Sampling while another process commits chunks of two cameras at half the rate that the disk takes them.
+def while_writing(
+    folder: Path, jpegs: list[bytes], where: Where, what: str, target: float | None, robots: int = 0
+) -> Row:
+    """Sampling while another process commits chunks of two cameras, as fast as `commit` does for that many robots.
 
     Each time into a copy of the store that the idle half of the pair samples: what earlier rounds have written is in
     neither.
     """
-    path, wanted = folder / f"writing-{what}", features(2)
+    path, wanted = folder / f"writing-{what}-{robots}", features(2)
     write_jpeg(path, 2, jpegs, ROWS)
     cache_bytes, number = cache_for(2 * ROWS, wanted), itertools.count()
 
@@ -233,10 +236,10 @@ def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, tar
     def busy() -> float:
         copy = folder / f"copy-{next(number)}"
         shutil.copytree(path, copy)
-        with replaying(copy, wanted, cache_bytes) as replay, committing(copy) as writer:
+        with replaying(copy, wanted, cache_bytes) as replay, committing(copy, robots) as writer:
             drawing, chunks = sampler(replay, Uniform(where)), replay.timeline.index.chunks
             before = len(chunks)
-            while len(chunks) < before + 16 and writer.poll() is None:
+            while len(chunks) < before + 8 and writer.poll() is None:
                 replay.refresh()
                 time.sleep(0.01)
             found = rate(replay, drawing)
@@ -245,8 +248,9 @@ def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, tar
 
     with replaying(path, wanted, cache_bytes) as replay:
         drawing = sampler(replay, Uniform(where))
+        pace = f"as {robots} robots send them at {CONTROL_HZ} Hz" if robots else "at half the disk's rate"
         return compare(
-            f"sampling {what} while robots' frames are written at half the disk's rate, and decoded, against idle",
+            f"sampling {what} while frames of two cameras are written {pace}, and decoded, against idle",
             busy,
             lambda: rate(replay, drawing),
             goal=1,
@@ -256,26 +260,33 @@ def while_writing(folder: Path, jpegs: list[bytes], where: Where, what: str, tar
 
 
 @contextlib.contextmanager
-def committing(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does `commit_at_half_rate`."""
-    with subprocess.Popen([sys.executable, "-m", "benchmarks.replay", "--commit", str(path)]) as writer:
+def committing(path: Path, robots: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does `commit`."""
+    command = [sys.executable, "-m", "benchmarks.replay", "--commit", str(path), "--robots", str(robots)]
+    with subprocess.Popen(command) as writer:
         try:
             yield writer
         finally:  # else an error here would wait for a process that never ends
             writer.terminate()
 
 
-def commit_at_half_rate(path: Path) -> None:
-    """Commits chunks of 10 steps of two cameras, each acknowledged, and waits as long as each took; until killed."""
+def commit(path: Path, robots: int) -> None:
+    """Commits chunks of 10 steps of two cameras, each acknowledged, until killed.
+
+    As fast as so many robots in real time send them; for 0 robots at half the rate that the disk takes them.
+    """
     plain = chunk(0, 10, 2, pictures(), state=FLOATS // 2)
     with StoreWriter.open(path) as writer:
-        for n in itertools.count():
+        begun = time.perf_counter()
+        for n in itertools.count(1):
             header = msgspec.structs.replace(plain.header, episode=f"new-{n}", task=NEW_TASK)
             packet = Chunk(header, plain.columns, plain.final).encode()
             start = time.perf_counter()
             writer.append(packet)
             writer.sync()
-            time.sleep(time.perf_counter() - start)
+            now = time.perf_counter()
+            due = begun + n * plain.header.steps / CONTROL_HZ / robots if robots else 2 * now - start
+            time.sleep(max(0.0, due - now))
 
 
 class ColdDisk:
@@ -387,9 +398,10 @@ def cold_jpeg(folder: Path, jpegs: list[bytes]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", type=Path, help=argparse.SUPPRESS)  # the process that writes
+    parser.add_argument("--robots", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.commit:
-        return commit_at_half_rate(options.commit)
+        return commit(options.commit, options.robots)
     jpegs = pictures()
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUT) as name:
@@ -398,6 +410,8 @@ def main() -> None:
         rows += [
             while_writing(folder, jpegs, Where(), "all experience", 0.7),
             while_writing(folder, jpegs, Where(tasks=frozenset({"lift"})), "what was there before", None),
+            while_writing(folder, jpegs, Where(), "all experience", 0.7, robots=8),
+            while_writing(folder, jpegs, Where(), "all experience", 0.7, robots=100),
             cold_raw(folder),
             cold_jpeg(folder, jpegs),
         ]
