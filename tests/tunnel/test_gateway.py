@@ -14,6 +14,7 @@ from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLock
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
 from user_sys.gateway.service import is_loopback, read_address
+from user_sys.gateway.turns import AT_ONCE, EVERY_S, Turns
 from user_sys.messages import (
     PROTOCOL_VERSION,
     EpisodeReport,
@@ -163,6 +164,37 @@ def test_a_session_that_asks_twice_has_one_token_and_its_successor_a_newer_one(r
         again = site.client("panda-0", holder="a")
         again.send(LeaseRequest(robot="panda-0", holder="a"))
         assert next_of(again, LeaseGrant).token == first.token + 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("giving_back", [True, False])
+def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_back: bool) -> None:
+    now = [100.0]
+    with serving(run) as site:
+        assert site.gateway is not None
+        site.gateway._turns = Turns(clock=lambda: now[0])
+        rogue, honest = site.client("panda-0"), site.client("panda-1")
+        tokens: list[int] = []
+
+        def ask(times: int) -> list[str]:
+            refused = []
+            for _ in range(times):
+                rogue.send(LeaseRequest(robot="panda-0", holder="h", floor=tokens[-1] if tokens else 0))
+                answer = rogue.receive(120)
+                if isinstance(answer, LeaseGrant):
+                    tokens.append(answer.token)
+                    if giving_back:
+                        rogue.send(LeaseRelease(robot="panda-0", token=answer.token))
+                else:
+                    assert isinstance(answer, LeaseRefusal)
+                    refused.append(answer.reason)
+            return refused
+
+        refused = ask(40)
+        assert len(tokens) == AT_ONCE and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
+        honest.send(LeaseRequest(robot="panda-1", holder="h"))
+        assert isinstance(honest.receive(120), LeaseGrant)
+        now[0] += EVERY_S
+        assert len(ask(3)) == 2 and len(tokens) == AT_ONCE + 1
 
 
 def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:

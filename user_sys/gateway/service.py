@@ -24,6 +24,7 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.desks import WeightsDesks
 from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
+from user_sys.gateway.turns import Turns
 from user_sys.gateway.upkeep import StoreKeeper
 from user_sys.messages import (
     ChunkOffer,
@@ -101,6 +102,7 @@ class Gateway:
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
+        self._turns = Turns()
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # each robot's newest lease, and the session that has it
 
     def run(self, stop: threading.Event) -> None:
@@ -286,12 +288,18 @@ class Gateway:
     def _lease(self, peer: Peer, request: LeaseRequest) -> Lease:
         """A session that asks again before it has heard the answer gets the same token: a newer one would be taken for
         its successor's, and end it.
+
+        A new lease is written to the disk, and all robots' messages wait for that: whoever takes one after the other,
+        giving them back or asking for greater tokens, has to wait between them.
         """
         session, granted = self._granted.get(request.robot, (b"", None))
         if granted is not None and session == peer.session and self._leases.lease(request.robot) == granted:
             if granted.holder == request.holder and granted.token > request.floor:
                 return self._registry.renew(request.robot, granted.token)
+        if (wait_s := self._turns.wait_s(request.robot)) > 0:
+            raise LeaseError(f"{request.robot} was leased too often just now; ask again in {wait_s:.1f} s")
         fresh = self._registry.lease(request.robot, request.holder, request.floor)
+        self._turns.take(request.robot)
         self._granted[request.robot] = (peer.session, fresh)
         return fresh
 
