@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import threading
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from user_sys.messages import Grant, Heartbeat
 from user_sys.tunnel.credit import Window
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.tunnel.local import widen
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.sockets import Socket, Wakeup, configure, readable, receive_frames, send_frames
 from user_sys.tunnel.tcp_state import silence_s
@@ -115,6 +117,8 @@ class Line:
             return None
         if self._descriptor < 0:
             self._descriptor = int(frames[0].get(zmq.SRCFD))
+            if self.channel is not Channel.CONTROL:
+                widen(self._descriptor)
         parts: list[Payload] = [frame.buffer for frame in frames]
         envelope = decode(self.channel, parts, self._limits)
         size, gauges = size_of(parts), self.outlet.gauges
@@ -170,11 +174,11 @@ class Link:
     ) -> None:
         self.endpoint = endpoint
         self.lines: dict[Channel, Line] = {}
-        self._monitors: list[Socket] = []
+        self._monitors: dict[int, Socket] = {}
         self._wakeup = wakeup
         self._stuck_after_s = limits.stuck_after_s
-        self._poller = zmq.Poller()
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(wakeup.fileno(), select.POLLIN)
         self._reads_control = True
         session = new_session()
         windows = {
@@ -190,11 +194,17 @@ class Link:
             socket.curve_serverkey = server_key.encode()
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
-            self._monitors.append(socket.get_monitor_socket(_EVENTS))
+            self._watch(socket.get_monitor_socket(_EVENTS))
             self.lines[channel] = Line(socket, outlets[channel], windows[channel], limits, channel)
-            self._poller.register(self.lines[channel].fd, zmq.POLLIN)
-            self._poller.register(self._monitors[-1], zmq.POLLIN)
+            self._poll.register(self.lines[channel].fd, select.POLLIN)
             socket.connect(endpoint)
+
+    def _watch(self, monitor: Socket) -> None:
+        """From the first `readable` on its file descriptor tells of what comes."""
+        readable(monitor)
+        descriptor = int(monitor.getsockopt(zmq.FD))
+        self._monitors[descriptor] = monitor
+        self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float, read_control: bool = True) -> None:
         """Blocks until something may have arrived, the wake-up is set, or the timeout is over.
@@ -207,15 +217,14 @@ class Link:
         """
         control = self.lines[Channel.CONTROL]
         if read_control != self._reads_control:
-            self._poller.register(control.fd, zmq.POLLIN) if read_control else self._poller.unregister(control.fd)
+            self._poll.register(control.fd, select.POLLIN) if read_control else self._poll.unregister(control.fd)
             self._reads_control = read_control
         waits = [line for line in self.lines.values() if read_control or line is not control]
         timeout_s = 0.0 if any(line.pending for line in waits) else max(0.0, timeout_s)
-        ready = {item for item, _ in self._poller.poll(math.ceil(1e3 * timeout_s))}
-        if self._wakeup.fileno() in ready:
-            self._wakeup.clear()
-        for monitor in self._monitors:
-            if monitor in ready:
+        for descriptor, _ in self._poll.poll(math.ceil(1e3 * timeout_s)):
+            if descriptor == self._wakeup.fileno():
+                self._wakeup.clear()
+            elif (monitor := self._monitors.get(descriptor)) is not None and readable(monitor):
                 self._raise_end(monitor)
 
     def flush(self) -> bool:
@@ -245,5 +254,5 @@ class Link:
         """Drops the connections and what is in their pipes; the control channel has `farewell_ms` to empty its own."""
         for channel, line in self.lines.items():
             line.close(farewell_ms if channel is Channel.CONTROL else 0)
-        for monitor in self._monitors:
+        for monitor in self._monitors.values():
             monitor.close(0)

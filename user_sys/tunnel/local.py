@@ -10,15 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hal.lease import runtime_folder
 from user_sys.errors import ConfigError
+from user_sys.tunnel.tcp_state import duplicate
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_SOCKET_PATH_BYTES = 107
+BUFFER_BYTES = 4 << 20
 _DIALLED = re.compile(r"tcp://[^\s/]+:(\d{1,5})")
 _LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
 
@@ -46,6 +49,19 @@ def nearest(endpoint: str, public_key: str) -> str:
         return endpoint
     local = local_endpoint(endpoint, public_key)
     return local if local is not None and _listens(local.removeprefix("ipc://")) else endpoint
+
+
+def widen(descriptor: int) -> None:
+    """Lets libzmq's Unix socket `descriptor` hold messages that its other end has not read yet; TCP does so by itself.
+
+    Otherwise it holds a fifth of a megabyte: both ends then wait for each other several times a message. The kernel may
+    allow less than `BUFFER_BYTES`.
+    """
+    connection = duplicate(descriptor)
+    if connection is not None:
+        with connection:
+            if connection.family == socket.AF_UNIX:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
 
 
 def _listens(path: str) -> bool:

@@ -37,6 +37,7 @@ from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import KeyPair, Keyring, Role
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.listen import bind, open_router
+from user_sys.tunnel.local import widen
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.session import Memory, Peer, Session
 from user_sys.tunnel.sockets import Socket, Wakeup, readable, receive_frames, send_frames
@@ -412,12 +413,12 @@ class TunnelServer:
         self._floods.admit(descriptor, session.peer.session)
         if channel is not Channel.CONTROL:
             session.descriptors[channel] = descriptor
-        memory = session.memory
-        known = channel is Channel.EXPERIENCE and memory.stream == hello.stream
+            widen(descriptor)
+        known = channel is Channel.EXPERIENCE and session.memory.stream == hello.stream
         welcome = Welcome(
             protocol=min(hello.protocol, PROTOCOL_VERSION),
             gateway=self.name,
-            resume_after=memory.durable if known else -1,
+            resume_after=session.memory.durable if known else -1,
         )
         send_frames(self._router, [routing_id, *encode(Envelope(welcome))])
         self._mark(session, channel)
