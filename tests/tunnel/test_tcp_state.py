@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+from user_sys.tunnel.local import widen
 from user_sys.tunnel.tcp_state import duplicate, silence_s
 
 
@@ -17,6 +18,31 @@ def test_a_connection_tells_how_long_nothing_came() -> None:
             edge.sendall(b"here")
             assert other.recv(4) == b"here"
             assert 0 <= silence_s(other.fileno()) < 60
+
+
+def held_bytes(connection: socket.socket) -> int:
+    """How much it takes while its other end reads nothing."""
+    connection.setblocking(False)
+    held = 0
+    try:
+        while True:
+            held += connection.send(bytes(4096))
+    except BlockingIOError:
+        return held
+
+
+def test_a_unix_socket_is_made_to_hold_more_and_a_tcp_connection_is_left_alone() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    widen(pairs[1][0].fileno())
+    narrow, wide = (held_bytes(near) for near, _ in pairs)
+    assert wide > 1.5 * narrow
+    for end in (end for pair in pairs for end in pair):
+        end.close()
+    widen(pairs[1][0].fileno())  # closed: nothing comes of it
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as edge:
+        before = edge.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        widen(edge.fileno())
+        assert edge.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
 
 
 def test_a_number_that_is_a_pipe_by_now_keeps_no_pipe_open() -> None:
