@@ -401,9 +401,10 @@ class World:
                     "Wakeup": SimWakeup,
                 },
                 reader: {"Wakeup": SimWakeup},
-                link: {"silence_s": self.network.silence_s},
+                link: {"silence_s": self.network.silence_s, "widen": lambda descriptor: None},
                 session: {"silence_s": self.network.silence_s},
-                **dict.fromkeys((server, outlet, uplink, commit, gatekeeper), {}),
+                server: {"widen": lambda descriptor: None},
+                **dict.fromkeys((outlet, uplink, commit, gatekeeper), {}),
             }
         )
 
