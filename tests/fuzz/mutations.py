@@ -3,6 +3,7 @@ changes blindly hardly any would pass the first check. These change a field and 
 
 from __future__ import annotations
 
+import operator
 import random
 import struct
 from collections.abc import Callable
@@ -94,6 +95,6 @@ def _size(layout: bytes) -> int:
     for _, dtype, shape in msgspec.msgpack.decode(layout):
         size = {"bool": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype))) // 8
         for length in shape:
-            size *= length
+            size *= operator.index(length)  # of a word there would be as many as the lengths before say
         total += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
     return max(0, min(total, 8192))

@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def _used_chunk(raw: bytes) -> None:
     rows = ChunkRows(open_chunk(raw), Features(vectors={STATE: 3}, action_size=2, cameras=shapes))
     rows.vectors()
     for name in shapes:
-        rows.frames(name, 0, np.zeros((), FRAME))
+        rows.frames(name, 0, partial(np.zeros, (), FRAME))
 
 
 def _last_chunk() -> bytes:
