@@ -125,7 +125,8 @@ class PlainLoop:
             ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes)
         )
         mix = DemoOnline(spec.embodiment, config.demo_fraction)
-        self._sampler = Sampler(self._replay, mix, Transitions(), config.batch_size, seed=seed)
+        steps = Transitions(discount=config.algorithm.discount)
+        self._sampler = Sampler(self._replay, mix, steps, config.batch_size, seed=seed)
         self._batch = self._sampler.empty_batch()
         self._steps, self._owed, self._count = 0, 0.0, 0
         self._demonstrate()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hal.spec import ACTION, STATE, ArraySpec, RobotSpec
+from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm
 from user_sys.algorithms.conformance import AlgorithmConformance, ExampleBatch, example_batch
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig, critic_parameters, critics_forward, squash
@@ -60,6 +60,42 @@ def test_the_value_of_a_terminal_step_is_its_reward() -> None:
         algorithm.update(batch)
     assert algorithm.scalars()["q"] == pytest.approx(0.7, abs=0.05)
     assert algorithm.scalars()["target"] == pytest.approx(0.7, abs=1e-6)
+
+
+class Weightless(ExampleBatch):
+    @property
+    def weight(self) -> Array:
+        return np.zeros(len(self.reward), np.float32)
+
+
+class Shortsighted(ExampleBatch):
+    @property
+    def discount(self) -> Array:
+        return np.zeros(len(self.reward), np.float32)
+
+
+def test_a_sample_of_no_weight_teaches_the_critics_nothing() -> None:
+    batch, algorithm = example_batch(np.random.default_rng(0), 64), Rlpd(SMALL, example_spec(), seed=0)
+    before = algorithm.state_dict()
+    algorithm.update(Weightless(**vars(batch)))
+    critics = {name for name in before if name.startswith("critics.") and name.endswith(("weight", "bias"))}
+    assert critics and all(np.array_equal(before[name], algorithm.state_dict()[name]) for name in critics)
+    algorithm.update(batch)
+    assert not any(np.array_equal(before[name], algorithm.state_dict()[name]) for name in critics)
+
+
+def test_the_batch_says_what_the_next_value_counts_and_hears_each_samples_error() -> None:
+    batch, algorithm = example_batch(np.random.default_rng(0), 64), Rlpd(SMALL, example_spec(), seed=0)
+    batch.terminated[:] = False
+    batch.reward[:] = np.linspace(0.0, 1.0, 64)
+    for _ in range(200):
+        algorithm.update(Shortsighted(**vars(batch)))
+    assert algorithm.scalars()["target"] == pytest.approx(0.5, abs=1e-6)
+    errors = algorithm.td_errors()
+    assert errors.shape == (64,) and errors.dtype == np.float32 and 0 < errors.mean() < 0.2
+    batch.reward[7] = 30.0
+    algorithm.update(Shortsighted(**vars(batch)))
+    assert algorithm.td_errors().argmax() == 7 and algorithm.td_errors()[7] == pytest.approx(30.0, abs=1.5)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

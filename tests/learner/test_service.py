@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import RlpdConfig
 from user_sys.codec import Array
+from user_sys.config import load, save
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import latest
@@ -23,7 +24,9 @@ from user_sys.learner.publishing import WeightsSink
 from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner, LearnerConfig
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
+from user_sys.replay.sampler_config import InterventionsConfig, OnlyConfig, SamplerConfig
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.topology import RunConfig
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.state import NotFinite, State, build_state
 
@@ -35,7 +38,19 @@ CONFIG = LearnerConfig(
 )
 
 
-def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
+def episode(
+    name: str,
+    source: Source,
+    seed: int,
+    spoil: float = 0.0,
+    *,
+    robot: str = "r",
+    task: str = "t",
+    persons: Sequence[int] = (),
+    version: int = 0,
+    at_s: int = 0,
+) -> bytes:
+    """`spoil` is added to each reward; a person had the robot in the steps `persons`."""
     rng = np.random.default_rng(seed)
     batch = example_batch(rng, STEPS)
     terminated = np.arange(STEPS) == STEPS - 1
@@ -46,15 +61,16 @@ def episode(name: str, source: Source, seed: int, spoil: float = 0.0) -> bytes:
         "reward": terminated.astype(np.float32) + np.float32(spoil),
         "terminated": terminated,
         "truncated": np.zeros(STEPS, bool),
-        "phase": np.full(STEPS, int(Phase.POLICY), np.uint8),
+        "phase": np.where(np.isin(np.arange(STEPS), persons), Phase.TELEOP, Phase.POLICY).astype(np.uint8),
         "safety": np.zeros(STEPS, np.uint16),
-        "policy_version": np.zeros(STEPS, np.int64),
+        "policy_version": np.full(STEPS, version, np.int64),
         "log_prob": np.zeros(STEPS, np.float32),
         **{f"t_{what}_ns": np.arange(STEPS) for what in ("capture", "inference", "command")},
     }
     header = ChunkHeader(
-        episode=name, index=0, first_step=0, steps=STEPS, robot="r", embodiment=SPEC.embodiment, task="t", sentence="",
-        source=source, seed=seed, started_unix_ns=0, end=EpisodeEnd(steps=STEPS, success=True),
+        episode=name, index=0, first_step=0, steps=STEPS, robot=robot, embodiment=SPEC.embodiment, task=task,
+        sentence="", source=source, seed=seed, started_unix_ns=0, end=EpisodeEnd(steps=STEPS, success=True),
+        unix_offset_ns=at_s * 10**9,
     )  # fmt: skip
     return Chunk(header, columns, {name: value[-1:] for name, value in batch.next_observation.items()}).encode()
 
@@ -286,3 +302,170 @@ def test_a_policy_of_more_tensors_than_an_offer_can_name_is_refused_at_the_start
     with pytest.raises(ConfigError, match=r"tensors in the forms exact"):
         bench.learner(replace(CONFIG, algorithm=replace(SMALL, actor_hidden=(1,) * 2500)))
     assert bench.published == [] and latest(bench.folder / "a") is None
+
+
+# The rows of `scene`: twelve an episode, in this order.
+DEMO, OTHER_DEMO, HELPED, NEWEST, EVALUATION = (set(range(at, at + STEPS)) for at in range(0, 5 * STEPS, STEPS))
+PERSONS = {2 * STEPS + 3, 2 * STEPS + 4}
+PRIORITIZED = SamplerConfig(kind="prioritized", n_step=3)
+
+
+def scene(bench: Bench) -> None:
+    bench.writer.append(episode("a", Source.DEMO, 0, version=-1))
+    bench.writer.append(episode("b", Source.DEMO, 1, task="u", version=-1, at_s=10))
+    bench.writer.append(episode("c", Source.ONLINE, 2, persons=(3, 4), version=5, at_s=20))
+    bench.writer.append(episode("d", Source.ONLINE, 3, robot="s", version=9, at_s=30))
+    bench.writer.append(episode("e", Source.EVALUATION, 4, version=9, at_s=30))
+    bench.writer.sync()
+
+
+class Watched(Learner):
+    """Keeps of each update what was drawn, and the TD errors that came of it."""
+
+    def _update(self) -> None:
+        super()._update()
+        batch = self._batch
+        copies = (batch.row, batch.weight, batch.reward, batch.discount, batch.terminated, self._algorithm.td_errors())
+        self.drawn = [*getattr(self, "drawn", []), tuple(np.array(column) for column in copies)]
+
+
+def watched(bench: Bench, sampler: SamplerConfig, updates: int = 40) -> list[tuple[Array, ...]]:
+    """Rows, weights, rewards, discounts, terminations and TD errors of `updates` updates of a learner."""
+    config = replace(CONFIG, sampler=sampler, max_updates=updates)
+    learner = Watched(
+        config, SPEC, StoreReader.open(bench.folder / "store"), publish=Sink(bench.published),
+        report=lambda count, scalars: None, checkpoint_dir=bench.folder / "a",
+    )  # fmt: skip
+    learner.run(threading.Event())
+    return learner.drawn
+
+
+ONLY: list[tuple[SamplerConfig, set[int]]] = [
+    (SamplerConfig(kind="uniform"), DEMO | OTHER_DEMO | HELPED | NEWEST),
+    (SamplerConfig(kind="prioritized"), DEMO | OTHER_DEMO | HELPED | NEWEST),
+    (SamplerConfig(only=OnlyConfig(robots=("s",))), NEWEST),
+    (SamplerConfig(kind="prioritized", only=OnlyConfig(tasks=("u", "unheard-of"))), OTHER_DEMO),
+    (SamplerConfig(kind="uniform", only=OnlyConfig(phases=("teleop", "correction"))), PERSONS),
+    (SamplerConfig(kind="interventions", interventions=InterventionsConfig(weight=1e9)), PERSONS),
+    (SamplerConfig(kind="uniform", only=OnlyConfig(sources=(Source.EVALUATION,))), EVALUATION),
+    (SamplerConfig(kind="uniform", only=OnlyConfig(max_age_s=12.0)), HELPED | NEWEST),
+    (SamplerConfig(kind="uniform", only=OnlyConfig(max_age_versions=3)), NEWEST),
+    (SamplerConfig(only=OnlyConfig(max_age_versions=3)), DEMO | OTHER_DEMO | PERSONS | NEWEST),
+    (SamplerConfig(kind="tasks", only=OnlyConfig(robots=("r",))), DEMO | OTHER_DEMO | HELPED),
+]
+
+
+@pytest.mark.parametrize(("sampler", "rows"), ONLY, ids=range(len(ONLY)))
+def test_a_run_draws_what_its_sampler_is_set_to(bench: Bench, sampler: SamplerConfig, rows: set[int]) -> None:
+    scene(bench)
+    assert set(np.concatenate([drawn[0] for drawn in watched(bench, sampler)]).tolist()) == rows
+
+
+def test_n_steps_are_summed_and_discounted_up_to_the_end(bench: Bench) -> None:
+    scene(bench)
+    for row, _, reward, discount, terminated, _ in watched(bench, SamplerConfig(n_step=3), 5):
+        left = STEPS - row % STEPS  # steps to the end, which alone is rewarded
+        np.testing.assert_allclose(discount, SMALL.discount ** np.minimum(left, 3), rtol=1e-6)
+        np.testing.assert_allclose(reward, np.where(left <= 3, SMALL.discount ** (left - 1.0), 0), rtol=1e-6)
+        np.testing.assert_array_equal(terminated, left <= 3)
+
+
+def test_what_surprises_the_critics_is_drawn_more_often_and_weighs_less(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.writer.append(episode("z", Source.ONLINE, 9, spoil=5.0))
+    bench.writer.sync()
+    drawn = watched(bench, SamplerConfig(kind="prioritized"))
+    surprising = [float((row >= 3 * STEPS).mean()) for row, *_ in drawn]
+    assert surprising[0] == 0.25 and np.mean(surprising[10:]) > 0.5
+    row, weight, *_ = drawn[-1]
+    assert weight[row >= 3 * STEPS].max() < weight.max() == 1.0
+    kept = latest(bench.folder / "a")
+    assert kept is not None
+    expected = {int(row): (float(error) + 1e-6) ** 0.6 for row, error in zip(drawn[-1][0], drawn[-1][-1], strict=True)}
+    powers = kept.arrays["sampler.chooser.powers"]
+    assert [powers[row] for row in expected] == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+def test_tasks_are_drawn_evenly_and_the_side_that_does_worse_more_often(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.writer.append(episode("u", Source.DEMO, 8, task="u"))
+    bench.writer.append(episode("z", Source.ONLINE, 9, spoil=5.0))
+    bench.writer.sync()
+    drawn = watched(bench, SamplerConfig(kind="tasks"), 30)
+    other, online = set(range(3 * STEPS, 4 * STEPS)), set(range(4 * STEPS, 5 * STEPS))
+    assert all(sum(row in other for row in drawing[0].tolist()) == 8 for drawing in drawn)
+    shares = [sum(row in online for row in drawing[0].tolist()) / 8 for drawing in drawn]
+    assert shares[0] == 0.5 and np.mean(shares[5:]) == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize("sampler", [PRIORITIZED, SamplerConfig(kind="tasks")], ids=["prioritized", "tasks"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_that_hears_of_its_errors_resumes_bit_identically(
+    bench: Bench, sampler: SamplerConfig, ahead: int
+) -> None:
+    scene(bench)
+    config = replace(CONFIG, sampler=sampler, batches_ahead=ahead, max_updates=20)
+    bench.train(config, "straight")
+    bench.train(replace(config, max_updates=9), "halves")
+    bench.train(config, "halves", seed=99)
+    straight, halves = (latest(bench.folder / name) for name in ("straight", "halves"))
+    assert straight is not None and halves is not None and straight.arrays.keys() == halves.arrays.keys()
+    for name, value in straight.arrays.items():
+        np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
+
+
+def test_online_steps_allow_updates_whatever_is_drawn_and_an_empty_choice_is_told(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene(bench)
+    stop, readings = threading.Event(), itertools.count()
+
+    def clock() -> float:
+        if (reading := next(readings)) > 100:
+            stop.set()
+        return reading / 100
+
+    sampler = SamplerConfig(kind="uniform", only=OnlyConfig(robots=("nobody",)))
+    learner = bench.learner(replace(CONFIG, sampler=sampler), clock=clock)
+    learner.run(stop)
+    assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
+    assert caplog.text.count("learner.nothing_to_draw") == 1
+
+
+SAMPLER_ERRORS = {
+    "{kind: prioritised}": ["sampler.kind", "did you mean 'prioritized'?"],
+    "{kinds: uniform}": ["sampler.kinds", "unknown key; did you mean 'learner.sampler.kind'?"],
+    "{kind: uniform, weight: 2}": ["sampler.weight", "did you mean 'learner.sampler.interventions.weight'?"],
+    "{only: {robot: a}}": ["only.robot", "did you mean 'learner.sampler.only.robots'?"],
+    "{only: {phases: [teleops]}}": ["only.phases.0", "did you mean 'teleop'?"],
+    "{only: {sources: demo}}": ["only.sources", "expected a list"],
+    "{only: {sources: [evaluation]}}": ["the mixed sampler draws from demo and online"],
+    "{only: {max_age_s: .nan}}": ["only: max_age_s is nan"],
+    "{only: {max_age_versions: -1}}": ["only: max_age_versions is -1"],
+    "{n_step: 0}": ["n_step is 0"],
+    "{prioritized: {alpha: 0.5}}": ["prioritized means nothing to kind 'mixed'"],
+    "{kind: prioritized, prioritized: {alpha: 1.5}}": ["alpha 1.5", "0..1"],
+    "{kind: interventions, interventions: {weight: 0.5}}": ["weighted by 0.5", "at least 1"],
+    "{kind: tasks, tasks: {low: 0.9}}": ["(0.9, 0.8)"],
+    "{kind: tasks, only: {tasks: [lift]}}": ["finds tasks and sources by itself"],
+    "{kind: uniform}, demo_fraction: 0.25": ["demo_fraction means nothing to sampler.kind 'uniform'"],
+}
+
+
+@pytest.mark.parametrize("text", SAMPLER_ERRORS)
+def test_a_sampler_that_cannot_be_is_refused_before_a_run_starts(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"learner: {{sampler: {text}}}")
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, path)
+    message = str(caught.value)
+    assert [part for part in ("run.yaml: learner", *SAMPLER_ERRORS[text]) if part not in message] == [], message
+
+
+def test_a_samplers_settings_are_kept_with_the_run(tmp_path: Path) -> None:
+    text = "{kind: tasks, n_step: 3, tasks: {window: 50}, only: {robots: [a], phases: [policy], success: true}}"
+    (tmp_path / "run.yaml").write_text(f"learner: {{sampler: {text}}}")
+    config = load(RunConfig, tmp_path / "run.yaml")
+    save(config, tmp_path / "saved.yaml")
+    assert load(RunConfig, tmp_path / "saved.yaml") == config
+    assert config.learner.sampler.only == OnlyConfig(robots=("a",), phases=("policy",), success=True)

@@ -30,6 +30,8 @@ POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
         (Where(success=False), {2}),
         (Where(max_age_s=5.0), {3, 4}),
         (Where(max_age_versions=1), {2, 4}),
+        (Where(embodiments=frozenset({"e2"}), max_age_versions=1), {3}),
+        (Where(embodiments=frozenset({"e1"}), max_age_versions=100), {2, 4}),
         (Where(embodiments=frozenset({"e1"}), success=True), {1, 4}),
         (Where(embodiments=frozenset({"e2"})) | Where(success=False), {2, 3}),
         (Where(embodiments=frozenset({"e2"})) | Where(success=False) | Where(tasks=frozenset({"stack"})), {2, 3, 4}),

@@ -10,13 +10,15 @@ from hal.spec import Array
 
 
 class Transitions(Protocol):
-    """What an algorithm reads of a batch of n transitions; `user_sys.replay.buffer.Batch` is one.
+    """What an algorithm reads of a batch of n transitions; `user_sys.replay.batch.TransitionBatch` is one.
 
     Attributes:
         observation, next_observation: feature name to float32 (n, d); images uint8 (n, height, width, 3).
         action: float32 (n, a), the applied action in the action spec's units.
-        reward: float32 (n,).
+        reward: float32 (n,), of all the transition's steps, discounted to the first.
+        discount: float32 (n,), what the next observation's value is multiplied by, `terminated` left aside.
         terminated: bool (n,), where the next observation's value is not bootstrapped.
+        weight: float32 (n,), by what its loss is multiplied.
     """
 
     @property
@@ -28,7 +30,11 @@ class Transitions(Protocol):
     @property
     def reward(self) -> Array: ...
     @property
+    def discount(self) -> Array: ...
+    @property
     def terminated(self) -> Array: ...
+    @property
+    def weight(self) -> Array: ...
 
 
 class Algorithm(ABC):

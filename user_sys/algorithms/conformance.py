@@ -16,13 +16,21 @@ from user_sys.policies.policy import Policy
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Transitions of `user_sys.policies.conformance.example_spec`."""
+    """Single steps of `user_sys.policies.conformance.example_spec`, none weightier than another."""
 
     observation: dict[str, Array]
     next_observation: dict[str, Array]
     action: Array
     reward: Array
     terminated: Array
+
+    @property
+    def discount(self) -> Array:
+        return np.full(len(self.reward), 0.97, np.float32)
+
+    @property
+    def weight(self) -> Array:
+        return np.ones(len(self.reward), np.float32)
 
 
 def example_batch(rng: np.random.Generator, n: int = 32) -> ExampleBatch:

@@ -6,13 +6,15 @@ and half online experience (the replay's business, not this file's), critics hav
 of which a random subset of Z makes the target:
 
     y        = r + gamma (1 - terminated) min_{i in Z} Q_theta'_i(s', a'),   a' ~ pi_phi(.|s')
-    L(theta) = sum_i (y - Q_theta_i(s, a))^2
+    L(theta) = sum_i w (y - Q_theta_i(s, a))^2
     L(phi)   = alpha log pi_phi(a|s) - mean_i Q_theta_i(s, a),               a ~ pi_phi(.|s)
     L(alpha) = -alpha (log pi_phi(a|s) + target entropy)
     theta'  <- theta' + rho (theta - theta')
 
-The entropy term is left out of y by default, as the paper advises for sparse rewards. G, the number of critic updates
-for each update of the actor, is `actor_period`. Actions are scaled to [-1, 1] and observations to their spec's bounds.
+Over n steps r is their discounted sum, and gamma^n stands for gamma; the batch holds both, and the weights w, which are
+1 unless its sampler corrects for what it prefers. The entropy term is left out of y by default, as the paper advises
+for sparse rewards. G, the number of critic updates for each update of the actor, is `actor_period`. Actions are scaled
+to [-1, 1] and observations to their spec's bounds.
 """
 
 from __future__ import annotations
@@ -77,15 +79,17 @@ class Rlpd(Algorithm):
         action = self._scaled_action(batch.action)
         reward = torch.as_tensor(batch.reward, dtype=torch.float32, device=self._device)
         alive = 1.0 - torch.as_tensor(batch.terminated, device=self._device).float()
-        target = self._target(next_observation, reward, alive)
-        self._update_critics(observation, action, target)
+        discount = torch.as_tensor(batch.discount, dtype=torch.float32, device=self._device)
+        weight = torch.as_tensor(batch.weight, dtype=torch.float32, device=self._device)
+        target = self._target(next_observation, reward, discount * alive)
+        self._update_critics(observation, action, target, weight)
         if self._updates % self._config.actor_period == 0:
             log_prob = self._update_actor(observation)
             self._update_temperature(log_prob)
         self._updates += 1
 
-    def _target(self, next_observation: Tensor, reward: Tensor, alive: Tensor) -> Tensor:
-        """y, shape (n,)."""
+    def _target(self, next_observation: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
+        """y, shape (n,); `discount` is 0 where nothing is bootstrapped."""
         with torch.no_grad():
             next_action, log_prob = self._draw(self._actor, next_observation)
             shuffled = torch.randperm(self._config.critics, generator=self._generator, device=self._device)
@@ -93,11 +97,11 @@ class Rlpd(Algorithm):
             q = critics_forward(subset, torch.cat([next_observation, next_action], -1)).amin(0)
             if self._config.backup_entropy:
                 q = q - self._log_alpha.exp() * log_prob
-            return reward + self._config.discount * alive * q
+            return reward + discount * q
 
-    def _update_critics(self, observation: Tensor, action: Tensor, target: Tensor) -> None:
+    def _update_critics(self, observation: Tensor, action: Tensor, target: Tensor, weight: Tensor) -> None:
         q = critics_forward(self._critics, torch.cat([observation, action], -1))
-        loss = (q - target).square().mean(-1)
+        loss = ((q - target).square() * weight).mean(-1)
         self._step("critics", loss.sum(), self._critics)  # the critics share nothing: a sum trains each as if alone
         online = [p.detach() for p in self._critics.values()]
         torch._foreach_lerp_(list(self._targets.values()), online, self._config.target_rate)
@@ -182,6 +186,14 @@ class Rlpd(Algorithm):
         if self._device.type != "cpu":
             return self.policy_weights()
         return {name: as_array(tensor) for name, tensor in {**self._acting, **self._affine}.items()}
+
+    def td_errors(self) -> Array:
+        """|y - Q_i(s, a)| of each sample of the newest update, before it, the mean over i: float32 (n,), a copy.
+
+        Worked out when asked for. Raises KeyError before the first update.
+        """
+        errors: Array = (self._newest["q"] - self._newest["target"]).abs().mean(0).cpu().numpy()
+        return errors
 
     @torch.no_grad()
     def policy_kl(self, former: Mapping[str, Array], batch: Transitions) -> float:

@@ -15,7 +15,7 @@ class RlpdConfig:
         actor_hidden, critic_hidden: widths of their hidden layers.
         critics: E, the size of the ensemble.
         target_critics: Z, how many of them make a target.
-        discount: gamma, of one control period.
+        discount: gamma, of one control period; batches are made with it.
         target_rate: rho, how fast target critics follow.
         learning_rate: of actor, critics and temperature (Adam).
         actor_period: G, critic updates for each actor update.

@@ -29,6 +29,7 @@ from user_sys.replay.features import Features
 from user_sys.replay.mix import DemoOnline
 from user_sys.replay.prefetch import Prefetcher
 from user_sys.replay.sampler import Sampler
+from user_sys.replay.sampler_config import SamplerConfig
 from user_sys.replay.shapes import Transitions
 from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
@@ -39,6 +40,7 @@ from user_sys.weights.state import NotFinite, build_state
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
 MIN_CACHE_BYTES = 1 << 16
+DEMO_FRACTION = 0.5
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
@@ -56,7 +58,8 @@ class LearnerConfig:
     Attributes:
         algorithm: RLPD's own settings.
         batch_size: transitions in an update.
-        demo_fraction: share of demonstrations and interventions in a batch.
+        demo_fraction: share of demonstrations and interventions in a batch of the mixed sampler.
+        sampler: what batches are drawn from, and how.
         cache_bytes: memory of the replay buffer's hot cache; what does not fit is read from the disk when it is drawn.
         batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
         warmup_updates: updates allowed on demonstrations alone, before the first online step.
@@ -71,7 +74,8 @@ class LearnerConfig:
 
     algorithm: RlpdConfig = field(default_factory=RlpdConfig)
     batch_size: int = 256
-    demo_fraction: float = 0.5
+    demo_fraction: float = DEMO_FRACTION
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
     cache_bytes: int = 256 << 20
     batches_ahead: int = 0
     warmup_updates: int = 500
@@ -92,6 +96,8 @@ class LearnerConfig:
                 f"learner: cache_bytes must be at least {MIN_CACHE_BYTES}, batches_ahead not negative, "
                 "and demo_fraction a share between 0 and 1"
             )
+        if self.sampler.kind != "mixed" and self.demo_fraction != DEMO_FRACTION:
+            raise ConfigError(f"demo_fraction means nothing to sampler.kind {self.sampler.kind!r}: leave it out")
         if self.utd_max <= 0 or self.warmup_updates < 1:
             raise ConfigError("learner: utd_max must be above 0 and warmup_updates at least 1, or nothing is learned")
 
@@ -134,11 +140,16 @@ class Learner:
         require_room(self._algorithm.policy_weights(), config.publish.forms)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
-        self._mix = DemoOnline(spec.embodiment, config.demo_fraction)
-        self._sampler = Sampler(self._replay, self._mix, Transitions(), config.batch_size, seed=seed)
+        self._mix = DemoOnline(spec.embodiment, config.demo_fraction)  # what counts, whatever is drawn from
+        chooser = self._mix if config.sampler.plain else config.sampler.chooser(spec.embodiment, config.demo_fraction)
+        if chooser is not self._mix:
+            self._replay.listen(self._mix.update)
+        steps = Transitions(config.sampler.n_step, config.algorithm.discount)
+        self._sampler = Sampler(self._replay, chooser, steps, config.batch_size, seed=seed)
         self._batches = Prefetcher(self._sampler, config.batches_ahead)
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
+        self._told = False  # that there is nothing to draw
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
         self._steps_s: deque[float] = deque(maxlen=MAX_STEPS)
@@ -211,6 +222,8 @@ class Learner:
     def _update(self) -> None:
         self._batch = self._batches.next()
         self._algorithm.update(self._batch)
+        if self._sampler.hears:
+            self._sampler.feedback(self._batch, self._algorithm.td_errors())
         self._updates += 1
 
     def _moved(self, former: Mapping[str, Array]) -> float:
@@ -233,6 +246,9 @@ class Learner:
         self._replay.refresh()
         self._online_steps += max(0, len(self._mix.online) - self._online_seen)
         self._online_seen = len(self._mix.online)
+        if len(self._mix) and not len(self._sampler) and not self._told:
+            log.warning("learner.nothing_to_draw none of what is stored meets learner.sampler.only: training waits")
+            self._told = True
         self._publishing.episodes_ended(lambda: int(self._reader.index.episodes.complete.sum()))
 
     def _checkpoint(self, wait: bool = False) -> None:

@@ -26,6 +26,7 @@ from user_sys.replay.where import Candidates, Where
 from user_sys.store.index import Change, Index
 
 OFFLINE, ONLINE = 0, 1
+WINDOW_MAX = 1_000_000
 
 
 class _Task:
@@ -56,6 +57,8 @@ class _Task:
 class TaskBalanced(Chooser):
     """See the file's head. A sample's group is 2 x (its task's place) + (1 where it is online)."""
 
+    hears = True
+
     def __init__(
         self,
         where: Where = Where(),  # noqa: B008  # frozen
@@ -67,8 +70,11 @@ class TaskBalanced(Chooser):
         """`where` says nothing of tasks and sources. Raises ConfigError: it does, or the bounds are none."""
         if where.tasks is not None or where.sources is not None:
             raise ConfigError("a task-balanced sampler finds tasks and sources by itself; leave them out of its filter")
-        if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or window < 1 or alpha <= 0:
-            raise ConfigError(f"bounds {bounds}, window {window} and alpha {alpha}: the bounds must lie within 0 to 1")
+        if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or not 1 <= window <= WINDOW_MAX or not 0 < alpha < math.inf:
+            raise ConfigError(
+                f"bounds {bounds}, window {window} and alpha {alpha}: the bounds must lie within 0 to 1,"
+                f" window lie in 1..{WINDOW_MAX} and alpha be above 0"
+            )
         self._where, self._alpha, self._bounds, self._window = where, alpha, bounds, window
         self._tasks: list[_Task] = []
 

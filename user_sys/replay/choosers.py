@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -29,7 +30,12 @@ class Chooser(ABC):
     """Chooses rows. One thread calls it.
 
     What it chooses depends on the store's content, its own state and the generator alone.
+
+    Attributes:
+        hears: whether `feedback` changes what it chooses.
     """
+
+    hears = False
 
     @abstractmethod
     def update(self, timeline: Timeline, change: Change) -> None:
@@ -81,11 +87,11 @@ class InterventionWeighted(Chooser):
 
     def __init__(self, where: Where = Where(), weight: float = 4.0) -> None:  # noqa: B008  # frozen
         """Raises ConfigError unless `weight` is at least 1."""
-        if weight < 1.0:
+        if not 1.0 <= weight < math.inf:
             raise ConfigError(f"interventions are weighted by {weight}; give at least 1")
         self._weight = weight
         self._all = Candidates(where)
-        self._persons = Candidates(Where(**{**vars(where), "phases": INTERVENTIONS & (where.phases or INTERVENTIONS)}))
+        self._persons = Candidates(where.narrowed(phases=INTERVENTIONS))
 
     def __len__(self) -> int:
         return len(self._all)

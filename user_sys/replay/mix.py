@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class Mix(Chooser):
         self._shares = np.array([share for _, share in parts], float)
         if (self._shares < 0).any() or abs(self._shares.sum() - 1.0) > 1e-6:
             raise ConfigError(f"shares of {self._shares.tolist()}: they must add up to 1")
+
+        self.hears = any(chooser.hears for chooser in self._choosers)
 
     def __len__(self) -> int:
         return sum(map(len, self._choosers))
@@ -92,15 +95,22 @@ class DemoOnline(Mix):
 
     Online: every step of online episodes. Demo: every step of demonstrations, and the steps of online episodes in which
     a person had the robot (phase TELEOP or CORRECTION), as in HIL-SERL (Luo et al. 2024). Evaluations are in neither.
+    Either side holds only what meets `only`; its ages are for the online side, what a person showed does not age.
 
     Attributes:
         demo, online: the two sides.
     """
 
-    def __init__(self, embodiment: str, demo_fraction: float = 0.5) -> None:
+    def __init__(
+        self,
+        embodiment: str,
+        demo_fraction: float = 0.5,
+        only: Where = Where(),  # noqa: B008  # frozen
+    ) -> None:
         """Raises ConfigError unless `demo_fraction` lies in [0, 1]."""
-        robot, online = frozenset({embodiment}), frozenset({Source.ONLINE})
-        persons = Where(embodiments=robot, sources=online, phases=INTERVENTIONS)
-        self.demo = Uniform(Where(embodiments=robot, sources=frozenset({Source.DEMO})) | persons)
-        self.online = Uniform(Where(embodiments=robot, sources=online))
+        robot, online = replace(only, embodiments=frozenset({embodiment})), frozenset({Source.ONLINE})
+        ageless = replace(robot, max_age_s=None, max_age_versions=None)
+        persons = ageless.narrowed(online, INTERVENTIONS)
+        self.demo = Uniform(ageless.narrowed(frozenset({Source.DEMO})) | persons)
+        self.online = Uniform(robot.narrowed(online))
         super().__init__([(self.demo, demo_fraction), (self.online, 1.0 - demo_fraction)])

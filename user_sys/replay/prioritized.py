@@ -28,6 +28,8 @@ EPSILON = 1e-6
 class Prioritized(Chooser):
     """See the file's head. Memory: about 13 bytes a row of the store."""
 
+    hears = True
+
     def __init__(
         self,
         where: Filter = Where(),  # noqa: B008  # frozen
@@ -36,9 +38,9 @@ class Prioritized(Chooser):
         beta: float = 0.4,
         beta_draws: int = 100_000,
     ) -> None:
-        """Raises ConfigError: `alpha` is negative or `beta` not between 0 and 1."""
-        if alpha < 0 or not 0 <= beta <= 1 or beta_draws < 1:
-            raise ConfigError(f"alpha {alpha} must not be negative, beta {beta} between 0 and 1")
+        """Raises ConfigError: `alpha` or `beta` is not between 0 and 1, or `beta_draws` below 1."""
+        if not 0 <= alpha <= 1 or not 0 <= beta <= 1 or beta_draws < 1:
+            raise ConfigError(f"alpha {alpha} and beta {beta} must lie in 0..1, beta_draws {beta_draws} be at least 1")
         self._candidates, self._alpha, self._beta, self._beta_draws = Candidates(where), alpha, beta, beta_draws
         self._powers = np.empty(0, np.float32)  # p^alpha of each row, whether it is a candidate or not
         self._tree = SumTree()

@@ -88,6 +88,11 @@ class Sampler(Generic[B]):
         """How many rows it chooses from now."""
         return len(self._chooser)
 
+    @property
+    def hears(self) -> bool:
+        """Whether `feedback` changes later draws; where it does not, nobody need work it out."""
+        return self._chooser.hears
+
     def empty_batch(self) -> B:
         """Arrays for a batch, to be handed to `sample` or `draw` again and again."""
         return self._shape.empty(self._replay.features, self.batch_size, self._allocate)

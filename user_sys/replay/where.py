@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from user_sys.replay.timeline import Timeline
 from user_sys.store.columns import Names
 from user_sys.store.index import Change, Episodes
 
+T = TypeVar("T")
 INTERVENTIONS = frozenset({Phase.TELEOP, Phase.CORRECTION})
 
 
@@ -24,7 +26,8 @@ class Where:
         robots, embodiments, tasks, sources, success: of the episode, labels counted in.
         phases: of the step, labels counted in.
         max_age_s: captured at most so many seconds before the newest step stored.
-        max_age_versions: acted by weights at most so many versions older than the newest that acted.
+        max_age_versions: acted by weights at most so many versions older than the newest that acted in `embodiments`;
+            steps that no weights acted do not meet it.
     """
 
     robots: frozenset[str] | None = None
@@ -44,6 +47,10 @@ class Where:
         """Whether steps that met it may cease to do so as others come."""
         return self.max_age_s is not None or self.max_age_versions is not None
 
+    def narrowed(self, sources: frozenset[Source] | None = None, phases: frozenset[Phase] | None = None) -> Where:
+        """Of the steps that meet it those that are of `sources` and `phases` too; None says nothing."""
+        return replace(self, sources=_both(self.sources, sources), phases=_both(self.phases, phases))
+
     def fits(self, timeline: Timeline, low: int) -> Array:
         """Which of the rows from `low` on meet it, bool."""
         steps, chunks = timeline.index.steps, timeline.index.chunks
@@ -58,8 +65,17 @@ class Where:
         if self.max_age_s is not None:
             fits &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
-            fits &= steps.policy_version[low:] >= steps.policy_version.max() - self.max_age_versions
+            newest = self._newest_version(timeline)
+            fits &= steps.policy_version[low:] >= max(newest - self.max_age_versions, 0)
         return fits
+
+    def _newest_version(self, timeline: Timeline) -> int:
+        """Each embodiment has a learner of its own, which counts its versions for itself."""
+        steps, chunks, episodes = timeline.index.steps, timeline.index.chunks, timeline.index.episodes
+        if self.embodiments is None:
+            return int(steps.policy_version.max())
+        of_kin = np.isin(episodes.embodiment, _codes(episodes.embodiments, self.embodiments))
+        return int(steps.policy_version.max(where=of_kin[chunks.episode][steps.chunk], initial=-1))
 
     def _episodes(self, episodes: Episodes) -> Array:
         fits = np.ones(len(episodes), bool)
@@ -97,6 +113,10 @@ class AnyOf:
 
 
 Filter = Where | AnyOf
+
+
+def _both(one: frozenset[T] | None, other: frozenset[T] | None) -> frozenset[T] | None:
+    return other if one is None else one if other is None else one & other
 
 
 def _codes(names: Names, wanted: Iterable[str]) -> list[int]:
