@@ -27,7 +27,8 @@ class OnlyConfig:
     """Conditions that a step meets to be drawn, all of them; an empty list and null are none.
 
     Attributes:
-        robots, tasks, sources, success: of the episode, as labelled. Without sources: demo and online.
+        robots, tasks, sources, success: of the episode, as labelled. Without sources: demo and online;
+            uniform, prioritized and interventions may draw evaluations.
         phases: of the step.
         max_age_s: captured at most so long before the newest step stored.
         max_age_versions: acted by weights at most so many versions older than the newest that acted. Steps that no
