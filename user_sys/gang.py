@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -222,10 +223,8 @@ class Gang:
         fit = [record for record in self.cluster.records(unused=unused) if self._may_have(record)]
         here = self._here()
         near = [record for record in fit if record.kind is Kind.ROBOT or record.node in here]
-        try:
+        with suppress(PlacementError):
             return place(requests, near)
-        except PlacementError:
-            pass
         try:
             return place(requests, fit)
         except PlacementError as error:
