@@ -39,10 +39,11 @@ def head_main(args: Namespace) -> int:
 
 
 def join_main(args: Namespace) -> int:
-    """``user-sys node join ADDRESS``: joins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
+    Ray's own."""
     records = _found(args)
     argv = node_argv(records, _labels(args.label), address=args.address, ip=args.ip)
-    return _keep(argv, node_environment(args.token), records)
+    return _keep(argv, node_environment(args.token), records, tries=sys.maxsize)
 
 
 def _found(args: Namespace) -> tuple[ResourceRecord, ...]:
@@ -59,18 +60,20 @@ def _labels(pairs: Sequence[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def _keep(argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord]) -> int:
+def _keep(
+    argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord], *, tries: int = START_TRIES
+) -> int:
     """Blocks for as long as Ray runs; starts it anew where it did not come up within the half minute that it has."""
     has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
     _say(f"this node has {listed(has) if has else 'neither robots nor GPUs'}")
-    tries, least_s, most_s = 1, *SLOW_START_S
+    least_s, most_s = SLOW_START_S
     while True:
         began_s = time.monotonic()
         status, asked = _run(argv, environment)
         slow = least_s <= time.monotonic() - began_s <= most_s
-        if asked or not status or not slow or tries == START_TRIES:
+        tries -= 1
+        if asked or not status or not slow or not tries:
             return status
-        tries += 1
         _say("Ray did not come up in the time that it gives itself, since this computer is busy; trying again")
 
 
