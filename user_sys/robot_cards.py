@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 CARDS = "robots"  # the folder of a run, or of a store that belongs to none, in which the cards lie
+MAX_CARD_BYTES = 1 << 20
 _SUFFIX = ".json"
 
 
@@ -76,10 +77,11 @@ def await_first_card(folder: Path, stop: threading.Event) -> RobotCard | None:
 
 def _read(path: Path) -> RobotCard | None:
     try:
-        card = msgspec.json.decode(path.read_bytes(), type=RobotCard)
+        with path.open("rb") as file:
+            card = msgspec.json.decode(file.read(MAX_CARD_BYTES), type=RobotCard)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("robots.damaged_card file=%s: %s", path, error)
         return None
     if card.robot != path.name.removesuffix(_SUFFIX):  # its name becomes that of a file where the card is copied
