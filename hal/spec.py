@@ -8,6 +8,7 @@ no translation.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -172,6 +173,10 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
     joint_target: tuple[int, ...] = ()
     gripper: int = -1
     safe_stop: str = "holds its position"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate_hz < math.inf:
+            raise SpecError(f"{self.model}: a control rate of {self.rate_hz:g} Hz is none")
 
     @property
     def period_s(self) -> float:
