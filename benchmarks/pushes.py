@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.pushes [--seconds 60] [--pairs 2]``: whole runs through the command line, a simulated arm that
 learns to lift. Runs with and without pushes take turns, each first in every other pair. Of a run count the learner's
-median step, with all that it does to publish, as its metrics have it, and the median of its governor's share; the
-errors of the ends of control periods, p99, as recorded; and watchdog holds within episodes. All once the learner has
-trained for `SETTLE_S`.
+median step, with all that it does to publish, as its metrics have it, and the medians of its governor's share and of
+what that takes for a step without pushes; the errors of the ends of control periods, p99, as recorded; and watchdog
+holds within episodes. All once the learner has trained for `SETTLE_S`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ QUIET = {"learner.publish.every_s": "1000000"}  # the first version at once, so 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians and p99 of one run; `versions` were published while it lasted, the governor left them `share`."""
+    """Medians and p99 of one run: `versions` were published while it lasted, the governor left them `share` and saw the
+    step take `idle_ms` without them."""
 
     step_ms: float
     period_ms: float
     holds: Holds
     share: float
+    idle_ms: float
     versions: float
     updates: float
 
@@ -83,6 +85,7 @@ def measure(runs: Path, name: str, seconds: float, pushing: bool) -> Measured:
         period_ms=float(np.quantile(errors, 0.99)),
         holds=count_holds(runs / name / "logs" / f"{ROBOT}-driver.log", [(ends[0], last) for ends, last in episodes]),
         share=statistics.median(line.get("governor/share", 1.0) for line in settled),
+        idle_ms=statistics.median(line.get("governor/idle_ms", line["step_ms"]) for line in settled),
         versions=lines[-1]["versions_published"],
         updates=lines[-1]["count"],
     )
@@ -117,6 +120,7 @@ def rows(pairs: int, seconds: float) -> list[Row]:
     within, between = (
         [sum(getattr(run.holds, where) for run in runs) for runs in (on, off)] for where in ("within", "between")
     )
+    seen_ms = statistics.median(run.idle_ms for run in on)
     share = statistics.median(run.versions / run.updates for run in on)
     name, period, fine = "demo at 100 Hz", period_ms[1] / period_ms[0], period_ms[0] <= TARGET_MS
     return [
@@ -124,6 +128,7 @@ def rows(pairs: int, seconds: float) -> list[Row]:
         Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, fine),
         Row(16, f"{name}, watchdog holds within episodes; bound: no pushes", "", *within, None, None, within[0] == 0),
         Row(16, f"{name}, watchdog holds between episodes; bound: no pushes", "", *between, None, None),
+        Row(11, f"{name}, step without a push, by the governor; bound: no pushes", "ms", seen_ms, step_ms[1], None),
         Row(11, f"{name}, share left to pushes", "", statistics.median(run.share for run in on), None, None),
         Row(11, f"{name}, versions for each update", "", share, None, None),
     ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -12,6 +14,23 @@ from user_sys.errors import ConfigError
 from user_sys.weights.governor import ENOUGH, Governor, GovernorConfig
 
 CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, link_bytes_per_s=1e6)
+DECIDING = """
+import itertools, sys
+from user_sys.weights.governor import Governor, GovernorConfig
+
+for quantile in (0.0, 0.99):
+    ticks = itertools.count()
+    governor = Governor(GovernorConfig(quantile=quantile, decide_s=1.0), clock=lambda: next(ticks))
+    before = set(sys.modules)
+    for _ in range(100):
+        governor.observe(0.01)
+    for _ in range(100):
+        with governor.push():
+            governor.observe(0.01)
+    governor.pause()
+    assert governor.decisions
+    print(*(set(sys.modules) - before))
+"""
 
 
 class Machine:
@@ -191,3 +210,8 @@ def test_threads_may_observe_and_push_at_once() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="governor"):
         replace(CONFIG, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_decision_imports_nothing_since_a_control_loop_may_make_it() -> None:
+    done = subprocess.run([sys.executable, "-c", DECIDING], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
