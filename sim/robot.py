@@ -41,6 +41,7 @@ class SimRobotConfig:
         workspace_low_m, workspace_high_m: box for the tool centre point in the base frame, None for the model's own;
             the table's top is z = 0.
         cameras: of ``front`` and ``wrist``, those that the robot has.
+        camera_hz: pictures a second of simulated time, at most; a picture is drawn at the end of a control period.
         image_height, image_width: pixels of each camera.
     """
 
@@ -51,6 +52,7 @@ class SimRobotConfig:
     workspace_low_m: tuple[float, float, float] | None = None
     workspace_high_m: tuple[float, float, float] | None = None
     cameras: tuple[str, ...] = ("front", "wrist")
+    camera_hz: float = 30.0
     image_height: int = 128
     image_width: int = 128
 
@@ -208,7 +210,8 @@ def _action_spec(config: SimRobotConfig) -> ArraySpec:
 
 
 def _camera_spec(name: str, config: SimRobotConfig) -> CameraSpec:
-    return CameraSpec(name=name, height=config.image_height, width=config.image_width, rate_hz=config.rate_hz)
+    rate_hz = min(config.rate_hz, config.camera_hz)
+    return CameraSpec(name=name, height=config.image_height, width=config.image_width, rate_hz=rate_hz)
 
 
 def _limits(config: SimRobotConfig) -> SafetyLimits:

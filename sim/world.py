@@ -72,6 +72,9 @@ class World:
     """A scene with one arm. One thread uses it.
 
     Time moves in `advance` only, so that the same calls after the same `reset` give the same numbers.
+
+    Attributes:
+        resets: how often it was put to a start; its time begins at 0 each time.
     """
 
     def __init__(self, arm: Arm, scene: str, period_s: float) -> None:
@@ -101,12 +104,14 @@ class World:
         self._jacobian = np.zeros((6, self.model.nv))
         self._joint_target = self._home
         self._target = np.zeros(3)
+        self.resets = 0
         x, y = np.mean(arm.cube_places, axis=0)
         self.reset(np.mean((arm.tool_starts.low, arm.tool_starts.high), axis=0), np.array([x, y, arm.cube_edge_m / 2]))
 
     def reset(self, tool_position: Array, object_position: Array, object_yaw_rad: float = 0.0) -> None:
         """Puts the arm at rest with the tool at (3,) `tool_position` and the gripper open, and the object in place."""
         mujoco.mj_resetData(self.model, self.data)
+        self.resets += 1
         n, data = self._joints, self.data
         self._joint_target = self._solve(self._home, tool_position, _ITERATIONS_AT_RESET)
         data.qpos[:n] = data.act[:n] = self._joint_target

@@ -11,6 +11,7 @@ from edge_kit import RIGHT, STILL, WatchedRobot
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hal.camera import Frame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import StopLevel
 from hal.safety import Reason, SafetyKernel
@@ -218,6 +219,30 @@ def test_pictures_are_taken_as_often_as_asked_and_always_in_real_time() -> None:
     assert ticks[0].frames["front"].shape == (16, 16, 3)
     driver.real_time = True
     assert all(driver.command(STILL).frames for _ in range(3))
+    driver.close()
+
+
+class SlowCamera(FakeCamera):
+    """A new picture at every third look."""
+
+    def __init__(self, robot: WatchedRobot) -> None:
+        super().__init__(robot, robot.spec.cameras[0])
+        self._looks = 0
+        self._newest: Frame | None = None
+
+    def read(self) -> Frame:
+        if self._newest is None or self._looks % 3 == 0:
+            self._newest = super().read()
+        self._looks += 1
+        return self._newest
+
+
+def test_a_picture_is_handed_on_once_and_again_after_a_reset() -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [SlowCamera(robot)])
+    driver.connect()
+    ticks = [driver.reset(seed=0), *(driver.command(STILL) for _ in range(4)), driver.reset(seed=1)]
+    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, True]
     driver.close()
 
 

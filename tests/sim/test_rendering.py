@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
@@ -59,6 +60,22 @@ def test_two_robots_and_two_sizes_do_not_disturb_each_other() -> None:
     cameras[0].close()
     assert (cameras[1].read().image == first[1]).all()
     cameras[1].close()
+
+
+def test_pictures_come_at_the_cameras_own_rate_and_anew_after_a_reset() -> None:
+    robot = _robot(rate_hz=100.0, camera_hz=30.0)
+    camera = SimCamera(robot, robot.spec.cameras[0])
+    assert camera.spec.rate_hz == 30.0
+    camera.connect()
+    stamps = []
+    for _ in range(9):
+        stamps.append(camera.read().t_capture_ns)
+        robot.command(np.array(robot.spec.neutral, np.float32))
+    assert [a < b for a, b in itertools.pairwise(stamps)] == [False, False, False, True] * 2
+    robot.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
+    robot.command(np.array(robot.spec.neutral, np.float32))
+    assert camera.read().t_capture_ns > stamps[-1]
+    camera.close()
 
 
 def test_the_same_start_gives_the_same_picture() -> None:

@@ -75,7 +75,8 @@ class DriverPort(Protocol):
 class Driver:
     """Robot, cameras, task and safety kernel. One thread calls it; `close` when done.
 
-    Cameras are read in every `frame_stride`-th control period, and in each while `real_time` is set.
+    Cameras are read in every `frame_stride`-th control period, and in each while `real_time` is set; a tick has the
+    pictures that none before it had, and after a reset the newest of each.
 
     Attributes:
         real_time: a command is observed at the end of its control period, for which `pace` waits.
@@ -99,6 +100,7 @@ class Driver:
         self._teleoperators = list(teleoperators)
         self._frame_stride = frame_stride
         self._periods = 0
+        self._pictured_ns: dict[str, int] = {}  # by camera, the newest picture that a tick had
         self._newest: Observation | None = None
 
     def connect(self) -> None:
@@ -128,6 +130,7 @@ class Driver:
                 self._stop_for(error)
         self.kernel.settle()
         self._periods = 0
+        self._pictured_ns.clear()
         return self._tick(applied=None, reasons=Reason(0), t_command_ns=0, judged=False)
 
     def command(self, action: Array) -> Tick:
@@ -228,4 +231,10 @@ class Driver:
     def _frames(self) -> dict[str, Array]:
         due = self.real_time or self._periods % self._frame_stride == 0
         self._periods += 1
-        return {camera.spec.name: camera.read().image for camera in self.cameras} if due else {}
+        found: dict[str, Array] = {}
+        for camera in self.cameras if due else ():
+            frame, name = camera.read(), camera.spec.name
+            if frame.t_capture_ns != self._pictured_ns.get(name):
+                self._pictured_ns[name] = frame.t_capture_ns
+                found[name] = frame.image
+        return found
