@@ -227,7 +227,7 @@ class Supervisor:
         if len(recent) <= self._policy.max_restarts:
             return True
         error = (
-            f"{' '.join(self._argv)} ended {len(recent)} times within {self._policy.window_s:g} s, last {_cause(code)}"
+            f"{' '.join(self._argv)} ended {len(recent)} times within {self._policy.window_s:g} s, last {cause(code)}"
         )
         if self._log_path is not None:
             error += f"; see {self._log_path}"
@@ -239,5 +239,6 @@ class Supervisor:
         self._status = msgspec.structs.replace(self._status, **changes)
 
 
-def _cause(code: int) -> str:
+def cause(code: int) -> str:
+    """How a process ended whose `NodeStatus.last_exit` is `code`, in words that follow "it ended"."""
     return f"by signal {-code}" if code < 0 else f"with exit status {code}"

@@ -19,6 +19,7 @@ from hal.placement_words import listed
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
 from hal.ray_nodes import ray_resources
 from hal.spec import RobotSpec
+from hal.supervision import cause
 from user_sys.compose import probes
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
@@ -45,6 +46,7 @@ from user_sys.report import Summary, point_latest
 from user_sys.results import conclude
 from user_sys.robot_cards import read_cards
 from user_sys.run_folder import RunCard
+from user_sys.starts import Starts
 from user_sys.store.store import StoreReader
 from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, learner_node, topology
 from user_sys.tunnel.client import TunnelClient
@@ -137,7 +139,8 @@ class Run:
         self._metrics = MetricsWriter(folder.path, "run")
         self._over = threading.Event()
         self._cluster: Cluster | None = None
-        self._failed: set[str] = set()
+        self._failed: dict[str, str] = {}  # processes that cannot be kept alive, and why
+        self._starts = Starts()
         self._missing: dict[str, str] = {}  # robots that never came up, and why
         self._waits: dict[str, str] = {}  # robots that others drive, as it was told
         self._nodes: tuple[Node, ...] = ()
@@ -278,6 +281,7 @@ class Run:
                     self.monitor.on_episode(message)
                 case MetricsReport():
                     self.monitor.on_metrics(message)
+                    self._starts.at_work(message.node)
                     self._log.log(message.node, message.count, message.scalars)
             message = self._client.receive(0.0)
 
@@ -315,15 +319,20 @@ class Run:
             self._look_after_compute(self._cluster, self._gang, display)
         statuses = self._cluster.statuses()
         self._look_after_robots(statuses, display)
+        vital = {GATEWAY, *self._learners}
         for name, status in statuses.items():
-            if status.state is NodeState.FAILED and name not in self._failed:
-                self._failed.add(name)
-                display.say(f"{name} failed: {status.error}; its log is {self._folder.log(name)}")
+            path = self._folder.log(name)
+            if name in vital and self._starts.anew(name, status):
+                display.say(f"{name} ended {cause(status.last_exit or 0)} and was started again; its log is {path}")
+            in_vain = name in vital and self._starts.in_vain(name, status)
+            if (in_vain or status.state is NodeState.FAILED) and name not in self._failed:
+                self._failed[name] = status.error or last_words(path)
+                display.say(f"{name} failed: {self._failed[name]}; its log is {path}")
         sessions = {f"{robot.name}-session" for robot in self._config.robots}
-        if vital := {GATEWAY, *self._learners} & self._failed or (sessions if sessions <= self._failed else set()):
-            name = min(vital)
+        if lost := vital & self._failed.keys() or (sessions if sessions <= self._failed.keys() else set()):
+            name = min(lost)
             raise RunError(
-                f"{name} cannot be kept alive: {statuses[name].error}; see {self._folder.log(name)}; "
+                f"{name} cannot be kept alive: {self._failed[name]}; see {self._folder.log(name)}; "
                 f"nothing that was recorded is lost, go on with `user-sys train --resume {self._folder.path}`"
             )
         learners = [statuses[name] for name in self._learners if name in statuses]
@@ -386,7 +395,7 @@ class Run:
         assert self._cluster is not None
         self._client.send(StopRun(reason=reason))
         nodes = [*(node.name for node in self._nodes), *self._learners]
-        leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed
+        leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed.keys()
         leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         while (leaving or self._guests()) and time.monotonic() < deadline:
