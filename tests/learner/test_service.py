@@ -122,6 +122,7 @@ class Bench:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sink: WeightsSink | None = None,
+        device: str = "cpu",
     ) -> Learner:
         return Learner(
             config,
@@ -131,6 +132,7 @@ class Bench:
             report=lambda count, scalars: self.reported.append((count, scalars)),
             checkpoint_dir=self.folder / checkpoints,
             seed=seed,
+            device=device,
             clock=clock,
         )
 
@@ -157,6 +159,18 @@ def test_demonstrations_become_weights_that_a_robot_can_load(bench: Bench) -> No
     MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
     count, scalars = bench.reported[-1]
     assert count == 10 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_trains_publishes_and_goes_on_from_its_checkpoint_also_without_one(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.fill(Source.ONLINE, 4)
+    for updates, device in ((10, "cuda"), (20, "cuda"), (30, "cpu"), (40, "cuda")):
+        learner = bench.learner(replace(CONFIG, max_updates=updates, batches_ahead=2), device=device)
+        learner.run(threading.Event())
+        assert learner.updates == updates == bench.published[-1].updates
+        MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
+    assert np.isfinite(bench.reported[-1][1]["critic_loss"])
 
 
 def test_a_resumed_run_is_bit_identical(bench: Bench) -> None:

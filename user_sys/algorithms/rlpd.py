@@ -42,6 +42,7 @@ from user_sys.policies.mlp import (
 from user_sys.weights.gpu.device import HostCopies, as_array
 
 LAST_LAYER_GAIN = 0.01
+GENERATOR = "generator"
 Parameters = dict[str, Tensor]
 
 
@@ -212,21 +213,23 @@ class Rlpd(Algorithm):
     def state_dict(self) -> dict[str, Array]:
         """See `Algorithm.state_dict`."""
         state = _copies(self._tensors())
-        state["generator"] = self._generator.get_state().numpy().copy()
+        state[GENERATOR] = self._generator.get_state().numpy().copy()
         state["updates"] = np.array([self._updates], np.int64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """See `Algorithm.load_state_dict`."""
+        """See `Algorithm.load_state_dict`. A state from another sort of device gives all but its generator."""
         expected = {name: value.shape for name, value in self.state_dict().items()}
         found = {name: np.shape(value) for name, value in state.items()}
-        if found != expected:
+        same_device = found.get(GENERATOR) == expected[GENERATOR]
+        if found | {GENERATOR: ()} != expected | {GENERATOR: ()} or GENERATOR not in found:
             wrong = sorted({k for k, _ in set(found.items()) ^ set(expected.items())})
             raise WireError(f"the state is of another RLPD (other settings or another robot): {wrong[:6]} differ")
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 tensor.copy_(torch.from_numpy(np.array(state[name])))
-        self._generator.set_state(torch.from_numpy(np.array(state["generator"])))
+        if same_device:
+            self._generator.set_state(torch.from_numpy(np.array(state[GENERATOR])))
         self._updates = int(state["updates"][0])
 
 

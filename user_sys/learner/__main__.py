@@ -15,6 +15,7 @@ from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.errors import RunError, UserSysError
 from user_sys.learner.checkpoint import sole_writer
+from user_sys.learner.device import training_device
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
 from user_sys.learner.service import Learner
@@ -78,6 +79,7 @@ def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec:
 def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, stop: threading.Event) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_setup` gave it
+    device = training_device(config.learner.device, reserved=any(need.kind == "gpu" for need in config.needs))
 
     def stopped(reason: str) -> None:
         log.info("run.stopped %s", reason)
@@ -102,6 +104,7 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
             checkpoint_dir=checkpoints,
             features=config.policy.features,
             seed=config.seed,
+            device=device,
         )
         learner.run(stop)
         if not envoy.settle(FAREWELL_S):

@@ -23,6 +23,7 @@ from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
+from user_sys.learner.device import CPU, Device
 from user_sys.learner.publishing import Publishing, WeightsSink
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.features import Features
@@ -67,6 +68,7 @@ class LearnerConfig:
         publish: when weights are published, and in which forms.
         checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
         report_interval_s: from one report of scalars to the next.
+        device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `needs` ask for one.
         threads: CPU threads of torch; one leaves the rest of a small machine to the robots.
         max_training_s: training ends then; time in which the staleness bound held it up does not count.
         max_updates: ... or after so many updates; 0 sets no such end.
@@ -84,6 +86,7 @@ class LearnerConfig:
     checkpoint_interval_s: float = 20.0
     checkpoints_kept: int = 3
     report_interval_s: float = 1.0
+    device: Device = "auto"
     threads: int = 1
     max_training_s: float = 300.0
     max_updates: int = 0
@@ -116,6 +119,7 @@ class Learner:
         checkpoint_dir: Path,
         features: Sequence[str] = (),
         seed: int = 0,
+        device: str = CPU,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up the newest checkpoint of `checkpoint_dir`, where there is one.
@@ -125,6 +129,7 @@ class Learner:
             publish: takes versions of the policy's weights.
             report: takes the count of updates and scalars to show; must return at once.
             features: the observations that the policy reads; empty for all vectors.
+            device: torch's name of what trains; for a GPU, batches lie in page-locked memory.
             clock: monotonic seconds.
 
         Raises:
@@ -136,7 +141,7 @@ class Learner:
         self._config, self._reader, self._clock = config, reader, clock
         self._sink, self._report_scalars = publish, report
         self._publishing = Publishing(config.publish, publish, clock)
-        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed)
+        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed, device=device)
         require_room(self._algorithm.policy_weights(), config.publish.forms)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
@@ -145,7 +150,7 @@ class Learner:
         if chooser is not self._mix:
             self._replay.listen(self._mix.update)
         steps = Transitions(config.sampler.n_step, config.algorithm.discount)
-        self._sampler = Sampler(self._replay, chooser, steps, config.batch_size, seed=seed)
+        self._sampler = Sampler(self._replay, chooser, steps, config.batch_size, seed=seed, pin=device != CPU)
         self._batches = Prefetcher(self._sampler, config.batches_ahead)
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
