@@ -36,16 +36,17 @@ STAGES = ("fetch", "decode", "load")
 def push_rows(name: str, make: Callable[[], dict[str, Array]], with_ray: bool) -> list[Row]:
     """A full push against its bytes over bare CURVE, the peers' way of doing it, and where the time went."""
     with ExitStack() as stack:
+        peers: dict[str, Callable[[], float]] = {}
+        if with_ray:
+            ray = RayPeer()
+            stack.callback(ray.close)
+            peers["Ray object store"] = lambda: 1e3 * ray.push(weights)
         pushes, weights = stack.enter_context(pushing(make)), make()
         robot = stack.enter_context(pushes.robot(ROBOT))
         bare, grpc = BareCurve(), GrpcPeer(weights)
         stack.callback(bare.close)
         stack.callback(grpc.close)
-        peers: dict[str, Callable[[], float]] = {"torch.save + gRPC": lambda: 1e3 * grpc.push()}
-        if with_ray:
-            ray = RayPeer(weights)
-            stack.callback(ray.close)
-            peers["Ray object store"] = lambda: 1e3 * ray.push()
+        peers["torch.save + gRPC"] = lambda: 1e3 * grpc.push()
         payload = bytes(pushes.sizes.full_bytes)
         stages: list[Mapping[str, float]] = []
 

@@ -19,6 +19,7 @@ from user_sys.weights.state import BF16
 
 MESSAGE_BYTES = 1 << 20
 GRPC_CHUNK_BYTES = 2 << 20
+STORE_BYTES = 3_000_000_000  # of Ray's, taken from the system as it fills; three pushes of the largest policy
 _METHOD = "/weights/Pull"
 
 
@@ -103,25 +104,25 @@ class GrpcPeer:
 
 
 class RayPeer:
-    """`ray.put` here, `ray.get` and a copy in an actor: another process on this machine, through shared memory."""
+    """`ray.put` here, `ray.get` and a copy in an actor: another process on this machine, through shared memory.
 
-    def __init__(self, weights: Mapping[str, Array]) -> None:
+    To be made before this process is large: Ray forks it, and gives its own processes 30 s to start.
+    """
+
+    def __init__(self) -> None:
         import ray
 
-        self._ray, self._weights = (
-            ray,
-            {name: a.view(np.uint16) if a.dtype == BF16 else a for name, a in weights.items()},
+        self._ray = ray
+        ray.init(
+            address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=STORE_BYTES
         )
-        size = sum(array.nbytes for array in weights.values())
-        store = max(200 << 20, 3 * size)
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=store)
         self._actor = ray.remote(_Holder).remote()
-        self.push()
 
-    def push(self) -> float:
+    def push(self, weights: Mapping[str, Array]) -> float:
         """Seconds."""
+        known = {name: a.view(np.uint16) if a.dtype == BF16 else a for name, a in weights.items()}
         started = time.perf_counter()
-        self._ray.get(self._actor.load.remote(self._ray.put(self._weights)))
+        self._ray.get(self._actor.load.remote(self._ray.put(known)))
         return time.perf_counter() - started
 
     def close(self) -> None:
