@@ -80,7 +80,7 @@ def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() ->
     machine.run(ENOUGH - 1, 0.0, pushing=False)
     machine.run(1000, 100.0, pushing=True)
     assert machine.governor.share == 1.0 and not machine.governor.decisions
-    machine.run(ENOUGH, 0.0, pushing=False)
+    machine.run(ENOUGH + 100, 0.0, pushing=False)
     machine.run(30_000, 100.0, pushing=True)
     assert machine.governor.share == 0.2
 
@@ -88,11 +88,12 @@ def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() ->
 class Pushed:
     """A learner that publishes after every step if the governor lets it: steps of 10 ms, and each push costs 1 ms more.
 
-    What a push does to the step is over with the step, save for what gateway and robots do in the one that follows.
+    Most of what a push does to the step is over with the step; what gateway and robots do `lingers_s` longer.
     """
 
-    def __init__(self, cost_s: float = 0.001, enabled: bool = True) -> None:
+    def __init__(self, cost_s: float = 0.001, enabled: bool = True, lingers_s: float = 0.01) -> None:
         self.now_s, self.open_s, self.pushed, self.cost_s = 0.0, 0.0, 0, cost_s
+        self.lingers_s, self.late_s = lingers_s, 0.0
         self.steps_s: list[float] = []
         config = GovernorConfig(enabled=enabled)
         self.governor = Governor(config, clock=lambda: self.now_s, sleep=self.sleep)
@@ -103,12 +104,11 @@ class Pushed:
     def run(self, steps: int) -> float:
         """Returns by how much the steps took longer than without pushes."""
         self.steps_s = []
-        late = False
         for _ in range(steps):
-            push = self.now_s >= self.open_s
+            push, late = self.now_s >= self.open_s, self.now_s < self.late_s
             taken_s = 0.01 + 0.7 * self.cost_s * push + 0.3 * self.cost_s * late
-            late = push
             if push:
+                self.late_s = self.now_s + taken_s + self.lingers_s
                 self.pushed += 1
                 with self.governor.push():
                     self.now_s += taken_s
@@ -129,6 +129,13 @@ def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the
     assert learner.run(20_000) <= 0.03
     assert learner.pushed - pushed > 20_000 * 0.03 / 0.1 / 3, "and no more than that"
     assert learner.governor.scalars()["governor/longer"] <= 0.05
+
+
+def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without() -> None:
+    learner = Pushed(cost_s=0.0008, lingers_s=0.4)
+    learner.run(5000)
+    assert learner.run(20_000) <= 0.03
+    assert learner.governor.scalars()["governor/idle_ms"] == pytest.approx(10.0)
 
 
 def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:

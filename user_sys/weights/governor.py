@@ -28,8 +28,8 @@ from user_sys.errors import ConfigError
 
 SAMPLES = 256  # of the victim's newest times, with and without a push
 ENOUGH = 16  # samples on both sides before anything is decided
-TAIL = 4  # samples after a push still count as of it: gateway and robots are at work on it
-LOOK_EVERY = 256  # samples of pushes for which ENOUGH without any are wanted
+SETTLE_S = 0.5  # after a push its effects go on: gateway and robots are at work on it, and their disks
+LOOK_EVERY = 512  # samples of pushes for which ENOUGH without any are wanted
 LEAST_S = 1e-9
 OUTLIER = 2.0  # a time counts in a mean as so many idle medians at most: a checkpoint, say, is no push's doing
 LONGEST_REST_S = 0.25
@@ -104,7 +104,7 @@ class Governor:
         self._seen = [0, 0]  # samples since the last decision, without and with a push
         self._pushes = 0
         self._worked_s = 0.0  # on pushes, without rests, since the last pause
-        self._after = TAIL  # samples since a push was under way
+        self._settled_s = -math.inf  # when the effects of the newest push are over
         self._unseen = 0  # samples of pushes since the victim was seen without
         self.pause_s = 0.0
         self._next_s = clock() + config.decide_s
@@ -112,15 +112,15 @@ class Governor:
         self._work = threading.local()
 
     def observe(self, seconds: float) -> None:
-        """One time of the victim."""
+        """One time of the victim, which has just passed."""
+        now = self._clock()
         with self._lock:
-            touched = self._after < TAIL
-            self._after = 0 if self._pushes else self._after + 1
+            touched = self._pushes > 0 or now - seconds < self._settled_s
             self._times[touched].append(seconds)
             self._seen[touched] += 1
             self._unseen = self._unseen + 1 if touched else max(0, self._unseen - LOOK_EVERY // ENOUGH)
-            if self._config.enabled and self._clock() >= self._next_s:
-                self._next_s = self._clock() + self._config.decide_s
+            if self._config.enabled and now >= self._next_s:
+                self._next_s = now + self._config.decide_s
                 self._decide()
 
     @contextmanager
@@ -128,14 +128,15 @@ class Governor:
         """Whoever works on a push does it inside this."""
         with self._lock:
             self._pushes += 1
-            self._after = 0
         self._work.since_s = self._clock()
         try:
             yield
         finally:
+            now = self._clock()
             with self._lock:
                 self._pushes -= 1
-                self._worked_s += max(0.0, self._clock() - self._work.since_s)
+                self._settled_s = now + SETTLE_S
+                self._worked_s += max(0.0, now - self._work.since_s)
 
     def breathe(self, done_bytes: int) -> None:
         """Called by bulk work after each slice: rests as long as its share says."""
@@ -162,7 +163,7 @@ class Governor:
             step_s = _quantile(np.array(idle or pushing), 0.5)
             self.pause_s = (worked_s + step_s) * (1.0 / self.share - 1.0)
             if self._unseen >= LOOK_EVERY:
-                self.pause_s = max(self.pause_s, (TAIL + ENOUGH) * step_s)
+                self.pause_s = max(self.pause_s, SETTLE_S + ENOUGH * step_s)
             return self.pause_s
 
     def link_limit(self) -> float:
