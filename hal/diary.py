@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from hal.errors import UNDECODABLE
+
 logger = logging.getLogger(__name__)
 
 DIARY = "drivers.jsonl"  # in the folder of a registry
@@ -54,6 +56,6 @@ def read_diary(path: Path) -> list[Entry]:
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
         try:
             entries.append(msgspec.json.decode(line, type=Entry))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             logger.warning("diary.damaged_line file=%s line=%d: %s", path, number, error)
     return entries

@@ -26,7 +26,7 @@ from typing import Self
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.errors import UNDECODABLE, LeaseError, LeaseHeld, SpecError, StaleToken
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ def _read_table(path: Path | None) -> _Table:
         return _Table()
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_Table)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise LeaseError(f"the lease table {path} cannot be read ({error}); tokens must not start over") from error
     if table.version != 1:
         raise LeaseError(f"the lease table {path} has version {table.version}; this program knows 1")

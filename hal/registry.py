@@ -23,7 +23,7 @@ import msgspec
 
 from hal.diary import DIARY, Diary, What
 from hal.durable import replace_durably
-from hal.errors import LeaseError, RegistryError
+from hal.errors import UNDECODABLE, LeaseError, RegistryError
 from hal.lease import Lease, LeaseTable
 from hal.resource import Health, ResourceRecord
 from hal.standing import Order, OrderBook
@@ -250,7 +250,7 @@ def read_registry(folder: Path) -> tuple[ResourceRecord, ...]:
         return _RECORDS.decode(path.read_bytes())
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise RegistryError(
             f"the registry's file {path} cannot be read ({error}); delete it: robots enter anew"
         ) from None

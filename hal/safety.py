@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from hal.durable import remove_durably, replace_durably
-from hal.errors import SpecError
+from hal.errors import UNDECODABLE, SpecError
 from hal.motion import NO_REASON, ActionLimits, Reason, StateLimits
 from hal.robot import Observation, StopLevel
 from hal.spec import STATE, Array, RobotSpec
@@ -259,7 +259,7 @@ def _read_latch(path: Path | None) -> EmergencyStop | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=EmergencyStop)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         logger.error("estop.latch_unreadable path=%s error=%s", path, error)
         return EmergencyStop(by="unknown", why=f"the latch in {path} cannot be read", unix_ns=0)
 

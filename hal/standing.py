@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import RegistryError
+from hal.errors import UNDECODABLE, RegistryError
 from hal.resource import Health
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class OrderBook:
             return _PAGE.decode(self.path.read_bytes()).orders
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             raise RegistryError(
                 f"the orders in {self.path} cannot be read ({error}); look, mend or delete it"
             ) from None

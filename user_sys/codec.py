@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from crc32c import crc32c
 
+from hal.errors import UNDECODABLE
 from user_sys.errors import WireError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -158,7 +159,7 @@ def decode_record(parts: OpenPacket, kind: type[Record]) -> Record:
     """The record of an opened packet. Raises WireError: it does not decode as `kind`."""
     try:
         record: Record = _decoder(kind).decode(parts.record)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"packet header does not decode as {kind.__name__}: {error}") from None
     return record
 
@@ -171,7 +172,7 @@ def _decoder(kind: type[Record]) -> msgspec.msgpack.Decoder[Record]:
 def _parse_layout(raw: bytes) -> Layout:
     try:
         entries = _LAYOUT_DECODER.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"packet layout does not decode: {error}") from None
     places, offset = [], 0
     for entry in entries:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import SpecError
+from hal.errors import UNDECODABLE, SpecError
 from hal.spec import RobotSpec
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def _read(path: Path) -> RobotCard | None:
             card = msgspec.json.decode(file.read(MAX_CARD_BYTES), type=RobotCard)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SpecError) as error:
+    except (*UNDECODABLE, SpecError) as error:
         log.warning("robots.damaged_card file=%s: %s", path, error)
         return None
     if card.robot != path.name.removesuffix(_SUFFIX):  # its name becomes that of a file where the card is copied

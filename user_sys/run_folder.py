@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import replace_durably
+from hal.errors import UNDECODABLE
 from user_sys.config import load, save
 from user_sys.errors import RunError
 from user_sys.topology import RunConfig, RunFolder
@@ -82,7 +83,7 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunCon
         card = msgspec.json.decode((folder.path / CARD).read_bytes(), type=RunCard)
     except OSError:
         raise RunError(f"{path} is not a run folder: it has no {CARD}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunError(f"{path / CARD} cannot be read: {error}") from None
     if card.format != FORMAT:
         raise RunError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import socket
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zmq
 
+from hal import diary, lease, registry, safety, standing
 from hal.errors import HalError
+from hal.resource import Kind, ResourceRecord
 from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys import messages as m
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.config import load
 from user_sys.console import wire as console
+from user_sys.edge import driver_wire as driver
+from user_sys.edge.dropped import Dropped, read_dropped, write_dropped
 from user_sys.episode import (
     APPLIED,
     CRC,
@@ -38,12 +44,18 @@ from user_sys.episode import (
     open_chunk,
 )
 from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
+from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frames_of
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_read import LerobotDataSet
+from user_sys.learner import checkpoint, envoy_wire
 from user_sys.replay.features import Features
 from user_sys.replay.verified import FRAME, ChunkRows
+from user_sys.robot_cards import keep_card, read_cards
+from user_sys.run_folder import CARD, FORMAT, RunCard, reopen
+from user_sys.store import inbox
 from user_sys.store.block import TABLES, decode_block, summarise_records
+from user_sys.store.files import REAL
 from user_sys.store.frame import RecordRef
 from user_sys.store.labels import (
     DeleteLabel,
@@ -317,6 +329,109 @@ def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
     return read, (msgspec.json.encode(info),)
 
 
+def _made(name: str, write: Callable[[Path], object]) -> bytes:
+    """What `write` leaves at the path that it is given."""
+    path = _FOLDER / "made" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path)
+    return path.read_bytes()
+
+
+def _leases(path: Path) -> object:
+    return lease.LeaseTable(path).acquire("r", "h")
+
+
+def _run(path: Path) -> object:
+    path.with_name("config.yaml").write_text("robots: [{name: a}]")
+    return reopen(path.parent)
+
+
+# What programs find on their own disk when they start: how it is read, and an example.
+_STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
+    ("leases.json", _leases, _made("leases.json", _leases)),
+    ("fence", lease.Fence, _made("fence", lambda path: lease.Fence(path).admit(7))),
+    (
+        "latch.json",
+        lambda path: safety.SafetyKernel(_SPEC, latch_path=path),
+        _made("latch.json", lambda path: safety.latch_emergency(path, "ana", "seen")),
+    ),
+    (
+        "orders.json",
+        lambda path: standing.OrderBook(path).read(),
+        _made("orders.json", lambda path: standing.OrderBook(path).give("r", "quarantined", "ana", "it sticks")),
+    ),
+    (
+        "registry.json",
+        lambda path: registry.read_registry(path.parent),
+        msgspec.json.encode((ResourceRecord(kind=Kind.ROBOT, name="r", model="m", node="n"),)),
+    ),
+    (
+        "diary.jsonl",
+        diary.read_diary,
+        msgspec.json.encode(diary.Entry(unix_s=1.0, what="granted", resource="r", holder="h", token=1)),
+    ),
+    (
+        "gateway.json",
+        lambda path: read_address(path.parent),
+        msgspec.json.encode(GatewayAddress(endpoint="tcp://127.0.0.1:1", public_key="k")),
+    ),
+    (
+        CARD,
+        _run,
+        msgspec.json.encode(RunCard(format=FORMAT, name="n", started_unix_s=1.0, endpoint="tcp://127.0.0.1:1")),
+    ),
+    (
+        "cards/r.json",
+        lambda path: read_cards(path.parent),
+        _made("r.json", lambda path: keep_card(path.parent, "r", _SPEC)),
+    ),
+    ("inbox/1.labels", inbox.read_post, msgspec.msgpack.encode(_LABELS)),
+    (
+        "dropped",
+        lambda path: read_dropped(REAL, path),
+        _made("dropped", lambda path: write_dropped(REAL, path, Dropped(episodes=1, chunks=2, ranges=((3, 4),)))),
+    ),
+)
+
+
+def _state(raw: bytes) -> None:
+    """The first byte says which file."""
+    name, read, _ = _STATE[(raw[:1] or b"\0")[0] % len(_STATE)]
+    _in_file(f"state/{name}", read)(raw[1:])
+
+
+def _changed_state(raw: bytes, rng: random.Random) -> bytes:
+    return raw[:1] + (mutations.json if raw[1:2] in b"{[" else mutations.msgpack)(raw[1:], rng)
+
+
+_CHECKPOINT = checkpoint.Checkpoint(3, {"position": 7, "policy": "ab"}, {"w": np.ones((2, 3), np.float32)})
+
+
+def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
+    """With a digest that is right again."""
+    head, body = raw[:8], raw[44:]
+    at = rng.randrange(len(body))
+    body = body[:at] + bytes([rng.randrange(256)]) + body[at + rng.randrange(2) :]
+    return head + hashlib.blake2b(body, digest_size=32).digest() + raw[40:44] + body
+
+
+def _word(raw: bytes) -> object:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(raw[: envoy_wire.MAX_RECORD_BYTES] or b"\0")
+        return envoy_wire.Line(theirs).receive(0.0)
+
+
+_WORDS: tuple[envoy_wire.Word, ...] = (
+    envoy_wire.Memory(8, 64),
+    envoy_wire.Snapshot(1, 2, 3, (4,)),
+    envoy_wire.Step(0.1),
+    envoy_wire.Report(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
+    envoy_wire.Status(1, 1, -1, 1, 0.5, {"s": 1.0}, envoy_wire.Failure("NotFinite", "t")),
+)
+_REQUEST = driver.Request(order="command", session="s", token=1)
+_REPLY = driver.Reply(spec=_SPEC, task=driver.TaskCard(name="n", sentence="s", max_steps=1), hand="twist")
+
 _info, _info_examples = _data_set()
 _segment, _segment_examples = _log_file("*.seg*")
 _manifest, _manifest_examples = _log_file("*[Mm][Aa][Nn][Ii][Ff]*")
@@ -354,6 +469,26 @@ TARGETS = {
     "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,), mutations.json),
     "picture": Target(lambda raw: decode(decode_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))),
     "data-set": Target(_info, (DataSetError,), _info_examples, mutations.json),
+    "state": Target(
+        _state,
+        (HalError, ConfigError, RunError, StoreError),
+        tuple(bytes([place]) + example for place, (_, _, example) in enumerate(_STATE)),
+        _changed_state,
+    ),
+    "checkpoint": Target(checkpoint.decode_checkpoint, (WireError,), (_CHECKPOINT.encode(),), _changed_checkpoint),
+    "request": Target(
+        lambda raw: decode_packet(raw, driver.Request),
+        (WireError,),
+        (encode_packet(_REQUEST, {"action": np.zeros(4, np.float32)}),),
+        mutations.packet,
+    ),
+    "reply": Target(
+        lambda raw: decode_packet(raw, driver.Reply),
+        (WireError, HalError),
+        (encode_packet(_REPLY, {STATE: np.zeros(3, np.float32)}),),
+        mutations.packet,
+    ),
+    "word": Target(_word, (WireError,), tuple(map(msgspec.msgpack.encode, _WORDS)), mutations.msgpack),
     "config": Target(
         _in_file("run.yaml", lambda path: load(RunConfig, path)),
         (ConfigError, HalError),

@@ -5,6 +5,7 @@ Each record of an outbox carries marks in its `schema`, so that episodes are tol
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence, Set
@@ -14,6 +15,7 @@ from typing import Literal, Self
 import msgspec
 from crc32c import crc32c
 
+from hal.errors import UNDECODABLE
 from user_sys.episode import Phase, Source, open_chunk
 from user_sys.store.files import Files, replace_durably
 from user_sys.store.log import RecordRef
@@ -113,10 +115,11 @@ def read_dropped(files: Files, path: Path) -> Dropped:
     finally:
         files.close(fd)
     body = raw[_CRC_BYTES:]
-    if not body or crc32c(body) != int.from_bytes(raw[:_CRC_BYTES], "little"):  # of nothing it is 0
-        logger.error("outbox.note-damaged path=%s: chunks that were dropped may be sent", path)
-        return Dropped()
-    return msgspec.msgpack.decode(body, type=Dropped)
+    if body and crc32c(body) == int.from_bytes(raw[:_CRC_BYTES], "little"):  # of nothing it is 0
+        with contextlib.suppress(*UNDECODABLE):
+            return msgspec.msgpack.decode(body, type=Dropped)
+    logger.error("outbox.note-damaged path=%s: chunks that were dropped may be sent", path)
+    return Dropped()
 
 
 def write_dropped(files: Files, path: Path, dropped: Dropped) -> None:

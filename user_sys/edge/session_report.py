@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from hal.errors import UNDECODABLE
 from hal.lease import runtime_folder
 from user_sys.edge.outbox import Outbox
 from user_sys.tunnel.client import TunnelClient
@@ -84,7 +85,7 @@ def read_report(robot: str, pid: int | None) -> SessionReport | None:
     """What the session that runs as `pid` said last; None where it has not said anything yet."""
     try:
         report = msgspec.json.decode(report_path(robot).read_bytes(), type=SessionReport)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
     return report if report.pid == pid else None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.errors import HalError
+from hal.errors import UNDECODABLE, HalError
 from hal.signals import stop_on_signals
 from user_sys.errors import RunError, UserSysError
 from user_sys.gateway.config import GatewayConfig
@@ -31,7 +31,7 @@ def _config(path: Path) -> GatewayConfig:
         return GatewayConfig()
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=_RunFile).gateway
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise RunError(f"{path}: {error}") from None
 
 

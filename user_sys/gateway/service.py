@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import HalError, LeaseError
+from hal.errors import UNDECODABLE, HalError, LeaseError
 from hal.lease import Lease, LeaseTable
 from hal.registry import MAX_FAULTS, Registry
 from hal.resource import Kind, ResourceRecord
@@ -348,7 +348,7 @@ def read_address(run_dir: Path) -> GatewayAddress | None:
         return msgspec.json.decode(path.read_bytes(), type=GatewayAddress)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise RunError(f"{path} cannot be read ({error}); delete it and start again") from None
 
 

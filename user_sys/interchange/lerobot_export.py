@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hal.durable import replace_durably
+from hal.errors import UNDECODABLE
 from hal.spec import RobotSpec
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeReader, Layout, Selection, specs_beside
@@ -119,7 +120,7 @@ def open_plan(store: Path, output: Path, options: LerobotOptions) -> Plan:
 def _earlier_plan(path: Path, store: Path, options: LerobotOptions) -> Plan:
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=Plan)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export anew") from None
     if plan.options != options or plan.store != str(store.resolve()):
         raise DataSetError(

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hal.errors import UNDECODABLE
 from user_sys.codec import DTYPES, Array
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, decode_file, frame_size
@@ -248,7 +249,7 @@ def _read_info(root: Path) -> Info:
         inside = sorted(each.parent.parent.name for each in root.glob(f"*/{INFO}"))
         hint = f"; it holds the data sets {', '.join(inside)}: import each" if inside else ""
         raise DataSetError(f"{root} is no LeRobot data set, or an unfinished one: it has no {INFO}{hint}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DataSetError(f"{path} is not what LeRobot v3 writes: {error}") from None
 
 

@@ -17,6 +17,7 @@ from typing import Self, TypeAlias
 import msgspec
 import numpy as np
 
+from hal.errors import UNDECODABLE
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.messages import Hello, MetricsReport
@@ -154,7 +155,7 @@ class Line:
             raise LinkDown("the other end has closed")
         try:
             return self._decoder.decode(raw), descriptors[0] if descriptors else None
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise WireError(f"not a word between learner and envoy: {error}") from None
 
     def _await(self, event: int, seconds: float) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from hal.errors import UNDECODABLE
 from user_sys.codec import Array, decode_packet, encode_packet
 from user_sys.episode import ChunkHeader, PackedChunk, open_chunk
 from user_sys.errors import WireError
@@ -134,7 +135,7 @@ def decode_block(raw: bytes | memoryview) -> Block:
             name: _checked(arrays[CHUNK_PREFIX + name], dtype, head.chunks) for name, dtype in CHUNK_COLUMNS.items()
         }
         steps = {name: _checked(arrays[name], dtype, head.steps) for name, dtype in STEP_DTYPES.items()}
-    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (KeyError, *UNDECODABLE) as error:
         raise WireError(f"not a block: {error}") from None
     sound = [int(chunks["steps"].sum()) == head.steps, (chunks["steps"] > 0).all()]
     for name, table, least in (("episode", tables.episodes, 0), ("end", tables.ends, -1)):

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import remove_durably, replace_durably
+from hal.errors import UNDECODABLE
 from user_sys.errors import StoreError
 from user_sys.store.labels import Label, encode_label
 
@@ -54,7 +55,7 @@ def read_post(file: Path) -> tuple[Label, ...]:
     try:
         with file.open("rb") as stream:
             labels: tuple[Label, ...] = _DECODER.decode(stream.read(MAX_POST_BYTES + 1))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise StoreError(f"{file} holds no labels: {error}; delete it") from None
     return labels
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from hal.errors import UNDECODABLE
 from user_sys.episode import MAX_STEPS_PER_CHUNK, Phase
 from user_sys.errors import WireError
 
@@ -75,6 +76,6 @@ def decode_label(raw: bytes | memoryview) -> Label:
     """The label in `raw`. Raises WireError: it is none."""
     try:
         label: Label = _DECODER.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"not a label: {error}") from None
     return label

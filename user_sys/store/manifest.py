@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from crc32c import crc32c
 
+from hal.errors import UNDECODABLE
 from user_sys.errors import StoreCorrupt
 from user_sys.store.files import Files, replace_file
 from user_sys.store.footer import Footer, read_footer
@@ -133,7 +134,7 @@ def load(files: Files, path: Path) -> Manifest | None:
     check_version(version, str(path / MANIFEST))
     try:
         return msgspec.msgpack.decode(body[_HEAD.size :], type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise StoreCorrupt(f"{path / MANIFEST} does not decode: {error}") from None
 
 

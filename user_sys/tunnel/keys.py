@@ -27,6 +27,7 @@ import zmq
 from zmq.utils import z85
 
 from hal.durable import remove_durably, replace_durably, sync_folder
+from hal.errors import UNDECODABLE
 from user_sys.errors import ConfigError, RunError
 
 Role = Literal["robot", "learner", "console", "relay"]
@@ -140,7 +141,7 @@ def load_keypair(path: Path) -> KeyPair:
         keys = msgspec.json.decode(content, type=KeyPair)
         checked_public_key(keys.public)
         checked_public_key(keys.secret)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError):
+    except (*UNDECODABLE, ConfigError):
         raise RunError(f"{path} holds no key pair; make one with `user-sys keys new`") from None
     if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
         raise RunError(f"{path} holds two halves that do not belong together; make a new key with `user-sys keys new`")
@@ -287,6 +288,6 @@ class Keyring:
             with (self.folder / file_name).open("rb") as stream:
                 entry = msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=AllowedKey)
             checked_public_key(entry.public)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ConfigError):
+        except (OSError, *UNDECODABLE, ConfigError):
             return None
         return entry if entry.name == file_name.removesuffix(".json") else None

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from hal.errors import UNDECODABLE
 from user_sys.errors import WireError
 
 Form: TypeAlias = Literal["exact", "bf16", "int8"]
@@ -111,7 +112,7 @@ def decode_record(raw: bytes, kind: type[Record]) -> Record:
     """Raises WireError: not a record of this kind."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"not a {kind.__name__}: {str(error)[:200]}") from None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from hal.errors import UNDECODABLE
 from user_sys.codec import MAGIC
 from user_sys.episode import ChunkHeader
 from user_sys.store.frame import RECORD_HEADER_BYTES, Damage
@@ -108,7 +109,7 @@ def _own_word(file: Path, damage: Damage) -> LostChunk | None:
         return None
     try:
         header = _HEADER.decode(raw[_PREFIX.size : _PREFIX.size + size])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None  # it does not even say what it is, which is all that was asked
     return LostChunk(episode=header.episode, index=header.index, first_step=header.first_step, steps=header.steps)
 
