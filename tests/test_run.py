@@ -344,6 +344,17 @@ def test_a_robot_that_never_comes_up_ends_the_run(tmp_path: Path, without_egl: d
     )
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+def test_a_learner_that_fails_at_every_start_ends_the_run(config: Path) -> None:
+    require_one_line(
+        config.parent,
+        "learner cannot be kept alive: .*learner.device is cuda, and torch .* finds no GPU on .*; see .*learner.log; "
+        "nothing that was recorded is lost",
+        *("train", config, "--learner.device=cuda"),
+    )
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or shutil.which("mount") is None:
