@@ -39,9 +39,11 @@ from user_sys.weights.swap import PolicySwapper
 
 PAIRS = 15
 SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to where it stays
-STEPS = 30  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
+STEPS = 60  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
+BEFORE_S = 0.6  # of each half, not counted: what a push sets going at gateway and robot lasts for half a second
 BATCH = 256
 GOVERNED_S = 30.0
+PERIOD = RlpdConfig().actor_period
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "weights-governor.png"
 
 
@@ -68,7 +70,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         self._stack = ExitStack()
         self.run = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        self.version = 0
+        self.version = self.steps = 0
         spec, rng = example_spec(), np.random.default_rng(0)
         self.algorithm, self.batch = Rlpd(RlpdConfig(), spec, seed=0), example_batch(rng, BATCH)
         for name, role in (("learner", "learner"), ("panda-0", "robot")):
@@ -104,6 +106,7 @@ class Fleet:
 
     def step(self, envoy: Envoy, push: bool) -> float:
         """Seconds of one update as the learner makes it, with what it does to publish when it does."""
+        self.steps += 1
         started = time.perf_counter()
         self.algorithm.update(self.batch)
         if push and not envoy.busy:
@@ -152,12 +155,12 @@ def _row(fleet: Fleet, envoy: Envoy, title: str, every_s: float, target: float |
         half(fleet, envoy, lambda: False)
         half(fleet, envoy, due)
     idle, pushing = list[Half](), list[Half]()
-    published = envoy.published
+    published, steps = envoy.published, fleet.steps
     for pair in range(PAIRS):
         for push in (pair % 2 == 0, pair % 2 == 1):
             (pushing if push else idle).append(half(fleet, envoy, due if push else lambda: False))
     name = f"push {title}; bound: without pushes"
-    share = (envoy.published - published) / (PAIRS * STEPS)
+    share = 2 * (envoy.published - published) / (fleet.steps - steps)
     return [
         Row(11, f"versions published for each step, {title}", "", share, None, None),
         _half_row(f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target),
@@ -182,6 +185,7 @@ def _half_row(name: str, ours: list[float], bound: list[float], target: float | 
 class Half:
     """Milliseconds: the median step, the processor time of the median step's thread, and that of the process a step.
 
+    A step is the mean of as many as there are to each update of the actor: those take twice as long as the others.
     On a machine that others use, a step waits for the processor; its processor time does not tell that.
     """
 
@@ -191,13 +195,16 @@ class Half:
 
 
 def half(fleet: Fleet, envoy: Envoy, due: Callable[[], bool]) -> Half:
-    """`STEPS` steps, after what was under way has arrived."""
+    """`STEPS` steps, after what was under way has arrived and `BEFORE_S` of the same have passed."""
     envoy.settle(10)
+    before_s = time.monotonic() + BEFORE_S
+    while time.monotonic() < before_s or fleet.steps % PERIOD:
+        fleet.step(envoy, due())
     process_s, wall, own = time.process_time(), list[float](), list[float]()
-    for _ in range(STEPS):
-        own_s = time.thread_time()
-        wall.append(fleet.step(envoy, due()))
-        own.append(time.thread_time() - own_s)
+    for _ in range(STEPS // PERIOD):
+        own_s, wall_s = time.thread_time(), sum(fleet.step(envoy, due()) for _ in range(PERIOD))
+        wall.append(wall_s / PERIOD)
+        own.append((time.thread_time() - own_s) / PERIOD)
     process_ms = 1e3 * (time.process_time() - process_s) / STEPS
     return Half(1e3 * statistics.median(wall), 1e3 * statistics.median(own), process_ms)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -136,6 +137,16 @@ def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without() 
     learner.run(5000)
     assert learner.run(20_000) <= 0.03
     assert learner.governor.scalars()["governor/idle_ms"] == pytest.approx(10.0)
+
+
+def test_of_two_sorts_of_steps_the_longer_count_in_full() -> None:
+    machine = Machine()
+    for pushing in (False, True):
+        for step in range(2000):
+            machine.now_s += (seconds := 0.012 * (1 + 0.5 * pushing) if step % 2 else 0.006)
+            with machine.governor.push() if pushing else contextlib.nullcontext():
+                machine.governor.observe(seconds)
+    assert machine.governor.scalars()["governor/longer"] == pytest.approx(1 / 3)
 
 
 def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:

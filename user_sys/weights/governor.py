@@ -31,7 +31,8 @@ ENOUGH = 16  # samples on both sides before anything is decided
 SETTLE_S = 0.5  # after a push its effects go on: gateway and robots are at work on it, and their disks
 LOOK_EVERY = 512  # samples of pushes for which ENOUGH without any are wanted
 LEAST_S = 1e-9
-OUTLIER = 2.0  # a time counts in a mean as so many idle medians at most: a checkpoint, say, is no push's doing
+USUAL = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
+OUTLIER = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
 LONGEST_REST_S = 0.25
 LARGEST_CHUNK_BYTES = 32 << 20
 LEAST_CHUNK_BYTES = 1 << 20
@@ -43,7 +44,7 @@ class GovernorConfig:
 
     Attributes:
         enabled: without it a push takes what it can get.
-        budget: how much longer the victim may take; 0.03 is three percent.
+        budget: how much longer the victim may take; 0.02 is two percent.
         quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
             times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
         least_share: the push always gets this much, so that weights do arrive.
@@ -54,7 +55,7 @@ class GovernorConfig:
     """
 
     enabled: bool = True
-    budget: float = 0.03
+    budget: float = 0.02
     quantile: float = 0.0
     least_share: float = 0.05
     cut: float = 0.7
@@ -207,7 +208,7 @@ class Governor:
         if self._config.quantile:
             idle_s, pushing_s = (_quantile(times, self._config.quantile) for times in (idle, pushing))
             return idle_s, pushing_s, pushing_s / max(idle_s, LEAST_S) - 1.0
-        most_s = OUTLIER * _quantile(idle, 0.5)
+        most_s = OUTLIER * _quantile(idle, USUAL)
         idle_s, pushing_s = (float(np.minimum(times, most_s).mean()) for times in (idle, pushing))
         return idle_s, pushing_s, (pushing_s / max(idle_s, LEAST_S) - 1.0) * self._seen[1] / sum(self._seen)
 
