@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from user_sys.compose import RobotConfig
 from user_sys.errors import RunError
+from user_sys.evaluate import EvaluationConfig
 from user_sys.report import (
     EpisodePoint,
     Summary,
@@ -27,6 +29,8 @@ from user_sys.report import (
     write_report,
     write_video,
 )
+from user_sys.results import conclude
+from user_sys.topology import RunConfig, RunFolder
 
 Frame = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -121,6 +125,14 @@ def test_a_video_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
             write_video(path, frames, fps=10)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["evaluation.mp4"]
+
+
+def test_a_run_that_wants_no_evaluation_keeps_its_counts(tmp_path: Path, console: Console) -> None:
+    """Also without a policy: a real robot is not to be let go alone when its training is over."""
+    robot = RobotConfig(name="left", driver="fake", task="reach")
+    config = RunConfig(robots=(robot,), evaluation=EvaluationConfig(episodes=0))
+    assert conclude(config, RunFolder(tmp_path), [], _summary(0, 0), console) == _summary(0, 0)
+    assert read_summary(tmp_path)["success"] is None
 
 
 def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:

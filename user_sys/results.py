@@ -78,7 +78,8 @@ def conclude(
 ) -> Summary:
     """Evaluates the run's policy, and writes summary, plot and video.
 
-    A run without a robot of its own has nothing to evaluate on: its summary holds the counts alone.
+    A run without a robot of its own has nothing to evaluate on, and one may want no evaluation: its summary holds the
+    counts alone.
 
     Args:
         points: the training episodes, for the plot.
@@ -87,7 +88,7 @@ def conclude(
     Raises:
         RunError: there is no policy to evaluate, or a file cannot be written.
     """
-    if not config.robots:
+    if not config.robots or config.evaluation.episodes < 1:
         write_report(folder.path, counts, points, console)
         return counts
     episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console)

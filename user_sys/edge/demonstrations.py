@@ -53,7 +53,7 @@ def demonstrate(
     station = build_station(config)
     if station.expert is None:
         raise ConfigError(
-            f"no scripted expert knows the task {config.task!r}; give a store with demonstrations instead"
+            f"no scripted expert knows the task {config.task!r}: with --demonstrations.episodes=0 a person shows it"
         )
     with local_driver(station, config, config.frame_stride) as driver:
         chunks: list[bytes] = []
