@@ -27,7 +27,7 @@ PINS := pyproject.toml constraints.txt .ci/set-up
 .PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watch (DEMO=smoke: a short form; ARGS=--seed=1)
 	@.ci/check-egl
@@ -76,7 +76,7 @@ types: $(INSTALLED_DEV)  ## mypy, strict
 
 bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, JSON in benchmarks/out/
 	@.ci/check-egl
-	@for bench in $(filter-out %/__init__.py %/harness.py %_ends.py,$(wildcard benchmarks/*.py)); do \
+	@for bench in $(filter-out %_ends.py,$(shell grep -l __main__ benchmarks/*.py)); do \
 	  echo "== $$bench"; $(BIN)/python -m $$(echo $${bench%.py} | tr / .) $(ARGS) || exit 1; \
 	done
 
