@@ -1,0 +1,165 @@
+"""The documentation: its examples are what the program takes, its commands are there, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hal.errors import SpecError
+from hal.station import StationRequest, read_options
+from user_sys.cli import _parse
+from user_sys.compose import RobotConfig, link_settings
+from user_sys.config import as_dict, load, read
+from user_sys.edge.main import EdgeConfig
+from user_sys.errors import ConfigError
+from user_sys.gateway.relay import RelayConfig
+from user_sys.needs import NeedConfig
+from user_sys.topology import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+WRITTEN = re.compile(r"^cat > (\S+\.yaml) <<'EOF'\n(.*?)^EOF$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+INLINE = re.compile(r"`user-sys ([^`]+)`")
+
+KINDS: dict[str, type[Any]] = {"robots.yaml": EdgeConfig, "relay.yaml": RelayConfig}
+"""By the name that a page gives the file; anything else is a run's."""
+OPTIONS = {
+    "fake": "robots.fake:FakeRobotConfig",
+    "franka": "robots.franka:FrankaConfig",
+    "lerobot": "robots.lerobot:LerobotConfig",
+    "point": "point_robot:Options",
+    "ros2": "robots.ros2_spec:Ros2Config",
+    "sim": "sim.robot:SimRobotConfig",
+    "ur": "robots.ur:UrConfig",
+}
+DEVICES = {
+    "gamepad": "robots.gamepad:GamepadConfig",
+    "keyboard": "robots.keyboard:KeyboardConfig",
+    "lerobot": "robots.lerobot_leader:LeaderConfig",
+    "spacemouse": "robots.spacemouse:SpaceMouseConfig",
+}
+
+
+@pytest.fixture(autouse=True)
+def template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver that docs/template offers can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "template" / "src")
+
+
+def examples() -> Iterator[Any]:
+    for page in PAGES:
+        text = page.read_text()
+        found = [(each.start(), "", each[3]) for each in FENCED.finditer(text) if each[2] == "yaml"]
+        found += [(each.start(), each[1], each[2]) for each in WRITTEN.finditer(text)]
+        for start, name, example in found:
+            line = text.count("\n", 0, start) + 1
+            yield pytest.param(KINDS.get(name, RunConfig), textwrap.dedent(example), id=f"{page.name}:{line}")
+
+
+def require_known(kind: type[Any], text: str, path: Path) -> None:
+    """Raises ConfigError or SpecError: `text` says something that a file of that kind cannot say."""
+    path.write_text(text)
+    config = load(kind, path)
+    for robot in getattr(config, "robots", ()):
+        read_settings(OPTIONS[robot.driver], robot.name, robot.options)
+        for device in robot.teleoperators:
+            settings = dict(device)
+            read_settings(DEVICES[settings.pop("kind")], robot.name, settings)
+        if robot.link:
+            link_settings(robot, "", "")
+
+
+def read_settings(where: str, robot: str, settings: dict[str, Any]) -> None:
+    module, _, name = where.partition(":")
+    read_options(getattr(import_module(module), name), StationRequest(robot, "", settings))
+
+
+@pytest.mark.parametrize(("kind", "text"), list(examples()))
+def test_an_example_of_a_configuration_is_taken(kind: type[Any], text: str, tmp_path: Path) -> None:
+    require_known(kind, text, tmp_path / "example.yaml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (RunConfig, "learner: {sampler: {n_steps: 3}}"),
+        (RunConfig, "robots: [{driver: ur, options: {hots: 10.0.0.1}}]"),
+        (RunConfig, "robots: [{driver: sim, teleoperators: [{kind: gamepad, hodl: a}]}]"),
+        (RunConfig, "robots: [{link: {delay: 50}}]"),
+        (EdgeConfig, "learner: {batch_size: 64}"),
+        (RelayConfig, "listen: tcp://0.0.0.0:5556"),
+    ],
+)
+def test_a_wrong_key_in_an_example_would_be_noticed(kind: type[Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, SpecError)):
+        require_known(kind, text, tmp_path / "example.yaml")
+
+
+def test_the_page_of_settings_has_every_setting_with_its_default(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    path = tmp_path / "everything.yaml"
+    path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
+    assert read(path) == as_dict(RunConfig(robots=(RobotConfig(),), needs=(NeedConfig(kind="gpu"),)))
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Page and arguments of each ``user-sys`` that a page gives, placeholders filled in."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = [each[3] for each in FENCED.finditer(text) if each[2] == "sh"]
+        blocks += re.findall(r"^ {4}(.*)$", FENCED.sub("", text), re.MULTILINE)
+        lines = "\n".join(blocks).replace("\\\n", " ").replace("; user-sys", "\nuser-sys").splitlines()
+        given = [each[1] for line in lines if (each := re.match(r"(?:\S*=\S* |\S*bin/)*user-sys (.*)", line))]
+        for command in [*given, *INLINE.findall(text)]:
+            filled = command.replace("VERSION", "3").replace("[", "").replace("]", "")
+            yield page.name, shlex.split(filled, comments=True)
+
+
+@pytest.mark.parametrize(("page", "argv"), list(commands()))
+def test_a_command_is_there_with_its_options(page: str, argv: list[str]) -> None:
+    """One that is only named, such as ``user-sys store merge``, needs no arguments."""
+    named = all(re.fullmatch("[a-z]+", word) for word in argv)
+    if "VERB" in argv:
+        return
+    try:
+        args = _parse([*argv, "--help"] if named else argv)
+    except SystemExit as end:
+        assert end.code == 0, f"{page}: user-sys {shlex.join(argv)}"
+    else:
+        load(EdgeConfig if argv[0] == "edge" else RunConfig, None, args.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCED.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
+
+
+def test_every_page_and_picture_can_be_found_from_the_first() -> None:
+    found, ahead = {README}, [README]
+    while ahead:
+        page = ahead.pop()
+        linked = {(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(page.read_text())}
+        ahead += [each for each in linked - found if each.suffix == ".md"]
+        found |= linked
+    assert {*PAGES, *(ROOT / "docs" / "images").iterdir()} <= found
