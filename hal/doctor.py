@@ -113,7 +113,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
         if importlib.util.find_spec(library.module) is not None:
             yield _ok("libraries", f"{library.module} is there, for {library.purpose}")
         else:
-            says = f"{library.module} is not there; {library.purpose} needs it"
+            says = f"{library.module} is not there; it is needed for {library.purpose}"
             yield _advice("libraries", says, f"pip install '{library.install}'")
 
 

@@ -121,9 +121,12 @@ LIBRARIES = (
     Library("mujoco", "the driver sim", "user-sys[sim]"),
     Library("lerobot", "the driver lerobot", "user-sys[lerobot]"),
     Library("rtde_control", "the driver ur", "user-sys[ur]"),
+    Library("franky", "the driver franka", "user-sys[franka]"),
     Library("rclpy", "the driver ros2", "user-sys[ros2]"),
     Library("pygame", "gamepads", "user-sys[devices]"),
     Library("pyspacemouse", "SpaceMice", "user-sys[devices]"),
+    Library("cv2", "cameras of the drivers ur and franka", "user-sys[cameras]"),
+    Library("pyrealsense2", "RealSense cameras", "user-sys[realsense]"),
 )
 """What our drivers and input devices import when they are used."""
 

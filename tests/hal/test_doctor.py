@@ -56,7 +56,7 @@ def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_
     assert (
         found["ports", f"port {port} is in use (the console)"].mend == f"end what uses it (ss -ltnp 'sport = :{port}')"
     )
-    missing = found["libraries", "no_such_module is not there; the driver x needs it"]
+    missing = found["libraries", "no_such_module is not there; it is needed for the driver x"]
     assert (missing.verdict, missing.mend) == (Verdict.ADVICE, "pip install 'user-sys[x]'")
     assert found["libraries", "json is there, for everything"].verdict is Verdict.OK
     assert found["real time", "processors save power, and wake up late"].verdict is Verdict.ADVICE
