@@ -58,7 +58,7 @@ class ActionLimits:
         self._last: Array = self._neutral.copy()
         self._rate = _vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
         self._motion = _Motion(spec, size)
-        self._tool = _ToolLimits(spec, size)
+        self._tool = ToolLimits(spec, size)
         self.needs_state = self._motion.needs_state or self._tool.needs_state
         if not (self._low <= self._high).all() or np.isnan(self._rate).any() or (self._rate < 0).any():
             raise SpecError(f"{spec.model}: the action's bounds or rates are not in order")
@@ -201,7 +201,7 @@ class _Motion:
         self._change = np.where(np.abs(self._step) > np.abs(self._earlier), self._step - self._earlier, 0.0)
 
 
-class _ToolLimits:
+class ToolLimits:
     """Where the tool may go, how fast, and against what force. The steps of the tool are scaled towards rest."""
 
     def __init__(self, spec: RobotSpec, size: int) -> None:

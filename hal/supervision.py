@@ -112,10 +112,13 @@ class Supervisor:
         """Starts the process and the watch over it; harmless while it is RUNNING or WAITING.
 
         Raises:
-            SupervisionError: the program is not there, or its log cannot be written.
+            SupervisionError: the program is not there, its log cannot be written, or a process that `stop` could not
+                end is there still.
         """
         with self._lock:
             if self._thread is not None:
+                if self._stopping.is_set() and self._thread.is_alive():
+                    raise self._unending()
                 if self._status.state in (NodeState.RUNNING, NodeState.WAITING):
                     return
                 self._thread.join(KILL_WAIT_S)  # it has said that the process ended, and is about to end itself
@@ -136,8 +139,11 @@ class Supervisor:
             if self._thread is not None:
                 self._thread.join(self._policy.stop_after_s + 2 * KILL_WAIT_S)
                 if self._thread.is_alive():
-                    raise SupervisionError(f"process {self._status.pid} ({self._argv[0]}) cannot be ended")
+                    raise self._unending()
         return self._status
+
+    def _unending(self) -> SupervisionError:
+        return SupervisionError(f"process {self._status.pid} ({self._argv[0]}) cannot be ended")
 
     def status(self) -> NodeStatus:
         """The process as it is now; never blocks."""
@@ -210,13 +216,17 @@ class Supervisor:
         return child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
+        """Returns once the process is gone. One that hangs in a device outlives SIGKILL for as long as that lasts:
+        `stop` says so, and this thread stays with it."""
         child.terminate()
-        try:
-            child.wait(self._policy.stop_after_s)
-        except subprocess.TimeoutExpired:
-            logger.warning("node.killed pid=%d: SIGTERM did not end it in %g s", child.pid, self._policy.stop_after_s)
-            child.kill()
-            child.wait(KILL_WAIT_S)
+        if _gone(child, self._policy.stop_after_s):
+            return
+        logger.warning("node.killed pid=%d: SIGTERM did not end it in %g s", child.pid, self._policy.stop_after_s)
+        child.kill()
+        if not _gone(child, KILL_WAIT_S):
+            logger.error("node.unending pid=%d: SIGKILL did not end it in %g s", child.pid, KILL_WAIT_S)
+        while not _gone(child, KILL_WAIT_S):
+            pass
 
     def _may_restart(self, code: int, recent: deque[float]) -> bool:
         """Notes the restart that is due; False, and FAILED, where there were too many of late."""
@@ -237,6 +247,14 @@ class Supervisor:
 
     def _set(self, **changes: object) -> None:
         self._status = msgspec.structs.replace(self._status, **changes)
+
+
+def _gone(child: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        child.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def cause(code: int) -> str:

@@ -29,7 +29,7 @@ from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.device_thread import DeviceThread
-from robots.steps import advance
+from robots.steps import advance, within_limits
 
 JOINTS = 7
 LEAD_S = 0.5  # at full speed
@@ -188,6 +188,7 @@ class FrankaRobot(Robot):
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
         self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._within = within_limits(self.spec)
         self._thread: DeviceThread | None = None
         self._franky: Any = None
         self._arm: Any = None
@@ -227,7 +228,7 @@ class FrankaRobot(Robot):
             self._rotation = reading.rotation
         measured = reading.state[:JOINTS] if self._joints else reading.position
         wanted = np.clip(action, self._low, self._high)
-        target, step = advance(self._target, measured, wanted, self._lead)
+        target, step = advance(self._target, measured, wanted, self._lead, self._within)
         self._ask("commanding", lambda: self._arm.move(self._motion(target), asynchronous=True))
         self._target = target
         applied: Array = np.clip(step.astype(np.float32), self._low, self._high)

@@ -319,9 +319,14 @@ class LerobotCamera(Camera):
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
-        if self._thread is None:
-            self._thread = DeviceThread(f"camera {self.spec.name}")
+        if self._thread is not None:
+            return
+        self._thread = DeviceThread(f"camera {self.spec.name}")
+        try:
             self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S)
+        except HardwareLost:
+            self.close()
+            raise
 
     def read(self) -> Frame:
         if self._thread is None:
@@ -340,10 +345,14 @@ class LerobotCamera(Camera):
         return Frame(image, captured_ns)
 
     def close(self) -> None:
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
             thread.call("disconnecting", self._device.disconnect, CONNECT_DEADLINE_S)
-            thread.end()
+        except HardwareLost as error:  # as of one that was never connected
+            log.warning("lerobot.disconnect %s", error)
+        thread.end()
 
     def _latest(self) -> Array:
         image: Array = self._device.read_latest(max_age_ms=round(STALE_FRAME_S * 1000))

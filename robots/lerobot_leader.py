@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from robots.lerobot_features import FeatureConfig, Features
 from robots.lerobot_plugins import build
 
 CONNECT_DEADLINE_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ class LerobotLeader(Teleoperator):
         if self._thread is not None:
             return
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
+        self._patience_s = CONNECT_DEADLINE_S
         try:
             self._thread.call("connecting", lambda: self._device.connect(calibrate=False), CONNECT_DEADLINE_S)
-            if not self._device.is_calibrated:
+            known = self._thread.call("checking it", lambda: self._device.is_calibrated, CONNECT_DEADLINE_S)
+            if not known:
                 raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
         except HardwareLost:
             self.close()
@@ -80,9 +85,13 @@ class LerobotLeader(Teleoperator):
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.call("disconnecting", self._disconnect, CONNECT_DEADLINE_S)
-            thread.end()
+        if thread is None:
+            return
+        try:
+            thread.call("disconnecting", self._disconnect, self._patience_s)
+        except HardwareLost as error:
+            log.warning("lerobot.disconnect %s", error)
+        thread.end()
 
     def _disconnect(self) -> None:
         if self._device.is_connected:
@@ -91,7 +100,11 @@ class LerobotLeader(Teleoperator):
     def _pose(self) -> Array:
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
-        raw = self._thread.call("reading", self._device.get_action, self.config.answer_within_s)
+        try:
+            raw = self._thread.call("reading", self._device.get_action, self.config.answer_within_s)
+        except HardwareLost:
+            self._patience_s = self.config.answer_within_s  # whoever closes it now drives a robot
+            raise
         pose: Array = np.clip(self._features.vector(raw)[self._order], self._low, self._high)
         return pose
 

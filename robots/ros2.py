@@ -28,7 +28,7 @@ from robots.reaching import REACH, with_reach
 from robots.ros2_camera import RosCamera, stamp_ns
 from robots.ros2_controllers import ANSWER_S, Controller, ControllerManager, targets_of
 from robots.ros2_link import RosLink, Service
-from robots.ros2_readings import CaptureTimes, ForceReading, JointReadings
+from robots.ros2_readings import CaptureTimes, ForceReading, JointReadings, StopButton
 from robots.ros2_spec import Ros2Config, layout, read_description
 from robots.urdf import Chain
 
@@ -52,7 +52,7 @@ class Ros2Robot(Robot):
         self._readings = JointReadings(config.moved, config.clock)
         self._force: ForceReading | None = None
         self._sensor: Chain | None = None
-        self._pressed: bool | None = None
+        self._button = StopButton()
         self._target: Array | None = None
         self._connected = self._moving = self._released = False
 
@@ -95,7 +95,8 @@ class Ros2Robot(Robot):
         """See `hal.robot.Robot`. After a safe stop it first activates the controllers again, which takes longer.
 
         Raises:
-            EmergencyStopped: a stop button of the cell is pressed; nothing was commanded.
+            EmergencyStopped: a stop button of the cell is pressed, or was since the last command. Nothing was
+                commanded.
         """
         self.spec.action.validate(action)
         self._require_link()
@@ -140,7 +141,7 @@ class Ros2Robot(Robot):
         """Subscribes, and waits until everything that the config names was heard once."""
         config, link = self.config, self._link
         self._readings = JointReadings(config.moved, config.clock)
-        self._force = self._pressed = None
+        self._force, self._button = None, StopButton()
         link.sense("sensor_msgs/msg/JointState", config.joint_states, self._take_joints)
         if config.wrench is not None:
             times = CaptureTimes(config.clock)
@@ -171,7 +172,7 @@ class Ros2Robot(Robot):
             missing.append(f"{readings.trouble or 'old stamps'}: synchronise the clocks, or set `clock`")
         if config.wrench is not None and self._force is None:
             missing.append(config.wrench.topic)
-        if config.estop_topic and self._pressed is None:
+        if config.estop_topic and not self._button.heard:
             missing.append(config.estop_topic)
         return missing
 
@@ -236,8 +237,8 @@ class Ros2Robot(Robot):
         topic = self.config.estop_topic
         if topic and self._link.node.count_publishers(topic) == 0:
             raise HardwareLost(f"nobody says any more on {topic} whether the stop button is pressed")
-        if self._pressed:
-            raise EmergencyStopped(f"a stop button of the cell is pressed ({topic})")
+        if self._button.tell():
+            raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
 
     def _require_alive(self, captured_ns: int) -> None:
         age_s = self._age_s(captured_ns)
@@ -268,7 +269,7 @@ class Ros2Robot(Robot):
             self._force = ForceReading(np.array([force.x, force.y, force.z]), message.header.frame_id, captured_ns)
 
     def _take_button(self, message: Any) -> None:
-        self._pressed = bool(message.data)
+        self._button.take(bool(message.data))
 
 
 def _controllers(config: Ros2Config) -> tuple[Controller, ...]:

@@ -124,3 +124,28 @@ class ForceReading:
     force: Array
     frame: str
     t_capture_ns: int
+
+
+class StopButton:
+    """A stop button of the cell, as its topic shows it. A press counts until it was told, however short it was.
+
+    Attributes:
+        heard: its topic has said something.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._pressed = self._untold = False
+        self._lock = threading.Lock()
+
+    def take(self, pressed: bool) -> None:
+        """What a message says; the same may be said again and again."""
+        with self._lock:
+            self._untold |= pressed and not self._pressed
+            self._pressed, self.heard = pressed, True
+
+    def tell(self) -> bool:
+        """Whether it is pressed, or was since this was asked last."""
+        with self._lock:
+            told, self._untold = self._untold, False
+            return told or self._pressed

@@ -27,7 +27,7 @@ from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.robotiq import RobotiqConfig, RobotiqGripper
-from robots.steps import advance
+from robots.steps import advance, within_limits
 from robots.ur_link import LinkConfig, UrLink
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
@@ -183,8 +183,9 @@ class UrRobot(Robot):
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
         self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._within = within_limits(self.spec)
         self._link: UrLink | None = None
-        self._target: Array | None = None  # joint angles or pose, float64 (6,); None while the arm stands
+        self._target: Array | None = None  # joint angles or pose, float64 (6,); of no account while the arm stands
         self._gripper = RobotiqGripper(config.host, config.gripper) if config.gripper else None
 
     def connect(self) -> None:
@@ -224,7 +225,8 @@ class UrRobot(Robot):
         applied = np.clip(action, self._low, self._high)
         reading = link.read()
         measured = reading.q if self._joints else reading.pose
-        target, applied[: self._moves] = advance(self._target, measured, applied[: self._moves], self._lead)
+        base, step = self._target if link.servoing else None, applied[: self._moves]
+        target, applied[: self._moves] = advance(base, measured, step, self._lead, self._within)
         link.servo(target, self.spec.period_s, self._joints)
         self._target = target
         if self._gripper:

@@ -188,6 +188,11 @@ class UrLink:
         """No program of ours runs on the controller; `wake` comes before the next motion."""
         return isinstance(self._order, _Rest)
 
+    @property
+    def servoing(self) -> bool:
+        """The arm follows a target; one that nobody spoke to for `config.silence_s` has braked, wherever that was."""
+        return isinstance(self._order, _Servo)
+
     def read(self) -> Reading:
         """The newest reading, of whatever age. Raises HardwareLost, with the reason where the arm was stopped."""
         receive = self._receive  # before the look: whoever takes it away says why first

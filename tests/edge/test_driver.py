@@ -15,7 +15,8 @@ from hal.camera import Frame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import StopLevel
 from hal.safety import Reason, SafetyKernel
-from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FaultPlan
+from hal.teleoperator import TeleopInput
+from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
 from user_sys.edge.driver import Driver
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -251,3 +252,44 @@ def test_a_reset_is_repeatable_and_is_no_step(driver: Driver, robot: WatchedRobo
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
     assert robot.commands == []
+
+
+class Stubborn(FakeCamera):
+    """Its library fails to let go of the device."""
+
+    def close(self) -> None:
+        super().close()
+        raise HardwareLost("the camera does not let go")
+
+
+def test_a_camera_that_fails_to_close_keeps_neither_robot_nor_other_devices_open() -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=16))
+    cameras = [Stubborn(robot, spec) for spec in robot.spec.cameras]
+    hand = FakeTeleoperator([TeleopInput(STILL, engaged=False)])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), cameras, teleoperators=[hand])
+    driver.connect()
+    with pytest.raises(HardwareLost, match="does not let go"):
+        driver.close()
+    for device in (robot.observe, hand.read, *(camera.read for camera in cameras)):
+        with pytest.raises(HardwareLost, match="not connected"):
+            device()
+
+
+class Unplugged(FakeTeleoperator):
+    """Pulled out while it is read; what is left of it cannot even be closed."""
+
+    def read(self) -> TeleopInput:
+        raise HardwareLost("the leader went away")
+
+    def close(self) -> None:
+        raise HardwareLost("the leader has hung since reading")
+
+
+def test_a_robot_goes_on_without_an_input_device_that_is_lost_and_cannot_be_closed() -> None:
+    robot = WatchedRobot()
+    hand = Unplugged([TeleopInput(STILL, engaged=False)])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[hand])
+    driver.connect()
+    assert driver.command(RIGHT).hand is None and len(robot.commands) == 1
+    assert driver.command(RIGHT).applied is not None
+    driver.close()

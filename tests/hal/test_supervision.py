@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import hal.supervision
 from hal.errors import SupervisionError
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
@@ -193,3 +194,41 @@ def test_the_process_does_not_outlive_a_killed_supervisor(log: Path) -> None:
         assert alive(child)
         parent.kill()
     eventually(lambda: not alive(child))
+
+
+def test_a_process_that_not_even_sigkill_ends_is_said_to_be_there_until_it_is_gone(
+    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = threading.Event()
+
+    class Hanging(subprocess.Popen[bytes]):
+        """A process that hangs in a device: signals change nothing until that lets go of it."""
+
+        def send_signal(self, sig: int) -> None:
+            if freed.is_set():
+                super().send_signal(sig)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not freed.wait(0.01):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.kill()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Hanging)
+    monkeypatch.setattr(hal.supervision, "KILL_WAIT_S", 0.05)
+    supervisor = make(SLEEP, msgspec.structs.replace(QUICK, stop_after_s=0.05))
+    try:
+        supervisor.start()
+        pid = running(supervisor, log)
+        for deed in (supervisor.stop, supervisor.start, supervisor.stop):
+            with pytest.raises(SupervisionError, match=f"process {pid} .* cannot be ended"):
+                deed()
+        assert (supervisor.status().state, supervisor.status().pid, alive(pid)) == (NodeState.RUNNING, pid, True)
+    finally:
+        freed.set()
+    eventually(lambda: supervisor.status().state is NodeState.STOPPED)
+    assert not alive(pid)
+    monkeypatch.undo()
+    supervisor.stop()
+    supervisor.start()
+    running(supervisor, log, times=2)

@@ -128,6 +128,16 @@ def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: Simulated
         device.close()
 
 
+def test_a_leader_that_is_pulled_out_is_lost_and_can_be_let_go_of(arm: SimulatedArm) -> None:
+    device = leader(arm)
+    device.connect()
+    arm.unplug()
+    with pytest.raises(HardwareLost, match="reading"):
+        device.read()
+    device.close()
+    device.close()
+
+
 def test_a_leader_that_does_not_fit_its_robot_is_refused() -> None:
     with pytest.raises(SpecError, match="does not give"):
         LerobotLeader(

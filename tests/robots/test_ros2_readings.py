@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from robots.ros2_readings import CaptureTimes, Clock, JointReadings
+from robots.ros2_readings import CaptureTimes, Clock, JointReadings, StopButton
 
 MS = 1_000_000
 
@@ -82,3 +82,18 @@ def test_a_message_whose_lists_do_not_fit_is_left_out() -> None:
     known.add(["a", "b"], [1.0], [], 1)
     known.add(["a"], [1.0], [0.0, 0.0], 1)
     assert known.missing(["a", "b"]) == ["a", "b"]
+
+
+def test_a_press_of_the_stop_button_is_told_though_it_is_over_and_told_once() -> None:
+    button = StopButton()
+    assert (button.heard, button.tell()) == (False, False)
+    button.take(False)
+    assert (button.heard, button.tell()) == (True, False)
+    for pressed in (True, False):  # while the robot holds, and nothing is commanded
+        button.take(pressed)
+    assert [button.tell(), button.tell()] == [True, False]
+    for pressed in (True, True, True):  # its publisher repeats what it says
+        button.take(pressed)
+        assert button.tell()
+    button.take(False)
+    assert not button.tell(), "released, and told before"

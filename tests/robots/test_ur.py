@@ -145,6 +145,30 @@ def test_an_arm_whose_driver_says_nothing_holds(controller: SimulatedController)
         robot.observe()
 
 
+def test_an_arm_that_has_braked_for_want_of_orders_does_not_leap_to_where_it_was_going(
+    controller: SimulatedController,
+) -> None:
+    with arm(controller, silence_s=1.0, action="joint_delta", joint_speed=3.0) as robot:
+        robot.command(np.array([0, 0, 0, 0, 0, 0.3], np.float32))
+        eventually(lambda: controller.begun(SERVO_STOP) == 1, "the arm was not told to brake")
+        stands = controller.state["q"][5]
+        eventually(lambda: abs(state(robot)[5] - stands) < 1e-6, "where the arm stands was not heard")
+        assert robot.command(np.zeros(6, np.float32)).tolist() == [0.0] * 6
+        assert robot._target is not None and robot._target[5] == pytest.approx(stands, abs=1e-6)
+
+
+def test_a_tool_that_cannot_follow_is_not_led_out_of_its_workspace(controller: SimulatedController) -> None:
+    with arm(controller) as robot:
+        height = float(state(robot)[14])
+    with arm(controller, workspace_low=(-2, -2, height - 0.03), workspace_high=(2, 2, 2)) as robot:
+        kernel, observation = SafetyKernel(robot.spec), robot.observe()
+        controller.freeze()
+        verdicts = [kernel.filter(np.array([0, 0, -0.02], np.float32), observation) for _ in range(6)]
+        applied = [robot.command(verdict.applied) for verdict in verdicts if verdict.applied is not None]
+        controller.thaw()
+        assert len(applied) == 6 and sum(applied)[2] == pytest.approx(-0.03, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("mode", "words"), [(PROTECTIVE_STOP, "a protective stop"), (SAFEGUARD_STOP, "a safeguard stop")]
 )

@@ -7,6 +7,7 @@ directly. Both speak `DriverPort`, so one loop serves all three.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hal.camera import Camera
-from hal.errors import EmergencyStopped, HardwareLost, StaleObservation
+from hal.errors import EmergencyStopped, HalError, HardwareLost, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import Reason, SafetyKernel
 from hal.spec import Array
@@ -115,11 +116,13 @@ class Driver:
         self._newest = self.robot.observe()
 
     def close(self) -> None:
-        for camera in self.cameras:
-            camera.close()
-        for device in self._teleoperators:
-            device.close()
-        self.robot.close()
+        """The robot first, and all of them whatever becomes of one; then raises what the devices raised."""
+        with contextlib.ExitStack() as last_in_first_out:
+            for device in self._teleoperators:
+                last_in_first_out.callback(device.close)
+            for camera in self.cameras:
+                last_in_first_out.callback(camera.close)
+            last_in_first_out.callback(self.robot.close)
 
     def reset(self, seed: int) -> Tick:
         """Brings robot and scene to a start; an e-stop meanwhile leaves them where they are, as a latched one does."""
@@ -224,9 +227,12 @@ class Driver:
             return call()
         except HardwareLost as error:
             log.warning("teleoperator.lost %s", error)
-            self._teleoperators.remove(device)
+        self._teleoperators.remove(device)
+        try:
             device.close()
-            return None
+        except (HalError, OSError) as error:
+            log.warning("teleoperator.not_closed %s", error)
+        return None
 
     def _frames(self) -> dict[str, Array]:
         due = self.real_time or self._periods % self._frame_stride == 0

@@ -217,8 +217,10 @@ def _run(watches: Sequence[RobotWatch], keys: Sequence[Path], stop: threading.Ev
                     watch.renew_session("it has a new key")
     finally:
         say("stopping: the robots are held, what was recorded is delivered")
-        _each(watches, RobotWatch.stop_session)
-        _each(watches, RobotWatch.stop_driver)
+        try:
+            _each(watches, RobotWatch.stop_session)
+        finally:  # a session that cannot be ended keeps no robot from its safe stop
+            _each(watches, RobotWatch.stop_driver)
 
 
 def _version(key: Path, known: int) -> int:
