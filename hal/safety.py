@@ -85,19 +85,25 @@ class SafetyKernel:
     """
 
     def __init__(
-        self, spec: RobotSpec, clock: Callable[[], int] = time.monotonic_ns, latch_path: Path | None = None
+        self,
+        spec: RobotSpec,
+        clock: Callable[[], int] = time.monotonic_ns,
+        latch_path: Path | None = None,
+        shared_latch: Path | None = None,
     ) -> None:
         """Args:
             spec: of the robot that is guarded.
             clock: nanoseconds on the clock of the observations' ``t_capture_ns``.
-            latch_path: where the e-stop's latch survives a restart; None keeps it in memory only.
+            latch_path: where the e-stop's latch survives a restart; with None for both it is kept in memory only.
+            shared_latch: a second place of it, which all who drive this robot on this machine share: the next run's
+                driver too finds the robot stopped.
 
         Raises:
             SpecError: the limits contradict the specs, so that nothing could be enforced.
         """
         self.spec, self.reduced = spec, False
         self._clock = clock
-        self._latch_path = latch_path
+        self._latch_paths = tuple(path for path in (latch_path, shared_latch) if path is not None)
         self._action = ActionLimits(spec)
         self._joints = StateLimits(spec)
         if not 0 < spec.limits.reduced_speed <= 1:
@@ -190,18 +196,26 @@ class SafetyKernel:
             return
         self._stopped = EmergencyStop(by=by, why=why, unix_ns=time.time_ns())
         logger.warning("estop.latched by=%s why=%s", by, why)
-        if self._latch_path is None:
-            return
-        try:
-            replace_durably(self._latch_path, msgspec.json.encode(self._stopped))
-        except OSError as error:  # the robot is stopped all the same; only a restart would forget it
-            logger.error("estop.not_persisted path=%s error=%s", self._latch_path, error)
+        self._persist(self._stopped)
 
     def heed_latch(self) -> None:
         """Takes up an e-stop that is latched on the disk: from before the start, or by somebody else since."""
-        if self._stopped is None and (found := _read_latch(self._latch_path)) is not None:
+        if self._stopped is not None:
+            return
+        found = next((latch for path in self._latch_paths if (latch := _read_latch(path)) is not None), None)
+        if found is not None:
             self._stopped = found
             logger.warning("estop.latched by=%s why=%s", found.by, found.why)
+            self._persist(found)
+
+    def _persist(self, stopped: EmergencyStop) -> None:
+        """Writes the latch wherever it is missing."""
+        for path in self._latch_paths:
+            try:
+                if not path.exists():
+                    replace_durably(path, msgspec.json.encode(stopped))
+            except OSError as error:  # the robot is stopped all the same; only a restart would forget it
+                logger.error("estop.not_persisted path=%s error=%s", path, error)
 
     def rearm(self, person: str) -> None:
         """Lifts the e-stop in the name of `person`; harmless where none is latched.
@@ -212,8 +226,9 @@ class SafetyKernel:
         """
         if not person.strip():
             raise SpecError("only a named person can re-arm a robot: give the name")
-        if self._latch_path is not None and self._latch_path.exists():
-            remove_durably(self._latch_path)
+        for path in self._latch_paths:
+            if path.exists():
+                remove_durably(path)
         self._stopped = None
         self.settle()
         logger.warning("estop.rearmed by=%s", person)
@@ -253,9 +268,9 @@ def latch_emergency(path: Path, by: str, why: str) -> None:
     replace_durably(path, msgspec.json.encode(EmergencyStop(by=by, why=why, unix_ns=time.time_ns())))
 
 
-def _read_latch(path: Path | None) -> EmergencyStop | None:
+def _read_latch(path: Path) -> EmergencyStop | None:
     """The latch on the disk. A file that cannot be read is a latch too: it is there because someone pressed."""
-    if path is None or not path.exists():
+    if not path.exists():
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=EmergencyStop)

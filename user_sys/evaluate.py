@@ -10,7 +10,7 @@ import numpy as np
 from hal.spec import Array
 from user_sys.compose import PolicyConfig, RobotConfig, build_station, make_policy
 from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.local import local_driver
+from user_sys.edge.local import give_up_stopped, local_driver
 from user_sys.edge.loop import EpisodeSummary, StepListener, run_episode
 from user_sys.edge.pilots import PolicyPilot
 from user_sys.edge.recorder import Decision
@@ -64,7 +64,8 @@ def evaluate(
             deterministic=True,
         )
         with local_driver(station, robot) as driver:
-            yield from _episodes(driver, pilot, range(first, count), seed, [_camera_man(film)] if filmed else [])
+            listeners = [give_up_stopped, _camera_man(film)] if filmed else [give_up_stopped]
+            yield from _episodes(driver, pilot, range(first, count), seed, listeners)
 
 
 def _episodes(

@@ -37,3 +37,23 @@ def test_whoever_stops_it_does_not_wait_for_a_robot_that_is_away(tmp_path: Path)
     stop = threading.Event()
     show_demonstrations(config, 0, robot, tmp_path, lambda line: stop.set() if "awaited" in line else None, stop)
     assert stop.is_set()
+
+
+class Countdown(threading.Event):
+    """It is set once it was asked that often."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._left = times
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def test_whoever_stops_it_does_not_wait_for_the_end_of_a_demonstration(tmp_path: Path) -> None:
+    robot = RobotConfig(name="fake-0", driver="fake", task="reach")
+    config = EdgeConfig(robots=(robot,), demonstrations=DemonstrationConfig(episodes=50))
+    show_demonstrations(config, 0, robot, tmp_path, lambda line: None, Countdown(3))
+    with Outbox.open(tmp_path / "outbox") as outbox:
+        assert len(outbox) == 0, "what was given up half-way is not kept"

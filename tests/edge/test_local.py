@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from hal.station import StationRequest
-from robots.fake import make_station
+import pytest
+from edge_kit import STILL, WatchedRobot
+
+import user_sys.edge.local
+from hal.errors import EmergencyStopped, LeaseHeld
+from hal.lease import MachineLock
+from hal.safety import latch_emergency
+from hal.station import Station, StationRequest
+from robots.fake import FakeTask, make_station
 from user_sys.compose import RobotConfig
-from user_sys.edge.local import Pace, local_driver
+from user_sys.edge.driver_wire import shared_latch
+from user_sys.edge.local import Pace, give_up_stopped, local_driver
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 PERIOD_S = 0.1
 
@@ -38,3 +48,46 @@ def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
         with local_driver(station, RobotConfig(name="arm-0", driver=driver, real_time=real_time)) as found:
             assert found.real_time is paced
             assert found.reset(0).observation
+
+
+REAL, SIMULATED = (RobotConfig(name="arm-0", driver=driver) for driver in ("ur", "fake"))
+
+
+def watched() -> tuple[WatchedRobot, Station]:
+    robot = WatchedRobot()
+    return robot, Station("arm-0", robot, FakeTask())
+
+
+def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_sys.edge.local, "LOCK_WITHIN_S", 0.0)
+    robot, station = watched()
+    with MachineLock("arm-0", "for run demo"):
+        with pytest.raises(LeaseHeld, match="driven on this machine by pid .* for run demo"), local_driver(station, REAL):
+            robot.command(STILL)
+        with local_driver(station, SIMULATED) as driver:
+            assert driver.command(STILL).applied is not None, "another simulation of the same name is another robot"
+    with local_driver(station, REAL):
+        assert MachineLock("arm-0").held()
+    assert not MachineLock("arm-0").held()
+
+
+def test_a_robot_that_a_person_stopped_is_not_moved_by_another_command() -> None:
+    robot, station = watched()
+    latch = shared_latch("arm-0", simulated=False)
+    assert latch is not None
+    latch_emergency(latch, "ada", "smoke")
+    with pytest.raises(EmergencyStopped, match=f"stopped by ada: re-arm it at the console .* delete {latch}"):
+        with local_driver(station, REAL):
+            robot.command(STILL)
+    assert robot.commands == [] and not MachineLock("arm-0").held()
+
+
+def test_a_robot_that_stops_by_a_button_of_its_own_is_given_up_and_stays_stopped() -> None:
+    robot, station = watched()
+    with pytest.raises(EmergencyStopped, match="person must re-arm it"), local_driver(station, REAL) as driver:
+        give_up_stopped(driver.command(STILL), None)
+        driver.kernel.emergency_stop("the button at the door")
+        give_up_stopped(driver.command(STILL), None)
+    with pytest.raises(EmergencyStopped, match="button at the door"), local_driver(station, REAL):
+        robot.command(STILL)
+    assert len(robot.commands) == 1

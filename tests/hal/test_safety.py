@@ -282,6 +282,18 @@ def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> N
     assert Bench(latch_path=path).kernel.emergency is None
 
 
+def test_the_next_run_finds_the_robot_stopped_too(tmp_path: Path) -> None:
+    first, second, shared = (tmp_path / name / "e-stop.json" for name in ("first", "second", "shared"))
+    SafetyKernel(SPEC, latch_path=first, shared_latch=shared).emergency_stop("alice", "smoke")
+    kernel = SafetyKernel(SPEC, latch_path=second, shared_latch=shared)
+    assert kernel.emergency is not None and kernel.emergency.by == "alice"
+    assert second.exists(), "it outlives what is shared until the machine starts again"
+    kernel.rearm("carol")
+    assert not second.exists() and not shared.exists()
+    assert SafetyKernel(SPEC, latch_path=second, shared_latch=shared).emergency is None
+    assert SafetyKernel(SPEC, latch_path=first).emergency is not None, "nobody has re-armed that run's robot there"
+
+
 @pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])
 def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "estop.json"

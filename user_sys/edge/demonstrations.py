@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from user_sys.compose import RobotConfig, build_station
-from user_sys.edge.local import local_driver
+from user_sys.edge.local import give_up_stopped, local_driver
 from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.pilots import ExpertPilot
 from user_sys.edge.recorder import Recorder, RecorderConfig
@@ -37,15 +37,19 @@ def demonstrate(
     recorder: RecorderConfig,
     *,
     seed: int,
+    attend: Callable[[], None] = lambda: None,
 ) -> Iterator[EpisodeSummary]:
     """Has the expert show what is missing of `wanted`, and yields each success, after `keep` has taken its chunks.
 
     Args:
         there: how many there are already; an interrupted recording is simply repeated.
         keep: makes the chunks of one whole episode durable before it returns. Demonstrations that fail are not kept.
+        attend: called in each control period, as `hal.robot.Robot.attend` is on the way to a start; what it raises ends
+            the demonstration.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
+        HalError: as `local_driver`; the robot was lost or stopped.
     """
     missing = wanted.episodes - there
     if missing <= 0:
@@ -56,13 +60,16 @@ def demonstrate(
             f"no scripted expert knows the task {config.task!r}: with --demonstrations.episodes=0 a person shows it"
         )
     with local_driver(station, config, config.frame_stride) as driver:
+        driver.robot.attend = attend
+        listeners = [give_up_stopped, lambda tick, decision: attend()]
         chunks: list[bytes] = []
         task = station.task
         record = Recorder(driver.spec, config.name, task.name, task.sentence, chunks.append, recorder)
         for attempt in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
             start = DEMONSTRATION_SEED + 1000 * seed + there + attempt
             expert = station.expert(start, wanted.noise)
-            summary = run_episode(driver, ExpertPilot(expert, task.max_steps), record, source=Source.DEMO, seed=start)
+            pilot = ExpertPilot(expert, task.max_steps)
+            summary = run_episode(driver, pilot, record, source=Source.DEMO, seed=start, listeners=listeners)
             if summary.success:
                 keep(chunks)
                 missing -= 1

@@ -37,7 +37,7 @@ from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
-from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint
+from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint, shared_latch
 from user_sys.edge.realtime import claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -299,7 +299,8 @@ def _run(config: RobotConfig, state: Path) -> None:
         if not _await_turn(lock, stop):
             return
         station = build_station(config)
-        kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH)
+        shared = shared_latch(config.name, config.simulated)
+        kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH, shared_latch=shared)
         driver = Driver(
             station.robot,
             station.task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ WAITING = "robot.waiting "
 
 LATCH = "e-stop.json"
 """Where in a robot's state folder the e-stop's latch is kept."""
+
 
 Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm"]
 
@@ -98,3 +100,9 @@ def endpoint(robot: str) -> str:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise RunError(f"socket path is too long: {path}; set USER_SYS_RUNTIME_DIR to a shorter folder")
     return f"ipc://{path}"
+
+
+def shared_latch(robot: str, simulated: bool) -> Path | None:
+    """Where the drivers of `robot` on this machine keep the e-stop's latch besides, whichever run they belong to; None
+    for a simulated one, which each run begins anew."""
+    return None if simulated else runtime_folder() / f"{robot}.{LATCH}"

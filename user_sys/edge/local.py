@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+from hal.errors import EmergencyStopped, LeaseHeld
+from hal.lease import MachineLock
 from hal.safety import SafetyKernel
 from hal.station import Station
 from user_sys.compose import RobotConfig
-from user_sys.edge.driver import Driver
+from user_sys.edge.driver import Driver, Tick
+from user_sys.edge.driver_wire import shared_latch
+from user_sys.edge.recorder import Decision
+
+LOCK_WITHIN_S = 10.0  # a run's driver process, which has just been told to end, may have the robot still
+ASK_EVERY_S = 0.1
 
 
 class Pace:
@@ -36,15 +43,53 @@ class Pace:
 def local_driver(station: Station, config: RobotConfig, frame_stride: int = 1) -> Iterator[Driver]:
     """A connected driver of `station`, which was built from `config`; closed at the end.
 
-    It follows the clock where the robot does, but for a simulated one: that goes as fast as the machine allows.
+    It follows the clock where the robot does, but for a simulated one: that goes as fast as the machine allows. Any
+    other is locked on this machine meanwhile, and is not moved under an e-stop that somebody has pressed on it.
+
+    Raises:
+        LeaseHeld: another process of this machine drives the robot, and has not let go of it within `LOCK_WITHIN_S`.
+        EmergencyStopped: a person must re-arm the robot first.
     """
-    driver = Driver(
-        station.robot, station.task, SafetyKernel(station.robot.spec), station.cameras, frame_stride=frame_stride
-    )
-    try:
+    with ExitStack() as stack:
+        if not config.simulated:
+            lock = MachineLock(config.name, "for demonstrations or an evaluation")
+            stack.callback(lock.release)
+            _await_lock(lock)
+        kernel = SafetyKernel(station.robot.spec, shared_latch=shared_latch(config.name, config.simulated))
+        _require_armed(config, kernel)
+        driver = Driver(station.robot, station.task, kernel, station.cameras, frame_stride=frame_stride)
+        stack.callback(driver.close)
         driver.connect()
         driver.real_time = config.real_time and not config.simulated
         driver.pace = Pace(station.robot.spec.period_s)
         yield driver
-    finally:
-        driver.close()
+
+
+def give_up_stopped(tick: Tick, decision: Decision | None) -> None:
+    """A `loop.StepListener` that ends an episode once the robot is stopped, as by a button of its own.
+
+    Raises EmergencyStopped.
+    """
+    if tick.stopped:
+        raise EmergencyStopped("the robot was stopped, and a person must re-arm it")
+
+
+def _await_lock(lock: MachineLock) -> None:
+    until_s = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            lock.acquire()
+            return
+        except LeaseHeld:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(ASK_EVERY_S)
+
+
+def _require_armed(config: RobotConfig, kernel: SafetyKernel) -> None:
+    if (stopped := kernel.emergency) is not None:
+        path = shared_latch(config.name, config.simulated)
+        raise EmergencyStopped(
+            f"{config.name} was stopped by {stopped.by}: re-arm it at the console of a run that drives it, or, once "
+            f"nobody can come to harm, delete {path}"
+        )

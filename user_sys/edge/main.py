@@ -14,14 +14,14 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rich.console import Console
 
 from hal.durable import replace_durably
-from hal.errors import HardwareLost, StaleObservation
+from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.signals import stop_on_signals
@@ -182,12 +182,18 @@ def _shown(state: Path) -> int:
     return int(counter.read_text()) if counter.exists() else 0
 
 
+class _Leaving(HalError):
+    """Somebody ends the program: the demonstration that is under way is given up."""
+
+
 def _demonstrate(config: EdgeConfig, number: int, robot: RobotConfig, state: Path, stop: threading.Event) -> None:
     there = _shown(state)
-    with (
-        MachineLock(robot.name, "demonstrations"),
-        Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox,
-    ):
+
+    def attend() -> None:
+        if stop.is_set():
+            raise _Leaving
+
+    with suppress(_Leaving), Outbox.open(state / "outbox", max_bytes=config.outbox.max_bytes) as outbox:
 
         def keep(chunks: Sequence[bytes]) -> None:
             for chunk in chunks:
@@ -195,7 +201,7 @@ def _demonstrate(config: EdgeConfig, number: int, robot: RobotConfig, state: Pat
             outbox.sync()
 
         seed = config.seed + 100 * number
-        shown = demonstrate(robot, config.demonstrations, there, keep, config.recorder, seed=seed)
+        shown = demonstrate(robot, config.demonstrations, there, keep, config.recorder, seed=seed, attend=attend)
         for count, _ in enumerate(shown, there + 1):
             replace_durably(state / COUNTER, str(count).encode())
             if stop.is_set():
