@@ -57,6 +57,7 @@ class ActionLimits:
         self._neutral = _neutral(spec)
         self._last: Array = self._neutral.copy()
         self._rate = _vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
+        self._speeds = _commanded_speeds(spec)
         self._motion = _Motion(spec, size)
         self._tool = ToolLimits(spec, size)
         self.needs_state = self._motion.needs_state or self._tool.needs_state
@@ -86,11 +87,20 @@ class ActionLimits:
         if _outside(within, low, high):
             reasons |= Reason.RATE
             within = np.fmax(np.fmin(within, high), low)
+        reasons |= self._slow_down(within, share)
         reasons |= self._motion.limit(within, self._last, state, share)
         reasons |= self._tool.limit(within, state, share)
         self._remember(within)
         applied = within.astype(np.float32)
         return applied, NO_REASON if (applied == proposed).all() else reasons
+
+    def _slow_down(self, within: Array, share: float) -> Reason:
+        """Reduces, in place, the elements that are speeds themselves."""
+        if share >= 1.0 or not len(self._speeds):
+            return NO_REASON
+        wanted = within[self._speeds]
+        within[self._speeds] = np.clip(wanted, share * self._low[self._speeds], share * self._high[self._speeds])
+        return NO_REASON if (within[self._speeds] == wanted).all() else Reason.SPEED
 
     def remember(self, applied: Array) -> None:
         """`applied` is what the hardware made of the last limited action."""
@@ -288,6 +298,8 @@ class StateLimits:
         self._position = _indices(limits.joint_position, size, "joint_position")
         self._low = _vector(limits.joint_low, len(self._position), "joint_low")
         self._high = _vector(limits.joint_high, len(self._position), "joint_high")
+        if not (self._low <= self._high).all():
+            raise SpecError(f"{spec.model}: joint_low and joint_high are not in order: {self._low} to {self._high}")
         self._may_come_back = bool(spec.joint_target or spec.joint_delta)
         self._velocity = _indices(limits.joint_velocity, size, "joint_velocity")
         measured = limits.joint_velocity_max if limits.joint_velocity else ()
@@ -354,6 +366,19 @@ def _outside(value: Array, low: Array, high: Array) -> bool:
 
 def _state_size(spec: RobotSpec) -> int:
     return next((len(s.labels) for s in spec.observation if s.name == STATE), 0)
+
+
+def _commanded_speeds(spec: RobotSpec) -> Array:
+    """The action elements that are speeds, by their unit, and may be 0; as of a base on wheels."""
+    action = spec.action
+    return np.array(
+        [
+            i
+            for i, (unit, low, high) in enumerate(zip(action.units, action.low, action.high, strict=True))
+            if unit.endswith("/s") and low <= 0 <= high
+        ],
+        dtype=np.intp,
+    )
 
 
 def _neutral(spec: RobotSpec) -> Array:

@@ -18,6 +18,7 @@ rounding to float32.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class SafetyKernel:
         self._joints = StateLimits(spec)
         if not 0 < spec.limits.reduced_speed <= 1:
             raise SpecError(f"{spec.model}: reduced_speed is {spec.limits.reduced_speed}; it is a share in (0, 1]")
+        _require_times(spec)
         self._stale_ns = round(spec.limits.stale_after_s * _NS)
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
@@ -261,6 +263,17 @@ class SafetyKernel:
     def _explain_estop(self) -> str:
         stopped = self._stopped
         return f"the e-stop was pressed by {stopped.by}; a person must re-arm the robot" if stopped else "e-stop"
+
+
+def _require_times(spec: RobotSpec) -> None:
+    limits = spec.limits
+    if not (0 < limits.stale_after_s < math.inf and 0 <= limits.safe_stop_after_s < math.inf):
+        raise SpecError(
+            f"{spec.model}: stale_after_s is {limits.stale_after_s:g} and safe_stop_after_s {limits.safe_stop_after_s:g}; "
+            "they are times"
+        )
+    if limits.watchdog_periods < 1:
+        raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; it is at least 1")
 
 
 def latch_emergency(path: Path, by: str, why: str) -> None:

@@ -193,6 +193,24 @@ def test_a_force_stops_a_robot_that_does_not_say_where_its_tool_is() -> None:
     assert filtered(kernel, (1,), 0, 0, 0, 0, 0, 10).reasons == Reason.FORCE
 
 
+def test_an_action_that_is_a_speed_is_reduced_beside_people() -> None:
+    action = ArraySpec(
+        name="action",
+        labels=("x.vel", "turn.vel", "grip"),
+        units=("m/s", "rad/s", "m"),
+        low=(-0.4, -2.0, 0.0),
+        high=(0.4, 2.0, 0.1),
+    )
+    limits = SafetyLimits(reduced_speed=0.25)
+    kernel = kernel_of(RobotSpec(model="base", rate_hz=10.0, observation=(), action=action, limits=limits, gripper=2))
+    assert filtered(kernel, (0.4, -2.0, 0.1)).reasons == 0
+    kernel.reduced = True
+    verdict = filtered(kernel, (0.4, -2.0, 0.1))
+    np.testing.assert_allclose(applied(verdict), (0.1, -0.5, 0.1), rtol=1e-6)
+    assert verdict.reasons == Reason.SPEED
+    assert filtered(kernel, (0.05, 0.5, 0.0)).reasons == 0
+
+
 def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
     rest = JOINTS.rest_action({STATE: np.array([0.3, -0.4], np.float32)})
     np.testing.assert_array_equal(rest, np.array([0.3, -0.4, 0.0], np.float32))
