@@ -35,6 +35,7 @@ FAULT_WINDOW_S = 60.0
 MAX_FAULTS = 10  # within that time; one more is a quarantine
 _NS = 1_000_000_000
 _NAME = "the registry"
+_ORDERED = (Health.QUARANTINED, Health.DRAINING)
 
 
 class Registry:
@@ -69,6 +70,7 @@ class Registry:
         self._lost: set[str] = set()
         self._faults: dict[str, deque[tuple[int, str]]] = {}
         self._orders: dict[str, Order] = {}
+        self._told = {r.name: (r.health, r.note) for r in self._known.values() if r.health in _ORDERED}
         self._held = {name: lease for name in self._known if (lease := leases.lease(name)) is not None}
         self._shown: tuple[ResourceRecord, ...] = ()
         self._obey()
@@ -111,8 +113,11 @@ class Registry:
 
     def expire(self) -> tuple[str, ...]:
         """Ends leases that ran out, obeys new orders, and finds what fell silent; returns that by name."""
-        for robot in self._leases.expire():
-            self._ended(robot, "lapsed", "it was not renewed in time")
+        try:
+            for robot in self._leases.expire():
+                self._ended(robot, "lapsed", "it was not renewed in time")
+        except OSError as error:  # they count as over all the same; the next look tries again
+            logger.error("registry.lapse_not_kept %s", error)
         try:
             self._obey()
         except RegistryError as error:  # found while it runs: what stood before goes on standing
@@ -123,8 +128,7 @@ class Registry:
         )
         self._lost.update(silent)
         for name in silent:
-            self._leases.lapse(name)
-            self._ended(name, "lapsed", "the robot is silent")
+            self._lapse(name)
         self._keep()
         return silent
 
@@ -196,19 +200,36 @@ class Registry:
             raise RegistryError(f"no resource {name!r}; there are {sorted(self._known)}")
         return self._known[name]
 
+    def _lapse(self, name: str) -> None:
+        try:
+            self._leases.lapse(name)
+        except OSError as error:  # its time runs out anyway, since the robot is silent
+            logger.error("registry.lapse_not_kept %s", error)
+            return
+        self._ended(name, "lapsed", "the robot is silent")
+
     def _obey(self) -> None:
-        """Takes in what people have ordered since the last time."""
-        before, self._orders = self._orders, self._book.read()
+        """Takes in what people have ordered since the last time, or since the registry that was there before."""
+        page = self._book.read()
+        before, self._orders = self._told, page.orders
+        self._told = {name: (order.health, order.note) for name, order in self._orders.items()}
         for name, order in self._orders.items():
-            if before.get(name) == order:
-                continue
-            self._diary.write(order.what, name, why=order.note)
+            if before.get(name) != self._told[name]:
+                self._diary.write(order.what, name, why=order.note)
             if order.health is Health.QUARANTINED:
-                self._leases.revoke(name)
-                self._ended(name, "revoked", order.note)
-        for name in before.keys() - self._orders.keys():
+                self._revoke(name, order.note)
+        for name in sorted(before.keys() - self._orders.keys()):
             self._faults.pop(name, None)
-            self._diary.write("restored", name)
+            by = page.lifted.get(name, "")
+            self._diary.write("restored", name, why=f"by {by}" if by else "")
+
+    def _revoke(self, name: str, why: str) -> None:
+        try:
+            self._leases.revoke(name)
+        except OSError as error:  # the next look tries again
+            logger.error("registry.not_revoked name=%s: %s", name, error)
+            return
+        self._ended(name, "revoked", why)
 
     def _granted(self, lease: Lease, what: What) -> Lease:
         if self._held.get(lease.robot) != lease:

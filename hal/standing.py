@@ -23,6 +23,7 @@ from hal.resource import Health
 
 logger = logging.getLogger(__name__)
 
+VERSION = 1
 LOCK_WITHIN_S = 5.0
 
 What = Literal["quarantined", "draining"]
@@ -46,12 +47,20 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         return f"by {self.by}: {self.why}" if self.why else f"by {self.by}"
 
 
-class _Page(msgspec.Struct, frozen=True, kw_only=True):
-    version: int = 1
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file says.
+
+    Attributes:
+        orders: those that stand, by resource.
+        lifted: who put a resource back into use last.
+    """
+
+    version: int = VERSION
     orders: dict[str, Order] = {}
+    lifted: dict[str, str] = {}
 
 
-_PAGE = msgspec.json.Decoder(_Page)
+_PAGE = msgspec.json.Decoder(Page)
 
 
 class OrderBook:
@@ -62,22 +71,26 @@ class OrderBook:
         self.path = path
         self._clock = clock
 
-    def read(self) -> dict[str, Order]:
-        """The orders that stand, by resource. Raises RegistryError: the file is damaged; a person has to look."""
+    def read(self) -> Page:
+        """Raises RegistryError: the file is damaged, or of another version; a person has to look."""
         try:
-            return _PAGE.decode(self.path.read_bytes()).orders
+            page = _PAGE.decode(self.path.read_bytes())
         except FileNotFoundError:
-            return {}
+            return Page()
         except (OSError, *UNDECODABLE) as error:
             raise RegistryError(
                 f"the orders in {self.path} cannot be read ({error}); look, mend or delete it"
             ) from None
+        if page.version != VERSION:
+            raise RegistryError(f"the orders in {self.path} have version {page.version}; this program knows {VERSION}")
+        return page
 
     def give(self, name: str, what: What, by: str, why: str = "") -> Order:
         """Quarantines or drains `name`; of two orders about it the newer stands. Raises RegistryError: no person."""
         order = Order(what=what, by=_person(by), why=why.strip(), since_unix_s=self._clock())
         with self._locked():
-            self._write({**self.read(), name: order})
+            page = self.read()
+            self._write(Page(orders={**page.orders, name: order}, lifted=page.lifted))
         logger.warning("resource.ordered name=%s %s %s", name, what, order.note)
         return order
 
@@ -85,16 +98,17 @@ class OrderBook:
         """Puts `name` back into use and returns the order that stood. Raises RegistryError: none stands; no person."""
         person = _person(by)
         with self._locked():
-            orders = self.read()
+            page = self.read()
+            orders = dict(page.orders)
             if name not in orders:
                 raise RegistryError(f"{name} is neither quarantined nor draining: there is nothing to lift")
             order = orders.pop(name)
-            self._write(orders)
+            self._write(Page(orders=orders, lifted={**page.lifted, name: person}))
         logger.warning("resource.restored name=%s by %s; it was %s %s", name, person, order.what, order.note)
         return order
 
-    def _write(self, orders: dict[str, Order]) -> None:
-        replace_durably(self.path, msgspec.json.encode(_Page(orders=orders)))
+    def _write(self, page: Page) -> None:
+        replace_durably(self.path, msgspec.json.encode(page))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

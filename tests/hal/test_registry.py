@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hal.diary import read_diary
@@ -263,9 +264,51 @@ def test_who_drove_what_when_can_be_read_afterwards(
         ("reinstated", "bob", 2, ""),
         ("quarantined", "", 0, "by carol: oil"),
         ("revoked", "bob", 2, "by carol: oil"),
-        ("restored", "", 0, ""),
+        ("restored", "", 0, "by carol"),
     ]
     assert all(entry.resource == "panda-0" and entry.unix_s > 1.7e9 for entry in diary)
+
+
+def test_the_diary_says_once_what_stands_through_restarts_and_who_ended_it_meanwhile(
+    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+) -> None:
+    book.give("panda-0", "quarantined", "carol", "oil")
+    registry.expire()
+    for _ in range(2):
+        Registry(LeaseTable(None, clock=clock), tmp_path, clock)
+    book.lift("panda-0", "dora")
+    restarted = Registry(LeaseTable(None, clock=clock), tmp_path, clock)
+    restarted.expire()
+    Registry(LeaseTable(None, clock=clock), tmp_path, clock)
+    diary = read_diary(tmp_path / "drivers.jsonl")
+    assert [(e.what, e.why) for e in diary] == [("quarantined", "by carol: oil"), ("restored", "by dora")]
+
+
+def test_a_disk_that_takes_nothing_ends_no_registry_and_what_was_due_is_done_when_it_does_again(
+    book: OrderBook, clock: Clock, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    registry = Registry(LeaseTable(disk / "leases.json", ttl_s=10, clock=clock), tmp_path, clock, lost_after_s=5)
+    for name in ("panda-0", "ur-0"):
+        registry.announce(msgspec.structs.replace(ARM, name=name))
+    first, second = (registry.lease(name, "alice") for name in ("panda-0", "ur-0"))
+    disk.rename(tmp_path / "away")
+    disk.write_text("a file where the folder should be")
+    book.give("panda-0", "quarantined", "carol", "oil")
+    clock.now_s += 60
+    assert registry.expire() == ("panda-0", "ur-0")
+    disk.unlink()
+    (tmp_path / "away").rename(disk)
+    assert registry.expire() == ()
+    registry.announce(msgspec.structs.replace(ARM, name="ur-0"))
+    assert registry.renew("ur-0", second.token) == second
+    with pytest.raises(LeaseError, match="released|ended|quarantined"):
+        registry.renew("panda-0", first.token)
+    told = {(e.what, e.resource) for e in read_diary(tmp_path / "drivers.jsonl")}
+    assert {("quarantined", "panda-0"), ("reinstated", "ur-0")} <= told
+    again = LeaseTable(disk / "leases.json", clock=clock)
+    with pytest.raises(LeaseError, match="has ended; acquire it again"):
+        again.renew("panda-0", first.token)
 
 
 def test_an_unknown_resource_raises_and_names_those_that_there_are(registry: Registry) -> None:

@@ -307,7 +307,7 @@ class Gateway:
         try:
             with self._lock:
                 self._registry.release(message.robot, message.token)
-        except LeaseError as error:
+        except (HalError, OSError) as error:  # a lease that cannot be given back runs out
             logger.info("gateway.release robot=%s: %s", message.robot, error)
 
 
