@@ -35,6 +35,7 @@ PROBE_GROUP = "user_sys.probes"
 DEFAULT_EVERY_S = 2.0
 DEFAULT_WITHIN_S = 5.0
 MAX_EVENTS = 10_000  # that nobody has taken
+MAX_RECORDS = 10_000  # of one look
 
 
 class Probe(Protocol):
@@ -152,7 +153,12 @@ class _Look:
 
     def _run(self) -> None:
         try:
-            for record in self._probe():
+            found: Iterable[object] = self._probe()  # a foreign one may yield anything
+            for record in found:
+                if not isinstance(record, ResourceRecord):
+                    raise TypeError(f"it yields {type(record).__name__}, not ResourceRecord")
+                if len(self._records) == MAX_RECORDS:
+                    raise ValueError(f"it yields more than {MAX_RECORDS} records")
                 self._records.append(record)
         except Exception as error:  # a foreign probe may fail in any way; it is reported and the others go on
             logger.debug("discovery.probe_failed probe=%s error=%r", self._source, error)

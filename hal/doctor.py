@@ -84,7 +84,10 @@ def examine(machine: Machine) -> Iterator[Finding]:
     """Every check, in the order in which a person would look. Takes a second or two."""
     checks = (_drivers, _libraries, _gpus, _devices, _cameras, _clock, _realtime, _drawing, _ports, _disk, _runtime)
     for check in checks:
-        yield from check(machine)
+        try:
+            yield from check(machine)
+        except OSError as error:  # as of a device that is pulled out just now
+            yield _problem(check.__name__.strip("_"), f"it could not be looked at: {error}", "look again")
 
 
 def _ok(check: str, says: str) -> Finding:

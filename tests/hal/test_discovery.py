@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,16 @@ def test_a_probe_that_fails_is_reported_and_stops_no_other() -> None:
 
     found = discover({"usb": broken, "compute": probe_compute})
     assert found.failures == {"usb": "OSError: no such bus"}
+    assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
+
+
+def test_a_foreign_probe_that_yields_something_else_is_reported_and_stops_no_other() -> None:
+    def foreign() -> Iterator[Any]:
+        yield from configured_robots({"panda-0": SPEC})()
+        yield {"name": "arm"}
+
+    found = discover({"crane": foreign, "compute": probe_compute})
+    assert found.failures == {"crane": "TypeError: it yields dict, not ResourceRecord"}
     assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
 
 

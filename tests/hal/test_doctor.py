@@ -80,3 +80,12 @@ def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(t
     found = list(examine(Machine(folder=tmp_path)))
     assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "sockets"} <= {f.check for f in found}
     assert all(finding.says and (finding.mend or finding.verdict is Verdict.OK) for finding in found)
+
+
+def test_a_device_that_is_pulled_out_meanwhile_ends_no_examination(tmp_path: Path) -> None:
+    make(tmp_path, "dev/ttyUSB0")
+    (tmp_path / "dev/ttyUSB1").symlink_to("gone")
+    found = list(examine(Machine(root=tmp_path, may_use=lambda path: False)))
+    (gone,) = [finding for finding in found if "could not be looked at" in finding.says]
+    assert (gone.check, gone.verdict, gone.mend) == ("devices", Verdict.PROBLEM, "look again")
+    assert {"cameras", "disk"} <= {finding.check for finding in found}

@@ -16,7 +16,7 @@ from hal.lease import LeaseTable, MachineLock
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from user_sys.cli import main
-from user_sys.hardware.verbs import with_cluster
+from user_sys.hardware.verbs import in_use, with_cluster
 from user_sys.run_folder import create
 from user_sys.topology import RunConfig
 
@@ -139,6 +139,19 @@ def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys
     assert problem["says"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
     assert problem["mend"].startswith("switch it on")
     assert "-> switch it on" in said(capsys, "doctor", job, status=1)
+
+
+def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
+    robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}
+    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["left"]["says"]
+    assert robots["left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
+    assert "nothing answers" in robots["right"]["says"]
+
+
+def test_a_robot_that_a_probe_found_may_have_any_name() -> None:
+    record = ResourceRecord(kind=Kind.ROBOT, name="ros2/0/arm", model="arm", node="desk", found_by="crane")
+    assert in_use(record) == record
 
 
 def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hal.diary import DIARY, read_diary
-from hal.discovery import Change, Discoverer, Event, discover
+from hal.discovery import Change, Discoverer, Discovery, Event, Probe, discover
 from hal.doctor import Finding, Machine, Verdict, examine
-from hal.errors import PlacementError
+from hal.errors import HalError, PlacementError, SpecError
 from hal.lease import MachineLock
 from hal.placement import Placement, place
 from hal.placement_words import asked, listed, state
@@ -29,7 +29,7 @@ from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What
 from user_sys.compose import LIBRARIES, RobotConfig, probes
 from user_sys.config import load
-from user_sys.errors import RunError
+from user_sys.errors import RunError, UserSysError
 from user_sys.run_folder import CARD
 from user_sys.topology import RunConfig
 
@@ -54,11 +54,10 @@ def list_main(args: Namespace) -> int:
     records = _with_run([*map(in_use, found.records), *map(_guest, config.guests)], args.run)
     if args.json:
         _print_json([json.loads(record.to_json()) for record in records])
-        return 0
-    console = Console()
-    console.print(_table(records))
-    for probe, failure in sorted(found.failures.items()):
-        console.print(Text(f"the probe {probe} failed: {failure}", style="red"))
+    else:
+        Console().print(_table(records))
+    for failure in _failures(found):
+        Console(stderr=args.json).print(Text(failure, style="red"), soft_wrap=True)
     return 0
 
 
@@ -83,8 +82,7 @@ def doctor_main(args: Namespace) -> int:
     config = _config(args.config)
     ports = {"the console": config.console.port} if config.console.enabled and config.console.port else {}
     findings = list(examine(Machine(folder=config.runs, ports=ports, libraries=LIBRARIES)))
-    if config.robots:
-        findings += [_of_robot(record) for record in discover({"config": probes(config.robots)["config"]}).records]
+    findings += _of_robots(config.robots)
     if args.json:
         _print_json([msgspec.to_builtins(finding) for finding in findings])
     else:
@@ -95,17 +93,19 @@ def doctor_main(args: Namespace) -> int:
 def explain_main(args: Namespace) -> int:
     """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
     config = load(RunConfig, args.config)
-    here = map(in_use, discover(probes(config.robots)).records)
+    found = discover(probes(config.robots))
+    here = map(in_use, found.records)
     address = args.ray or config.ray.address
     records = _with_run(with_cluster(here, _of_cluster(address)) if address else here, args.run)
     requests = config.requests()
     try:
         placement = place(requests, records)
     except PlacementError as error:
+        why = " ".join([str(error), *_failures(found)])
         if args.json:
-            _print_json({"possible": False, "why": str(error)})
+            _print_json({"possible": False, "why": why})
         else:
-            Console().print(Text(str(error)), soft_wrap=True)
+            Console().print(Text(why), soft_wrap=True)
         return IMPOSSIBLE
     rows = [
         {"asked": asked(request), "gets": [record.name for record in records], "where": _where(records)}
@@ -155,8 +155,13 @@ def diary_main(args: Namespace) -> int:
 
 def in_use(record: ResourceRecord) -> ResourceRecord:
     """The record, LEASED where a driver process of this computer has the robot."""
-    owner = MachineLock(record.name).owner() if record.kind is Kind.ROBOT else ""
-    if not owner or record.health is not Health.READY:
+    if record.kind is not Kind.ROBOT or record.health is not Health.READY:
+        return record
+    try:
+        owner = MachineLock(record.name).owner()
+    except SpecError:  # found by a probe, under a name that no robot of a run can have
+        return record
+    if not owner:
         return record
     return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
 
@@ -226,6 +231,26 @@ def _guest(robot: RobotConfig) -> ResourceRecord:
         health=Health.LOST,
         trouble="a guest, which comes in from a computer of its own",
     )
+
+
+def _failures(found: Discovery) -> list[str]:
+    """What was not looked at, since a probe failed: one sentence each."""
+    return [f"The probe {probe} failed: {failure}." for probe, failure in sorted(found.failures.items())]
+
+
+def _of_robots(robots: Sequence[RobotConfig]) -> Iterator[Finding]:
+    """One for each robot. One that cannot even be built, for want of a library or an option, keeps no other from it."""
+    looks: dict[str, Probe] = {}
+    for robot in robots:
+        try:
+            looks[robot.name] = probes((robot,))["config"]
+        except (UserSysError, HalError) as error:
+            mend = "install what its driver needs, or mend its options in CONFIG"
+            yield Finding(check="robots", verdict=Verdict.PROBLEM, says=f"{robot.name}: {error}", mend=mend)
+    found = discover(looks)
+    yield from map(_of_robot, found.records)
+    for name, failure in sorted(found.failures.items()):
+        yield Finding(check="robots", verdict=Verdict.PROBLEM, says=f"{name}: {failure}", mend="look again in a while")
 
 
 def _of_robot(record: ResourceRecord) -> Finding:
