@@ -12,7 +12,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
     Blocks until file and folder are on the disk. Parent folders are made. Raises OSError; `path` is then as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(path.parent)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with fresh.open("xb") as file:
@@ -24,6 +24,14 @@ def replace_durably(path: Path, content: bytes) -> None:
         fresh.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def make_folder_durably(path: Path) -> None:
+    """Makes `path`, and the folders above it that are missing; blocks until they are on the disk. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def remove_durably(path: Path) -> None:

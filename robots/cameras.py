@@ -180,7 +180,7 @@ class _OpencvSource:
         self._config = config
         self._cv2: Any = None
         self._capture: Any = None
-        self._stamped = False
+        self._stamps: Stamps | None = None
 
     def open(self) -> None:
         self._cv2 = cv2 = _import("cv2", "cameras")
@@ -191,7 +191,7 @@ class _OpencvSource:
             raise HardwareLost("it cannot be opened: it is not there, may not be opened, or is in use")
         if local:
             self._ask_for(config)
-        self._stamped = self._capture.getBackendName() == "V4L2"
+        self._stamps = Stamps() if self._capture.getBackendName() == "V4L2" else None
 
     def grab(self) -> tuple[Array, int] | None:
         """OpenCV waits ten seconds for a V4L2 device and then fails as it does at the end of a stream."""
@@ -199,9 +199,11 @@ class _OpencvSource:
         now_ns = time.monotonic_ns()
         if not there:
             raise HardwareLost("its stream ended, or no frame came for a long time")
-        # V4L2 stamps buffers with the monotonic clock, and OpenCV gives that as a position in ms
-        stamp_ns = int(self._capture.get(self._cv2.CAP_PROP_POS_MSEC) * 1e6) if self._stamped else now_ns
-        return self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB), plausible_ns(stamp_ns, now_ns)
+        if self._stamps is not None:
+            # V4L2 stamps buffers with the monotonic clock, and OpenCV gives that as a position in ms
+            stamp_ns = int(self._capture.get(self._cv2.CAP_PROP_POS_MSEC) * 1e6)
+            now_ns = self._stamps.captured_ns(stamp_ns, now_ns)
+        return self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB), now_ns
 
     def close(self) -> None:
         if self._capture is not None:
@@ -251,6 +253,19 @@ _SOURCES: dict[str, type[_OpencvSource] | type[_RealsenseSource]] = {
     "opencv": _OpencvSource,
     "realsense": _RealsenseSource,
 }
+
+
+class Stamps:
+    """Times of capture by a driver's own stamps, once one of them was plausible: from then on a frame is as old as its
+    stamp says, such as one that waited in a buffer while this process was stopped. Until then it is as old as its
+    arrival."""
+
+    def __init__(self) -> None:
+        self._ours = False
+
+    def captured_ns(self, stamp_ns: int, now_ns: int) -> int:
+        self._ours = self._ours or 0 <= now_ns - stamp_ns <= PLAUSIBLE_AGE_NS
+        return min(stamp_ns, now_ns) if self._ours else now_ns
 
 
 def plausible_ns(stamp_ns: int, now_ns: int) -> int:

@@ -49,6 +49,7 @@ def walk_home(robot: Robot, home: Sequence[float], told: Array) -> None:
 
     Raises:
         HardwareLost: it is not there within `DEADLINE_S`; the message says what held it up.
+        SpecError: the joints have no greatest speed, which the way goes by.
     """
     way = _Way(robot, home, told)
     until_s = time.monotonic() + DEADLINE_S
@@ -67,7 +68,13 @@ class _Way:
         self._turns, self._angles = list(spec.joint_target), list(spec.limits.joint_position)
         self._kernel = SafetyKernel(spec)
         self._kernel.reduced = True
-        speed = np.array(spec.limits.joint_velocity_max) * spec.limits.reduced_speed
+        fastest = spec.limits.joint_velocity_max
+        if len(fastest) != len(self._turns) or len(self._home) != len(self._turns):
+            raise SpecError(
+                f"{spec.model}: the way home needs a position and a greatest speed (joint_velocity_max) of each of "
+                f"{len(self._turns)} joints; there are {len(self._home)} and {len(fastest)}"
+            )
+        speed = np.array(fastest) * spec.limits.reduced_speed
         self._longest, self._lead = speed * spec.period_s, speed * LEAD_S
         self._target: Array | None = None
         self._measured = self._stood = np.full(len(self._home), np.inf)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.durable import replace_durably
+from hal.durable import replace_durably, sync_folder
 from hal.errors import UNDECODABLE
 from user_sys.config import load, save
 from user_sys.errors import RunError
@@ -49,6 +49,8 @@ def create(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunC
         gateway = replace(config.gateway, endpoint=endpoint)
         save(replace(config, name=name, gateway=gateway), folder.config)
         replace_durably(folder.path / CARD, msgspec.json.encode(card))
+        for above in (folder.path.parent, folder.path.parent.parent):
+            sync_folder(above)
     except OSError as error:
         shutil.rmtree(folder.path, ignore_errors=True)  # half a run folder could be neither resumed nor made anew
         raise _unwritable(folder, error) from None

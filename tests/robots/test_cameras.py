@@ -17,7 +17,7 @@ from hal.camera import Camera, Frame
 from hal.conformance import CameraConformance
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.station import StationRequest
-from robots.cameras import CameraConfig, LocalCamera, camera_specs, make_cameras, plausible_ns
+from robots.cameras import CameraConfig, LocalCamera, Stamps, camera_specs, make_cameras, plausible_ns
 
 cv2 = pytest.importorskip("cv2")
 SERVER = Path(__file__).with_name("mjpeg_camera.py")
@@ -149,3 +149,11 @@ def test_a_station_has_the_cameras_that_its_options_name() -> None:
     assert make_cameras(configs, StationRequest("arm", "free", cameras=False)) == ()
     with pytest.raises(ValueError, match="needs its device"):
         CameraConfig()
+
+
+def test_a_frame_that_waited_in_a_buffer_is_as_old_as_its_stamp_says() -> None:
+    stamps, second = Stamps(), 1_000_000_000
+    assert stamps.captured_ns(33_000_000, 900 * second) == 900 * second, "another clock's"
+    assert stamps.captured_ns(901 * second - 30_000_000, 901 * second) == 901 * second - 30_000_000
+    assert stamps.captured_ns(901 * second, 930 * second) == 901 * second, "the process was stopped meanwhile"
+    assert stamps.captured_ns(932 * second, 931 * second) == 931 * second

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -160,3 +161,12 @@ def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why:
     require_home(spec, HOME, low, high)
     with pytest.raises(SpecError, match=why):
         require_home(spec, home, low, high)
+
+
+def test_joints_without_a_greatest_speed_are_not_sent_home() -> None:
+    arm = Arm()
+    slow = msgspec.structs.replace(arm.spec.limits, joint_velocity_max=())
+    arm.spec = msgspec.structs.replace(arm.spec, limits=slow)
+    with pytest.raises(SpecError, match=r"greatest speed \(joint_velocity_max\) of each of 2 joints; there are 2 and 0"):
+        arm.go_home()
+    assert arm.told == []

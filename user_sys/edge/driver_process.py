@@ -26,6 +26,7 @@ from pathlib import Path
 
 import zmq
 
+from hal.durable import make_folder_durably
 from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError
 from hal.lease import Fence, MachineLock, runtime_folder
 from hal.safety import SafetyKernel
@@ -290,7 +291,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: RobotConfig, state: Path) -> None:
-    state.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(state)
     stop = threading.Event()
     stop_on_signals(stop)
     lock = MachineLock(config.name, holder=f"for {state.resolve()}")

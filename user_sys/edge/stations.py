@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hal.durable import make_folder_durably
 from user_sys.compose import RobotConfig
 from user_sys.config import save
 from user_sys.edge.session import SessionConfig
@@ -20,7 +21,7 @@ def station_argv(robot: str, state: Path) -> tuple[tuple[str, tuple[str, ...]], 
 
 def write_station(state: Path, robot: RobotConfig, session: SessionConfig) -> None:
     """Writes what both processes read into `state`, which is made when missing."""
-    state.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(state)
     save(robot, state / ROBOT)
     save(session, state / SESSION)
 

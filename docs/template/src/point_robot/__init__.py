@@ -45,6 +45,7 @@ def spec(options: Options) -> RobotSpec:
             joint_low=bounds["low"],
             joint_high=bounds["high"],
             joint_velocity_max=(SPEED_RAD_S,) * 2,
+            reduced_speed=0.25,
         ),
         neutral=(0.0, 0.0),
         joint_target=(0, 1),
@@ -80,8 +81,10 @@ class PointRobot(Robot):
         controller.go_to(controller.angles())
 
     def close(self) -> None:
-        if self._controller is not None:
-            self.stop(StopLevel.SAFE)
+        try:
+            if self._controller is not None:
+                self.stop(StopLevel.SAFE)
+        finally:
             self._controller = None
 
     def _link(self) -> Controller:
