@@ -269,7 +269,7 @@ def _require_times(spec: RobotSpec) -> None:
     limits = spec.limits
     if not (0 < limits.stale_after_s < math.inf and 0 <= limits.safe_stop_after_s < math.inf):
         raise SpecError(
-            f"{spec.model}: stale_after_s is {limits.stale_after_s:g} and safe_stop_after_s {limits.safe_stop_after_s:g}; "
+            f"{spec.model}: stale_after_s is {limits.stale_after_s:g}, safe_stop_after_s {limits.safe_stop_after_s:g}; "
             "they are times"
         )
     if limits.watchdog_periods < 1:

@@ -115,8 +115,8 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
             none, and only with `RobotSpec.joint_target` or `joint_delta`.
         action_rate_max: the largest change of each action element between two control periods, in its own unit.
-        reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1]; of
-            the bounds of an action element too that is a speed by its unit.
+        reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1];
+            of the bounds of an action element too that is a speed by its unit.
         stale_after_s: an observation older than this is not acted upon.
         watchdog_periods: control periods without a command before the robot holds.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.

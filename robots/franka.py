@@ -26,6 +26,7 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
+from robots.alone import DeviceLock
 from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.device_thread import DeviceThread
@@ -189,6 +190,7 @@ class FrankaRobot(Robot):
         self._high = np.array(self.spec.action.high, np.float32)
         self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
         self._within = within_limits(self.spec)
+        self._alone = DeviceLock(config.host)
         self._thread: DeviceThread | None = None
         self._franky: Any = None
         self._arm: Any = None
@@ -200,12 +202,13 @@ class FrankaRobot(Robot):
         """See `hal.robot.Robot`.
 
         Raises:
-            HardwareLost: also where the arm is in a reflex, stopped or guided.
+            HardwareLost: also where the arm is in a reflex, stopped or guided, or another process here has it.
             SpecError: franky is not installed.
         """
         if self._thread is not None:
             return
         self._franky = _import_franky()
+        self._alone.acquire()
         self._thread, self._target = DeviceThread(self._name), None
         try:
             self._arm = self._thread.call("connecting", self._open, CONNECT_DEADLINE_S)
@@ -301,6 +304,7 @@ class FrankaRobot(Robot):
         thread, self._thread, self._arm = self._thread, None, None
         if thread is not None:
             thread.end()
+        self._alone.release()
 
 
 def why_not(state: Any) -> str:

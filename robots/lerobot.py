@@ -22,6 +22,7 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
+from robots.alone import DeviceLock
 from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
 from robots.homing import require_home, walk_home
@@ -94,6 +95,7 @@ class LerobotRobot(Robot):
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
         require_home(self.spec, config.home, self._low, self._high)
+        self._alone = DeviceLock(str(config.settings.get("port") or ""))
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
@@ -102,11 +104,13 @@ class LerobotRobot(Robot):
         """See `hal.robot.Robot`. The motors come under torque, and hold. Calibration is checked, never made.
 
         Raises:
-            HardwareLost: also where the robot is not calibrated, or its motors disagree with the calibration file.
+            HardwareLost: also where the robot is not calibrated, its motors disagree with the calibration file, or
+                another process of this machine has its port.
         """
         if self._thread is not None:
             return
         self._require_calibration()
+        self._alone.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
         try:
             self._ask("connecting", self._open, CONNECT_DEADLINE_S)
@@ -239,6 +243,7 @@ class LerobotRobot(Robot):
             log.warning("lerobot.disconnect %s", error)
         thread.end()
         self._moving = self._released = False
+        self._alone.release()
         self._device = self._build()
 
 

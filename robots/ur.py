@@ -24,6 +24,7 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
+from robots.alone import DeviceLock
 from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
 from robots.robotiq import RobotiqConfig, RobotiqGripper
@@ -184,6 +185,7 @@ class UrRobot(Robot):
         self._high = np.array(self.spec.action.high, np.float32)
         self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
         self._within = within_limits(self.spec)
+        self._alone = DeviceLock(config.host)
         self._link: UrLink | None = None
         self._target: Array | None = None  # joint angles or pose, float64 (6,); of no account while the arm stands
         self._gripper = RobotiqGripper(config.host, config.gripper) if config.gripper else None
@@ -192,11 +194,13 @@ class UrRobot(Robot):
         """See `hal.robot.Robot`.
 
         Raises:
-            HardwareLost: also where the arm is stopped, off or not in remote control, or the gripper not activated.
+            HardwareLost: also where the arm is stopped, off or not in remote control, the gripper not activated, or
+                another process of this machine drives the arm.
             SpecError: ur_rtde is not installed.
         """
         if self._link is not None:
             return
+        self._alone.acquire()
         self._link, self._target = UrLink(self.config.link), None
         try:
             self._link.open()
@@ -257,6 +261,7 @@ class UrRobot(Robot):
             link.close()
         if self._gripper:
             self._gripper.close()
+        self._alone.release()
 
     @property
     def _connected(self) -> UrLink:
