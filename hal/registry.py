@@ -72,6 +72,7 @@ class Registry:
         self._orders: dict[str, Order] = {}
         self._told = {r.name: (r.health, r.note) for r in self._known.values() if r.health in _ORDERED}
         self._held = {name: lease for name in self._known if (lease := leases.lease(name)) is not None}
+        self._revoked: list[tuple[Lease, str]] = []
         self._shown: tuple[ResourceRecord, ...] = ()
         self._obey()
 
@@ -131,6 +132,11 @@ class Registry:
             self._lapse(name)
         self._keep()
         return silent
+
+    def take_revoked(self) -> list[tuple[Lease, str]]:
+        """The leases that a quarantine ended since this was asked last, and why: their sessions do not know yet."""
+        revoked, self._revoked = self._revoked, []
+        return revoked
 
     def lease(self, name: str, holder: str, floor: int = 0) -> Lease:
         """Gives the resource to `holder`, under a token greater than every one before it and than `floor`.
@@ -242,6 +248,8 @@ class Registry:
         lease = self._held.pop(name, None)
         if lease is not None:
             self._diary.write(what, name, holder=lease.holder, token=lease.token, why=why)
+            if what == "revoked":
+                self._revoked.append((lease, why))
 
     def _keep(self) -> None:
         """Writes down what has changed. A full disk costs the list its freshness, not the robots their leases."""

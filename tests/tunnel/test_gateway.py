@@ -9,6 +9,7 @@ import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
 from hal.spec import ArraySpec, RobotSpec
+from hal.standing import OrderBook
 from user_sys.edge.outbox import Outbox
 from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
@@ -212,6 +213,17 @@ def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
             site.client("panda-0", holder="b")
         robot.send(LeaseRequest(robot="panda-0", holder="a", token=before.token))  # type: ignore[union-attr]
         assert next_of(robot, LeaseGrant) == before
+
+
+def test_a_session_is_told_at_once_that_its_robot_is_quarantined(run: Path) -> None:
+    with serving(run) as site:
+        robot = site.client("panda-0", holder="a")
+        robot.send(LeaseRequest(robot="panda-0", holder="a"))
+        grant = next_of(robot, LeaseGrant)
+        OrderBook(run / "orders.json").give("panda-0", "quarantined", "carol", "oil on the floor")
+        refusal = next_of(robot, LeaseRefusal)
+        assert isinstance(grant, LeaseGrant) and isinstance(refusal, LeaseRefusal)
+        assert (refusal.token, refusal.reason) == (grant.token, "panda-0 is quarantined by carol: oil on the floor")
 
 
 def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:

@@ -146,8 +146,12 @@ class Gateway:
             for peer in self.server.peers("robot"):
                 self._registry.announce(_record(peer))  # also one that is not announced by `peer_opened` yet
             lost = self._registry.expire()
+            revoked = self._registry.take_revoked()
         for name in lost:
             logger.warning("gateway.robot_lost robot=%s", name)
+        for lease, why in revoked:
+            reason = f"{lease.robot} is quarantined {why}"
+            self.server.send(lease.robot, LeaseRefusal(robot=lease.robot, reason=reason, token=lease.token))
         self._weights.look_for_order()
         self._postman.round()
         self._tell_consoles(self._report())
