@@ -13,7 +13,7 @@ import pytest
 import zmq
 from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
 
-from hal.errors import HalError
+from hal.errors import HalError, StaleToken
 from hal.lease import Fence, MachineLock
 from hal.robot import Robot, StopLevel
 from hal.safety import Reason, SafetyKernel, latch_emergency
@@ -204,3 +204,11 @@ def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -
     driving.join(60)
     asking.join(60)
     assert len(ticks) == len(heard) == 1
+
+
+def test_an_order_under_an_older_token_is_refused_and_counted(site: Site) -> None:
+    with RemoteDriver("fake-0", token=2) as newer:
+        newer.attach()
+    with pytest.raises(StaleToken, match="token 1 is too old"):
+        site.client.hold()
+    assert site.driver.kernel.counts["token"] == 1 and site.robot.commands == []

@@ -27,9 +27,9 @@ from pathlib import Path
 import zmq
 
 from hal.durable import make_folder_durably
-from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError
+from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleToken
 from hal.lease import Fence, MachineLock, runtime_folder
-from hal.safety import SafetyKernel
+from hal.safety import Reason, SafetyKernel
 from hal.signals import stop_on_signals
 from hal.spec import ACTION, Array
 from hal.station import Station
@@ -155,7 +155,11 @@ class DriverServer:
             raise LeaseHeld(f"{self._station.name} is driven on this machine for {self._owner}")
         if request.order == "describe":
             return self._card(), {}
-        self._fence.admit(request.token)
+        try:
+            self._fence.admit(request.token)
+        except StaleToken:
+            kernel.count(Reason.TOKEN)
+            raise
         if 0 < request.until_ns < time.monotonic_ns():
             raise HalError(f"the order {request.order!r} came too late: its sender does not wait for it any more")
         if request.order == "re-arm":
@@ -320,6 +324,7 @@ def _run(config: RobotConfig, state: Path) -> None:
                 server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
             server.run()
         finally:
+            log.info("safety.counts robot=%s %s", config.name, {name: n for name, n in kernel.counts.items() if n})
             driver.close()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
+from hal.safety import Reason
 from user_sys.edge.authority import Authority, State
 from user_sys.edge.driver import Tick
 from user_sys.edge.outbox import Outbox
@@ -18,6 +20,22 @@ from user_sys.tunnel.client import TunnelClient
 STATUS_PERIOD_S = 0.2
 LINK_PERIOD_S = 5.0
 RATE_SMOOTHING = 0.6
+
+
+class SafetyCounts:
+    """How many control periods the safety kernel stepped in since the session started, by reason."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, tick: Tick) -> None:
+        if tick.reasons:
+            self._counts.update(str(reason.name).lower() for reason in Reason(tick.reasons))
+        self._counts["watchdog"] += tick.held
+
+    def scalars(self) -> dict[str, float]:
+        """E.g. ``safety_workspace``; none for what never happened."""
+        return {f"safety_{name}": float(count) for name, count in sorted(self._counts.items()) if count}
 
 
 class StatusPublisher:
@@ -50,6 +68,7 @@ class StatusPublisher:
         self._episode, self._step, self._version, self._interventions = "", 0, -1, 0
         self._phase = Phase.POLICY
         self._hz, self._counted, self._counted_at = 0.0, 0, time.monotonic()
+        self._safety = SafetyCounts()
 
     def watch(self, request: WatchRequest) -> None:
         """Somebody wants pictures for a while."""
@@ -61,6 +80,7 @@ class StatusPublisher:
         """One control period has passed; `decision` is None where the robot held."""
         if (episode := self._running_episode()) != self._episode:
             self._episode, self._step = episode, 0
+        self._safety.add(tick)
         if decision is not None:
             self._step += 1
             self._counted += 1
@@ -73,7 +93,7 @@ class StatusPublisher:
             self.publish(real_time=decision is None or decision.phase is not Phase.POLICY)
         if now >= self._next_link:
             self._next_link = now + LINK_PERIOD_S
-            scalars = self._client.scalars() | self._outbox.scalars() | self._weights_scalars()
+            scalars = self._client.scalars() | self._outbox.scalars() | self._weights_scalars() | self._safety.scalars()
             self._client.send(MetricsReport(node=self._robot, count=self._step, scalars=scalars))
         if tick.frames and now < self._watched_until:
             self._show(tick, now)
