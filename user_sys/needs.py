@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hal.request import Request
 from hal.resource import Kind
 from user_sys.errors import ConfigError
+
+
+MAX_COUNT = 256
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,12 @@ class NeedConfig:
     near_by: Literal["node", "site"] = "node"
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.cores < 0 or self.memory_gb < 0:
-            raise ConfigError("needs: count must be at least 1, cores and memory_gb at least 0")
+        if not 1 <= self.count <= MAX_COUNT or self.cores < 0 or not 0 <= self.memory_gb < math.inf:
+            raise ConfigError(f"needs: count must be 1 to {MAX_COUNT}, cores and memory_gb at least 0")
+        if self.name and self.count > 1:
+            raise ConfigError(f"needs: there is one {self.name}; leave out count, or name each")
+        if (self.cores and self.kind != "compute") or (self.memory_gb and self.kind == "robot"):
+            raise ConfigError(f"needs: a {self.kind} has no {'cores' if self.cores else 'memory_gb'}; ask for them apart")
 
     def request(self) -> Request:
         return Request(
@@ -47,3 +56,11 @@ class NeedConfig:
             near=self.near,
             near_by=self.near_by,
         )
+
+
+def require_one_place(needs: Sequence[NeedConfig]) -> None:
+    """Raises ConfigError where one word of `near` means a computer in one need and a site in another."""
+    meant: dict[str, str] = {}
+    for need in needs:
+        if need.near and meant.setdefault(need.near, need.near_by) != need.near_by:
+            raise ConfigError(f"needs: near {need.near!r} is by node in one and by site in another; use two words")

@@ -19,7 +19,7 @@ from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.learner.service import LearnerConfig
 from user_sys.metrics import LoggingConfig
-from user_sys.needs import NeedConfig
+from user_sys.needs import NeedConfig, require_one_place
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.inlet import InletConfig
 
@@ -84,6 +84,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_unique_names((*self.robots, *self.guests))
+        require_one_place(self.needs)
 
     def requests(self) -> tuple[Request, ...]:
         """The robots that it names, and its needs, as one request for placement."""

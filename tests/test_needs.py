@@ -1,0 +1,42 @@
+"""What a run may ask for besides its robots; what makes no sense is said before anything is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hal.request import Request
+from hal.resource import Kind
+from user_sys.errors import ConfigError
+from user_sys.needs import NeedConfig
+from user_sys.topology import RunConfig
+
+
+def test_a_need_is_a_request_for_placement() -> None:
+    need = NeedConfig(kind="gpu", count=2, memory_gb=24, near="cell", near_by="site")
+    assert need.request() == Request(kind=Kind.GPU, count=2, memory_bytes=24 * 10**9, near="cell", near_by="site")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kind": "gpu", "count": 0}, "count must be 1 to"),
+        ({"kind": "gpu", "count": 10**9}, "count must be 1 to"),
+        ({"kind": "gpu", "memory_gb": float("inf")}, "memory_gb at least 0"),
+        ({"kind": "gpu", "memory_gb": float("nan")}, "memory_gb at least 0"),
+        ({"kind": "robot", "name": "panda-0", "count": 2}, "there is one panda-0; leave out count, or name each"),
+        ({"kind": "gpu", "cores": 8}, "a gpu has no cores; ask for them apart"),
+        ({"kind": "robot", "memory_gb": 8}, "a robot has no memory_gb; ask for them apart"),
+    ],
+)
+def test_a_need_that_nothing_can_meet_is_refused_in_words(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NeedConfig(**wrong)
+
+
+def test_one_word_is_not_two_sorts_of_places() -> None:
+    by_node, by_site = (NeedConfig(kind="gpu", near="cell", near_by=by) for by in ("node", "site"))
+    RunConfig(needs=(by_node, by_node))
+    with pytest.raises(ConfigError, match="near 'cell' is by node in one and by site in another; use two words"):
+        RunConfig(needs=(by_node, by_site))
