@@ -8,9 +8,6 @@ from hal.errors import HardwareLost
 from robots.alone import DeviceLock
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "r"))
 
 
 def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class Driver:
         self._periods = 0
         self._pictured_ns: dict[str, int] = {}  # by camera, the newest picture that a tick had
         self._newest: Observation | None = None
+        self._refused = Reason(0)
 
     def connect(self) -> None:
         """Connects the robot, then its cameras and input devices. Raises HardwareLost; a missing input device is left
@@ -143,7 +144,9 @@ class Driver:
             self._look()
         verdict = self.kernel.filter(action, self._newest)
         if verdict.applied is None:
-            log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
+            if verdict.reasons != self._refused:  # not in each control period for as long as it lasts
+                log.warning("safety.refused reasons=%s %s", verdict.reasons, verdict.text)
+            self._refused = verdict.reasons
             self.robot.stop(verdict.stop or StopLevel.HOLD)
             return self._tick(None, verdict.reasons, time.monotonic_ns(), judged=True)
         try:
@@ -151,6 +154,7 @@ class Driver:
         except EmergencyStopped as error:
             self._stop_for(error)
             return self._tick(None, Reason.ESTOP, time.monotonic_ns(), judged=True)
+        self._refused = Reason(0)
         self.kernel.correct(applied)
         return self._tick(applied, verdict.reasons, time.monotonic_ns(), judged=True)
 

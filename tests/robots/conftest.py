@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def private_runtime(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks of devices lie in a folder of the test's own; a whole fleet has its own anyway."""
+    if request.node.get_closest_marker("fleet") is None:
+        monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
