@@ -90,6 +90,10 @@ class UrConfig:
     def __post_init__(self) -> None:
         if self.rate_hz <= 0 or self.tool_speed <= 0 or self.joint_speed <= 0 or self.home_speed <= 0:
             raise ValueError("rate_hz, tool_speed, joint_speed and home_speed are above 0")
+        if any(given is not None and not given > 0 for given in (self.silence_s, self.stale_after_s, self.rtde_hz)):
+            raise ValueError("silence_s, stale_after_s and rtde_hz are above 0")
+        if not (0.03 <= self.lookahead_s <= 0.2 and 100 <= self.gain <= 2000):
+            raise ValueError("servoj takes a lookahead_s of 0.03 to 0.2 and a gain of 100 to 2000")
         if len(self.home) not in (0, 6):
             raise ValueError(f"home has {len(self.home)} joint angles; there are 6 joints")
 

@@ -296,6 +296,9 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         make_station(StationRequest("ur-0", "free", {"hots": "10.0.0.2"}))
     with pytest.raises(SpecError, match="home has 3 joint angles"):
         make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
+    for wrong, said in (({"silence_s": 0.0}, "silence_s"), ({"gain": 5000.0}, "gain of 100 to 2000")):
+        with pytest.raises(SpecError, match=said):
+            make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
 
 def test_an_arm_has_the_cameras_that_its_options_name() -> None:
