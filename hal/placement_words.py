@@ -76,7 +76,9 @@ def _lack(request: Request, records: Sequence[ResourceRecord]) -> str:
     taken = [state(record) for record in sorted(fitting, key=lambda r: r.name) if record.health is not Health.READY]
     if request.name:
         return listed(taken) if taken else f"{request.name} is there, but not near the rest"
-    if not free:
+    if len(fitting) < request.count and request.kind is not Kind.COMPUTE:  # of a computer, several may have parts
+        there = _too_few(len(fitting), sorted(record.name for record in free), bool(taken))
+    elif not free:
         there = f"{_number(len(fitting)).capitalize()} would do, but none is free"
     elif len(free) < request.count:
         names = listed(sorted(record.name for record in free))
@@ -84,6 +86,16 @@ def _lack(request: Request, records: Sequence[ResourceRecord]) -> str:
     else:
         there = f"There are enough, but not near each other: {_whereabouts(request, free)}"
     return f"{there}: {listed(taken)}" if taken else there
+
+
+def _too_few(there: int, free: Sequence[str], taken: bool) -> str:
+    """Even if all of them were free."""
+    text = f"There {_is(there)} only {_number(there)}"
+    if not taken:
+        return f"{text}, {listed(free)}"
+    if free:
+        return f"{text}, of which only {listed(free)} {_is(len(free))} free"
+    return f"{text}, and {'it is not' if there == 1 else 'none is'} free"
 
 
 def _nothing_fits(request: Request, records: Sequence[ResourceRecord]) -> str:

@@ -44,6 +44,20 @@ def test_too_few_are_free() -> None:
     )
 
 
+def test_there_are_too_few_even_if_all_were_free() -> None:
+    three = msgspec.structs.replace(PANDA, count=3)
+    assert why(three, fleet=[robot("a"), robot("b")]) == (
+        "The job asks for three robots of model panda. There are only two, a and b."
+    )
+    assert why(three, fleet=[robot("a"), robot("b", health=Health.LEASED, note="by run demo")]) == (
+        "The job asks for three robots of model panda. There are only two, of which only a is free: "
+        "b is driven by run demo."
+    )
+    assert why(three, fleet=[robot("b", health=Health.LEASED, note="by run demo")]) == (
+        "The job asks for three robots of model panda. There is only one, and it is not free: b is driven by run demo."
+    )
+
+
 def test_the_one_that_is_named_is_taken_lost_or_unknown() -> None:
     assert why(Request(kind=Kind.ROBOT, name="panda-1")) == (
         "The job asks for the robot panda-1. panda-1 is driven by run demo. It would fit if panda-1 were free."
