@@ -88,7 +88,7 @@ def _run(args: Namespace, verb: str, config: RunConfig, home: Path, gang: Gang |
     args.run_dir = folder.path
     specs = prepare(config, folder, card, *(gang.robots_from_afar() if gang else ()))
     point_latest(folder.path)
-    _demonstrate(config, folder, console)
+    _demonstrate(config, folder, console, frozenset(gang.robots) if gang else frozenset())
     if verb == "cloud":
         invite(folder, card, console)
     with RunLogger(folder.path, config, config.logging) as logger:
@@ -106,11 +106,14 @@ def _run(args: Namespace, verb: str, config: RunConfig, home: Path, gang: Gang |
     return 0
 
 
-def _demonstrate(config: RunConfig, folder: RunFolder, console: Console) -> None:
+def _demonstrate(config: RunConfig, folder: RunFolder, console: Console, locked: frozenset[str]) -> None:
+    """`locked`: the robots that the run has the locks of, until its driver processes take them over."""
     wanted = config.demonstrations
     for number, robot in enumerate(config.robots):
         seed = config.seed + number * SEEDS_PER_ROBOT
-        recorded = record_demonstrations(robot, folder.store, wanted, config.recorder, seed=seed)
+        recorded = record_demonstrations(
+            robot, folder.store, wanted, config.recorder, seed=seed, locked=robot.name in locked
+        )
         steps = [episode.steps for episode in recorded]
         if steps:
             console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")

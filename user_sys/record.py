@@ -36,12 +36,20 @@ def count_demonstrations(store: Path, robot: str) -> int:
 
 
 def record_demonstrations(
-    config: RobotConfig, store: Path, wanted: DemonstrationConfig, recorder: RecorderConfig, *, seed: int
+    config: RobotConfig,
+    store: Path,
+    wanted: DemonstrationConfig,
+    recorder: RecorderConfig,
+    *,
+    seed: int,
+    locked: bool = False,
 ) -> Iterator[EpisodeSummary]:
-    """Tops the store up to the `wanted` successful demonstrations, yielding each one that is durable.
+    """Tops the store up to the `wanted` successful demonstrations, yielding each one that is durable. `locked`: see
+    `local_driver`.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
+        HalError: the robot cannot be driven now.
     """
     there = count_demonstrations(store, config.name)
     if there >= wanted.episodes:
@@ -53,7 +61,7 @@ def record_demonstrations(
                 writer.append(chunk)
             writer.sync()
 
-        yield from demonstrate(config, wanted, there, keep, recorder, seed=seed)
+        yield from demonstrate(config, wanted, there, keep, recorder, seed=seed, locked=locked)
 
 
 def record_main(args: Namespace) -> int:

@@ -38,6 +38,7 @@ def demonstrate(
     *,
     seed: int,
     attend: Callable[[], None] = lambda: None,
+    locked: bool = False,
 ) -> Iterator[EpisodeSummary]:
     """Has the expert show what is missing of `wanted`, and yields each success, after `keep` has taken its chunks.
 
@@ -46,6 +47,7 @@ def demonstrate(
         keep: makes the chunks of one whole episode durable before it returns. Demonstrations that fail are not kept.
         attend: called in each control period, as `hal.robot.Robot.attend` is on the way to a start; what it raises ends
             the demonstration.
+        locked: see `local_driver`.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
@@ -59,7 +61,7 @@ def demonstrate(
         raise ConfigError(
             f"no scripted expert knows the task {config.task!r}: with --demonstrations.episodes=0 a person shows it"
         )
-    with local_driver(station, config, config.frame_stride) as driver:
+    with local_driver(station, config, config.frame_stride, locked=locked) as driver:
         driver.robot.attend = attend
         listeners = [give_up_stopped, lambda tick, decision: attend()]
         chunks: list[bytes] = []

@@ -40,18 +40,21 @@ class Pace:
 
 
 @contextmanager
-def local_driver(station: Station, config: RobotConfig, frame_stride: int = 1) -> Iterator[Driver]:
+def local_driver(
+    station: Station, config: RobotConfig, frame_stride: int = 1, *, locked: bool = False
+) -> Iterator[Driver]:
     """A connected driver of `station`, which was built from `config`; closed at the end.
 
     It follows the clock where the robot does, but for a simulated one: that goes as fast as the machine allows. Any
-    other is locked on this machine meanwhile, and is not moved under an e-stop that somebody has pressed on it.
+    other is locked on this machine meanwhile (`locked`: the caller has seen to that), and is not moved under an e-stop
+    that somebody has pressed on it.
 
     Raises:
         LeaseHeld: another process of this machine drives the robot, and has not let go of it within `LOCK_WITHIN_S`.
         EmergencyStopped: a person must re-arm the robot first.
     """
     with ExitStack() as stack:
-        if not config.simulated:
+        if not config.simulated and not locked:
             lock = MachineLock(config.name, "for demonstrations or an evaluation")
             stack.callback(lock.release)
             _await_lock(lock)
