@@ -41,7 +41,8 @@ class NeedConfig:
         if self.name and self.count > 1:
             raise ConfigError(f"needs: there is one {self.name}; leave out count, or name each")
         if (self.cores and self.kind != "compute") or (self.memory_gb and self.kind == "robot"):
-            raise ConfigError(f"needs: a {self.kind} has no {'cores' if self.cores else 'memory_gb'}; ask for them apart")
+            what = "cores" if self.cores else "memory_gb"
+            raise ConfigError(f"needs: a {self.kind} has no {what}; ask for them apart")
 
     def request(self) -> Request:
         return Request(
