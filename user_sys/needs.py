@@ -11,7 +11,6 @@ from hal.request import Request
 from hal.resource import Kind
 from user_sys.errors import ConfigError
 
-
 MAX_COUNT = 256
 
 

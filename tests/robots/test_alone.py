@@ -8,8 +8,6 @@ from hal.errors import HardwareLost
 from robots.alone import DeviceLock
 
 
-
-
 def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> None:
     port, link = tmp_path / "ttyACM0", tmp_path / "by-id"
     port.touch()

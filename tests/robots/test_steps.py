@@ -65,9 +65,7 @@ def test_a_tool_that_lags_behind_is_not_led_into_a_forbidden_box() -> None:
 
 
 @given(st.lists(st.tuples(*[st.floats(-0.02, 0.02)] * 3), max_size=60), st.floats(0, 1))
-def test_wherever_a_tool_is_sent_its_target_stays_where_it_may_be(
-    steps: list[tuple[float, ...]], share: float
-) -> None:
+def test_wherever_a_tool_is_sent_its_target_stays_where_it_may_be(steps: list[tuple[float, ...]], share: float) -> None:
     arm = Lagging(tool_config(keep_out=(POST,)), PLACE, share)
     for step in steps:
         arm.command(np.array(step))
