@@ -64,7 +64,7 @@ def evaluate(
             deterministic=True,
         )
         with local_driver(station, robot) as driver:
-            listeners = [give_up_stopped, _camera_man(film)] if filmed else [give_up_stopped]
+            listeners: list[StepListener] = [give_up_stopped, *([_camera_man(film)] if filmed else [])]
             yield from _episodes(driver, pilot, range(first, count), seed, listeners)
 
 
