@@ -21,8 +21,8 @@ def test_a_need_is_a_request_for_placement() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kind": "gpu", "count": 0}, "count must be 1 to"),
-        ({"kind": "gpu", "count": 10**9}, "count must be 1 to"),
+        ({"kind": "gpu", "count": 0}, "count must be at least 1"),
+        ({"kind": "gpu", "count": 10**9}, "count must be at least 1"),
         ({"kind": "gpu", "memory_gb": float("inf")}, "memory_gb at least 0"),
         ({"kind": "gpu", "memory_gb": float("nan")}, "memory_gb at least 0"),
         ({"kind": "robot", "name": "panda-0", "count": 2}, "there is one panda-0; leave out count, or name each"),
