@@ -36,7 +36,7 @@ class NeedConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT or self.cores < 0 or not 0 <= self.memory_gb < math.inf:
-            raise ConfigError(f"needs: count must be at least 1 and at most {MAX_COUNT}, cores and memory_gb at least 0")
+            raise ConfigError(f"needs: count must be at least 1, at most {MAX_COUNT}; cores and memory_gb at least 0")
         if self.name and self.count > 1:
             raise ConfigError(f"needs: there is one {self.name}; leave out count, or name each")
         if (self.cores and self.kind != "compute") or (self.memory_gb and self.kind == "robot"):
