@@ -69,16 +69,21 @@ LIGHT = (
     "user_sys.edge.main",
     "user_sys.edge.outbox",
     "user_sys.gateway",
+    "user_sys.hardware.verbs",
     "user_sys.launch",
     "user_sys.metrics",
     "user_sys.progress",
+    "user_sys.record",
     "user_sys.replay.buffer",
     "user_sys.report",
     "user_sys.store.store",
     "user_sys.tunnel.client",
     "user_sys.tunnel.server",
 )
-HEAVY = ("torch", "ray", "mujoco", "matplotlib", "fastapi", "wandb", "tensorboard", "gymnasium", "pyarrow", "av")
+HEAVY = (
+    *("torch", "ray", "mujoco", "matplotlib", "fastapi", "wandb", "tensorboard", "gymnasium", "pyarrow", "av"),
+    "safetensors",
+)
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
 from user_sys.codec import Array
 from user_sys.errors import RunError, WireError
@@ -50,6 +47,8 @@ class Checkpoint:
     arrays: Mapping[str, Array]
 
     def encode(self) -> bytes:
+        from safetensors.numpy import save as save_arrays  # the learner's computer alone has it
+
         table = json.dumps({"updates": self.updates, **self.scalars}).encode()
         body = table + save_arrays({name: np.asarray(value, order="C") for name, value in self.arrays.items()})
         return _PREFIX.pack(_MAGIC, FORMAT_VERSION, _digest(body), len(table)) + body
@@ -61,6 +60,9 @@ def decode_checkpoint(raw: bytes) -> Checkpoint:
     Raises:
         WireError: not a checkpoint, of another format version, torn or damaged; the message says which.
     """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as load_arrays
+
     if len(raw) < _PREFIX.size or raw[:4] != _MAGIC:
         raise WireError("it is no checkpoint of ours")
     _, version, digest, table_bytes = _PREFIX.unpack_from(raw)
