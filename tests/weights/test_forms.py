@@ -15,7 +15,7 @@ from user_sys.codec import Array
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.weights.forms import convert, narrow, restore, widen
-from user_sys.weights.state import BF16, build_state
+from user_sys.weights.state import BF16, NotFinite, build_state
 
 FLOATS = hnp.arrays(
     np.float32,
@@ -78,3 +78,14 @@ def test_the_policy_acts_much_the_same_with_a_rounded_form(form: str, smaller: f
         observation = example_observation(rng)
         a, b = (p.act(observation, "", deterministic=True).actions for p in (exact, rounded))
         assert np.abs(a - b).max() < 0.02 * (np.asarray(spec.action.high) - np.asarray(spec.action.low)).max()
+
+
+def test_what_is_no_number_is_none_in_any_form_and_stays_at_its_source() -> None:
+    """0x7FFFFFFF is what a GPU gives; rounded up as if it were a number it would become a zero."""
+    bits = np.array([[0x7FFFFFFF, 0x7FC00000], [0xFFFFFFFF, 0xFFC00001]], np.uint32)
+    for values in bits.view(np.float32).reshape(-1, 1):
+        assert np.isnan(widen(narrow(values))).all()
+        for form in ("exact", "bf16"):
+            with pytest.raises(NotFinite):
+                build_state(convert({"w": values.reshape(1, 1)}, form)[0], form)  # type: ignore[arg-type]
+    assert widen(narrow(np.array([np.inf, -np.inf], np.float32))).tolist() == [np.inf, -np.inf]

@@ -13,8 +13,8 @@ import pytest
 from weights_kit import full_version, learner_key, random_weights
 
 from user_sys.weights.catalogue import Catalogue
-from user_sys.weights.records import Manifest
-from user_sys.weights.shelf import Shelf, newest
+from user_sys.weights.records import Manifest, Signed
+from user_sys.weights.shelf import Shelf, _Index, newest
 
 KEEPER = """
 import sys
@@ -79,3 +79,44 @@ def test_what_lies_in_the_folder_besides_is_no_version(tmp_path: Path) -> None:
     assert len(list((tmp_path / "kept").glob("*.parcel"))) == 1, "what nothing names is removed"
     (tmp_path / "kept" / "index").write_bytes(b"\xff\xff")
     assert newest(shelf.open()) is None
+
+
+def test_a_damaged_file_is_written_anew_and_what_a_kill_left_half_written_goes(tmp_path: Path) -> None:
+    signer, _ = learner_key(tmp_path)
+    manifest, signed, parcel = full_version(random_weights(1), 1, signer)
+    whole = Catalogue({("exact", 1): (manifest, signed)}, {parcel.info.id: parcel})
+    Shelf(tmp_path / "kept").keep(whole)
+    (path,) = (tmp_path / "kept").glob("*.parcel")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    half = path.with_name(f".{path.name}.00ff00ff")
+    half.write_bytes(b"half")
+    shelf = Shelf(tmp_path / "kept")
+    assert newest(shelf.open()) is None
+    shelf.keep(whole)
+    assert newest(Shelf(tmp_path / "kept").open()) is not None and not half.exists()
+
+
+def test_a_manifest_that_does_not_decode_is_passed_over(tmp_path: Path) -> None:
+    signer, _ = learner_key(tmp_path)
+    manifest, _, parcel = full_version(random_weights(1), 1, signer)
+    shelf = Shelf(tmp_path / "kept")
+    shelf.keep(Catalogue({("exact", 1): (manifest, Signed(b"\xff", b""))}, {parcel.info.id: parcel}))
+    assert newest(shelf.open()) is None
+
+
+def test_what_its_writer_gives_up_meanwhile_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    signer, _ = learner_key(tmp_path)
+    writer, indexes = Shelf(tmp_path / "kept"), []
+    for version in (1, 2):
+        manifest, signed, parcel = full_version(random_weights(version), version, signer)
+        writer.keep(Catalogue({("exact", version): (manifest, signed)}, {parcel.info.id: parcel}))
+        indexes.append(writer._index())
+
+    class Late(Shelf):
+        """Reads the index before the writer has replaced it, and the files afterwards."""
+
+        def _index(self) -> _Index:
+            return indexes.pop(0) if len(indexes) > 1 else indexes[0]
+
+    assert Late(tmp_path / "kept").open().versions() == [2]
+    assert caplog.messages == []

@@ -24,7 +24,7 @@ from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, Signed
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer, Trust, new_signer
-from user_sys.weights.state import State, build_state
+from user_sys.weights.state import State, build_state, describe
 
 
 @dataclass
@@ -192,6 +192,78 @@ def test_a_version_under_way_is_given_up_for_one_that_arrives_sooner(world: Worl
     world.receiver.offered(world.offer(2))
     world.run()
     assert [manifest.version for manifest, _ in world.loaded] == [0, 2] and world.receiver.abandoned == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_under_way_of_a_version_that_was_given_up_holds_up_nothing(world: World, gone: bool) -> None:
+    world.bytes_per_s = 1e6
+    states = chain(world, 1, rows=8192)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    big = full_parcel(state := build_state(random_weights(9, rows=8192)), 1)
+    world.add(*version_of(state, 1, world.signer), big)
+    world.receiver.offered(world.offer(1))
+    world.receiver.step()
+    assert world.queue, "as much of it as the window lets through"
+    small = build_state(changed(states[0].tensors, 0.001, 1))
+    parcel = delta_parcel(0, states[0], 2, small)
+    assert parcel is not None
+    world.add(*version_of(small, 2, world.signer), parcel)
+    offer = world.offer(2)
+    world.receiver.offered(replace(offer, parcels=tuple(info for info in offer.parcels if info.id != big.info.id)))
+    if gone:
+        del world.catalogue.parcels[big.info.id]
+    since_s = world.now_s
+    world.run()
+    assert world.receiver.version == 2 and world.receiver.abandoned == 1
+    assert world.now_s - since_s < STALL_S, "nobody waited for what would not come"
+
+
+def published(world: World, version: int, seed: int, unix_ns: int) -> WeightsOffer:
+    """An offer of a full version that was published then."""
+    state = build_state(random_weights(seed))
+    manifest = describe(state, version, 0, unix_ns, (0.0, 0.0))
+    world.add(manifest, world.signer.sign(manifest), full_parcel(state, version))
+    return world.offer(version)
+
+
+@pytest.mark.parametrize("number", [1, 300])
+def test_a_run_that_began_since_is_newer_whatever_its_numbers(world: World, number: int) -> None:
+    """A robot comes to its next run with what it kept of the last one, which may have had the same signing key."""
+    world.receiver.offered(published(world, 300, seed=1, unix_ns=100))
+    world.run()
+    kept = world.receiver.held
+    assert kept is not None
+    world.__post_init__()
+    world.catalogue = Catalogue()
+    world.receiver.start_from(kept)
+    world.receiver.offered(published(world, 299, seed=2, unix_ns=99))
+    world.run()
+    assert world.receiver.version == 300, "an earlier one of the same run"
+    world.catalogue = Catalogue()
+    world.receiver.offered(published(world, number, seed=3, unix_ns=200))
+    world.run()
+    assert world.loaded[-1][0].version == number and world.loaded[-1][1]["steps"] == 3
+    world.receiver.offered(published(world, number + 1, seed=4, unix_ns=201))
+    world.run()
+    assert world.receiver.version == number + 1 and world.receiver.refused == 0
+
+
+def test_a_version_that_comes_in_no_form_that_is_taken_is_refused(world: World) -> None:
+    arrays, _ = convert(random_weights(0), "int8")
+    world.add(*full_version(arrays, 1, world.signer, "int8"))
+    world.receiver.offered(world.offer(1))
+    assert world.receiver.refused == 1 and not world.receiver.busy
+    world.forms = ("int8",)
+    world.__post_init__()
+    world.receiver.offered(world.offer(1))
+    world.run()
+    kept = world.receiver.held
+    assert kept is not None
+    world.forms = ("exact",)
+    world.__post_init__()
+    with pytest.raises(WireError, match="kept as int8"):
+        world.receiver.start_from(kept)
 
 
 def test_versions_only_grow_unless_a_person_orders_otherwise(world: World) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from user_sys.errors import TunnelError, WireError
 from user_sys.messages import (
     WeightsApplied,
@@ -25,13 +27,14 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.catalogue import Catalogue, cheapest
+from user_sys.weights.catalogue import Catalogue, cheapest, reachable
 from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
 from user_sys.weights.serve import answers
 from user_sys.weights.shelf import Shelf
+from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,9 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it is on disk
 LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
+FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 MAX_INBOX = 4096
+_NO_ORDER = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
 Send = Callable[[str, AnyMessage, Payload | None], bool]
 
@@ -65,9 +70,10 @@ class WeightsDesk:
         self.failure: BaseException | None = None
         self._shelf, self._send, self._kept, self._clock = shelf, send, max(1, kept), clock
         self._catalogue = shelf.open()
-        self._target = max(self._catalogue.versions(), default=NO_VERSION)
-        self._order, self._ordered = self._read_order()
         self._signer = shelf.signer()
+        self._unreadable = ""  # what was wrong with the order, as it was told
+        self._order, self._ordered = self._read_order()
+        self._target = self._due(self._catalogue.versions())
         self._announced: tuple[int, tuple[Form, ...], int] = (NO_VERSION, (), -1)
         self._robots: set[str] = set()
         self._learner = ""
@@ -75,7 +81,7 @@ class WeightsDesk:
         self._staleness = Staleness()
         self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
         self._fetcher = Fetcher(self._ask, clock)
-        self._fetching = NO_VERSION
+        self._aims: dict[str, tuple[int, float]] = {}  # the version that each peer is fetching, and when it asked last
         self._unkept = False
         self._next_persist_s = 0.0
         self._inbox: queue.Queue[_FromLearner] = queue.Queue(MAX_INBOX)
@@ -137,6 +143,7 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
+                self._remember(name, message.parcel)
                 for found, content in answers(self._catalogue, message):
                     self._send(name, found, content)
             case WeightsApplied():
@@ -154,6 +161,14 @@ class WeightsDesk:
             self._order, self._ordered = order, ordered
             self._announce()
 
+    def _remember(self, name: str, parcel: bytes) -> None:
+        """Notes at which version a peer aims: what leads to one is of none that is newer."""
+        if (known := self._catalogue.parcels.get(parcel)) is not None:
+            with self._lock:
+                aim, _ = self._aims.get(name, (NO_VERSION, 0.0))
+                fresh = max(self._target, known.info.version)
+                self._aims[name] = aim if known.info.version <= aim else fresh, self._clock()
+
     def _put(self, item: _FromLearner) -> None:
         try:
             self._inbox.put_nowait(item)
@@ -161,13 +176,15 @@ class WeightsDesk:
             logger.warning("weights.inbox_full capacity=%d", MAX_INBOX)
 
     def _read_order(self) -> tuple[Signed | None, Order]:
-        none = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
+        """An order by another key than the versions are signed with is none: robots refuse whatever comes with it."""
         try:
-            signed = self._shelf.order()
-            return signed, none if signed is None else decode_record(signed.body, Order)
+            signed = self._shelf.order() if self._signer else None
+            return signed, _NO_ORDER if signed is None else verifier_of(self._signer).open(signed, Order)
         except (OSError, WireError) as error:
-            logger.warning("weights.order_unreadable: %s", error)
-            return None, none
+            if str(error) != self._unreadable:
+                self._unreadable = str(error)
+                logger.warning("weights.order_unreadable: %s", error)
+            return None, _NO_ORDER
 
     # Telling the robots
 
@@ -177,7 +194,7 @@ class WeightsDesk:
         pinned = self._ordered.version
         if pinned != NO_VERSION and pinned not in versions:
             logger.warning("weights.order_ignored version=%d: it is not kept; there are %s", pinned, versions)
-        self._target = pinned if pinned in versions else max(versions, default=NO_VERSION)
+        self._target = self._due(versions)
         state = self._target, tuple(self._catalogue.forms(self._target)), self._ordered.serial
         if state == self._announced:
             return
@@ -185,6 +202,11 @@ class WeightsDesk:
         self._staleness.offered(self._target, self._clock())
         for name in self._robots:
             self._tell(name)
+
+    def _due(self, versions: list[int]) -> int:
+        """The one of `versions` with which robots are to act."""
+        pinned = self._ordered.version
+        return pinned if pinned in versions else max(versions, default=NO_VERSION)
 
     def _tell(self, name: str, greeting: bool = False) -> None:
         if self._target == NO_VERSION:
@@ -196,7 +218,7 @@ class WeightsDesk:
             forms,
             self._target,
             signer=self._signer,
-            order=self._order,
+            order=self._order if self._ordered.version in (NO_VERSION, self._target) else None,
             greeting=greeting,
         )
         self._send(name, offer, None)
@@ -236,7 +258,8 @@ class WeightsDesk:
             case WeightsGrains() as grains if item.payload is not None:
                 self._fetcher.take(grains.parcel, grains.first, memoryview(item.payload))
             case WeightsGone(parcel=parcel):
-                self._fetcher.drop([info for info in self._fetcher.wanted if info.id == parcel])
+                self._fetcher.gone(parcel)
+                self._look_elsewhere(parcel)
 
     def _ask(self, parcel: bytes, first: int, count: int) -> bool:
         request = WeightsRequest(parcel=parcel, first=first, count=count)
@@ -247,6 +270,7 @@ class WeightsDesk:
             manifests = [(decode_record(signed.body, Manifest), signed) for signed in offer.manifests]
             self._offered = offer, {manifest.form: (manifest, signed) for manifest, signed in manifests}
             with self._lock:
+                self._begin_anew([manifest for manifest, _ in manifests])
                 self._signer = offer.signer
                 self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
@@ -257,8 +281,38 @@ class WeightsDesk:
             logger.error("weights.refused peer=%s: %s", self._learner, error)
             self._offered = None
 
+    def _begin_anew(self, offered: list[Manifest]) -> None:
+        """Forgets what is of an earlier run, where these are of one that began since: a relay may live through many.
+
+        Within a run numbers grow: what was published later and has a smaller one, or the same again, is of another.
+        """
+        for manifest in offered:
+            kept = [m for (form, _), (m, _) in self._catalogue.manifests.items() if form == manifest.form]
+            later = [m for m in kept if m.version >= manifest.version and m.digest != manifest.digest]
+            if any(m.published_unix_ns < manifest.published_unix_ns for m in later):
+                logger.warning("weights.another_run version=%d: what is kept of an earlier one goes", manifest.version)
+                self._catalogue, self._aims = Catalogue(), {}
+                if self._ordered.given_unix_ns < manifest.published_unix_ns:
+                    self._withdraw_order()
+                return
+
+    def _withdraw_order(self) -> None:
+        self._order, self._ordered = None, _NO_ORDER
+        try:
+            self._shelf.withdraw()
+        except OSError as error:
+            logger.error("weights.order_not_withdrawn: %s", error)
+
+    def _look_elsewhere(self, gone: bytes) -> None:
+        """The learner does not have a parcel any more that it offered: the version may be reached by others."""
+        if self._offered is not None:
+            offer, manifests = self._offered
+            left = tuple(info for info in offer.parcels if info.id != gone)
+            self._offered = replace(offer, parcels=left), manifests
+            self._turn()
+
     def _turn(self) -> None:
-        """Turns to the newest offer, unless what is under way is here sooner. Raises WireError."""
+        """Turns to the newest offer, unless what is under way is here sooner."""
         if self._offered is None:
             return
         offer, manifests = self._offered
@@ -266,7 +320,11 @@ class WeightsDesk:
         left = sum(self._fetcher.missing_bytes(info) for info in self._fetcher.wanted)
         if self._fetcher.wanted and left < sum(self._fetcher.missing_bytes(info) for info in missing):
             return
-        self._fetcher.want(missing, {info.id for info in offer.parcels})
+        try:
+            self._fetcher.want(missing, {info.id for info in offer.parcels})
+        except WireError as error:
+            logger.error("weights.refused peer=%s: %s", self._learner, error)
+            self._offered = None
 
     def _missing(self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]) -> list[ParcelInfo]:
         """What leads our robots to the version, and then what leads latecomers there, as far as it is not here."""
@@ -274,7 +332,9 @@ class WeightsDesk:
         here = {info.id for info in ours}
         wanted: dict[bytes, ParcelInfo] = {}
         for form, (manifest, _) in manifests.items():
-            held = {v: m.digest for (of, v), (m, _) in self._catalogue.manifests.items() if of == form}
+            ready = reachable(ours, form)
+            known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
+            held = {m.version: m.digest for m in known if m.version in ready}
             for bases in (held, {}):
                 way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
                 wanted |= {info.id: info for info in (way.parcels if way else ()) if info.id not in here}
@@ -295,9 +355,11 @@ class WeightsDesk:
             self._turn()
 
     def _persist(self) -> None:
+        self.look_for_order()  # before what it names is given up
         with self._lock:
-            kept = {*thinned(self._catalogue.versions(), self._kept), self._target, self._ordered.version}
-            self._catalogue.retain(kept, self._target - LAGGARDS)
+            versions = self._catalogue.versions()
+            kept = {*thinned(versions, self._kept), self._target, self._ordered.version, *self._being_fetched()}
+            self._catalogue.retain(kept, max(versions, default=NO_VERSION) - LAGGARDS)
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
             newest = max(snapshot.versions(), default=NO_VERSION)
         try:
@@ -310,6 +372,15 @@ class WeightsDesk:
         self._next_persist_s = self._clock() + PERSIST_INTERVAL_S
         if not self._unkept:
             self._confirm(newest)
+
+    def _being_fetched(self) -> list[int]:
+        """The versions that peers are at: without them these would begin anew, and one on a slow link never end.
+
+        `kept` of them at most, the oldest, which will be there first.
+        """
+        since_s = self._clock() - FETCHED_S
+        self._aims = {name: (version, at_s) for name, (version, at_s) in self._aims.items() if at_s >= since_s}
+        return sorted({version for version, _ in self._aims.values()})[: self._kept]
 
     def _confirm(self, version: int) -> None:
         """Tells the learner that a version is on disk; again when it offers that again: this may have been lost."""

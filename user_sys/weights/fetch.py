@@ -123,7 +123,7 @@ class Fetcher:
         self._memory = SpareMemory()
         self._partials: dict[bytes, Partial] = {}
         self._wanted: tuple[ParcelInfo, ...] = ()
-        self._under_way = 0  # bytes asked for and not here
+        self._under_way: dict[bytes, int] = {}  # bytes of each parcel that were asked for and are not here
         self._sampled_s, self._sampled_bytes = clock(), 0
         self._heard_s = clock()
         self._allowed_s = 0.0  # when the limit lets the next request go
@@ -139,6 +139,8 @@ class Fetcher:
             WireError: a description is not sound; what was wanted before stays wanted.
         """
         fresh = {info.id: self._partials.get(info.id) or Partial(info, self._memory) for info in parcels}
+        for parcel in fresh.keys() - self._partials.keys():
+            self._under_way.pop(parcel, None)  # of when it was wanted before: it is asked for anew
         self._partials = {i: p for i, p in self._partials.items() if i in offered} | fresh
         self._wanted = tuple(parcels)
 
@@ -166,21 +168,29 @@ class Fetcher:
         gone = {info.id for info in infos}
         self._wanted = tuple(info for info in self._wanted if info.id not in gone)
 
+    def gone(self, parcel: bytes) -> None:
+        """The other end does not have it any more: nothing of it is under way, and it is not wanted."""
+        self._under_way.pop(parcel, None)
+        self.drop([info for info in self._wanted if info.id == parcel])
+
     def restart(self) -> None:
         """The connection is another one: nothing is under way."""
-        self._under_way = 0
+        self._under_way.clear()
         for partial in self._partials.values():
             partial.forget_requests()
 
     def take(self, parcel: bytes, first: int, payload: memoryview) -> None:
-        """Grains that came. Damaged ones are counted and asked for again; those of unknown parcels are ignored."""
+        """Grains that came. Damaged ones are counted and asked for again; those of unknown parcels are ignored.
+
+        What is still under way of a parcel that was given up takes its share of the window until it has come.
+        """
         now = self._clock()
         self._heard_s = now
         partial = self._partials.get(parcel)
-        if partial is None:
+        if partial is None and parcel not in self._under_way:
             return
-        answered, damaged = partial.take(first, payload)
-        self._under_way = max(0, self._under_way - answered)
+        answered, damaged = (len(payload), 0) if partial is None else partial.take(first, payload)
+        self._answered(parcel, answered)
         self.damaged += damaged
         self._sampled_bytes += len(payload)
         if now - self._sampled_s >= RATE_SAMPLE_S:
@@ -196,11 +206,10 @@ class Fetcher:
             self._sampled_s, self._sampled_bytes, self._heard_s = now, 0, now
         rate = min(self.rate.bytes_per_s, self._limit())
         window = min(MAX_WINDOW_BYTES, rate * WINDOW_S)
-        while (self._under_way == 0 or self._under_way < window) and now >= self._allowed_s:
+        while (not self._under_way or self._under_way_bytes < window) and now >= self._allowed_s:
             size = self._request(rate)
             if size == 0:
                 break
-            self._under_way += size
             if math.isfinite(self._limit()):
                 self._allowed_s = max(now, self._allowed_s) + size / self._limit()
         return STALL_S if now >= self._allowed_s else self._allowed_s - now
@@ -214,8 +223,19 @@ class Fetcher:
                 if not self._ask(info.id, *found):
                     partial.forget_requests(*found)
                     return 0
-                return min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes)
+                size = min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes)
+                self._under_way[info.id] = self._under_way.get(info.id, 0) + size
+                return size
         return 0
 
+    def _answered(self, parcel: bytes, size: int) -> None:
+        left = self._under_way.pop(parcel, 0) - size
+        if left > 0:
+            self._under_way[parcel] = left
+
+    @property
+    def _under_way_bytes(self) -> int:
+        return sum(self._under_way.values())
+
     def _patience_s(self) -> float:
-        return STALL_S + 4 * self._under_way / max(1.0, self.rate.bytes_per_s)
+        return STALL_S + 4 * self._under_way_bytes / max(1.0, self.rate.bytes_per_s)

@@ -52,13 +52,18 @@ def restore(arrays: Mapping[str, Array], form: Form) -> dict[str, Array]:
 
 
 def narrow(array: Array) -> Array:
-    """Floats as `BF16`, rounded to nearest, ties to even; a finite value beyond its range becomes its largest."""
+    """Floats as `BF16`, rounded to nearest, ties to even; a finite value beyond its range becomes its largest.
+
+    What is no number stays none: rounding up would make a zero of one whose bits are all set, as GPUs have it.
+    """
     bits = np.empty(array.size, np.uint16)
     flat = array.reshape(-1)
     for part in slices(flat.size, _ROUNDED_ELEMENTS):
         wide = np.ascontiguousarray(flat[part], np.float32).view(np.uint32)
         rounded = (wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-        overflown = ((rounded & np.uint32(0x7F80)) == 0x7F80) & ((wide & np.uint32(0x7F800000)) != 0x7F800000)
+        unbounded = (wide & np.uint32(0x7F800000)) == 0x7F800000
+        overflown = ((rounded & np.uint32(0x7F80)) == 0x7F80) & ~unbounded
+        rounded[unbounded] = (wide[unbounded] >> np.uint32(16)) | ((wide[unbounded] & np.uint32(0xFFFF)) != 0)
         bits[part] = rounded - overflown
     return bits.view(BF16).reshape(array.shape)
 

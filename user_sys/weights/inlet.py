@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.parcel import full_parcel
 from user_sys.weights.receiver import Held, Receiver
-from user_sys.weights.records import NO_VERSION
+from user_sys.weights.records import NO_VERSION, Manifest
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import LEARNER, PUBLIC_SUFFIX, Trust
 from user_sys.weights.swap import PolicySwapper
@@ -56,6 +57,8 @@ class WeightsInlet:
             gateway names first is trusted, and kept there.
         folder: keeps a version every `KEEP_INTERVAL_S` or so, from which the next life starts while the link is down;
             None keeps nothing.
+        greeted: called, by the thread that receives, when a session has begun: its gateway does not know yet with which
+            version the robot acts.
 
     Attributes:
         receiver: whose figures any thread may read.
@@ -69,13 +72,14 @@ class WeightsInlet:
         keys: Path,
         folder: Path | None,
         governor: Governor,
+        greeted: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises RunError: the learner's key is damaged."""
-        self._link, self._swapper, self._governor = link, swapper, governor
+        self._link, self._swapper, self._governor, self._greeted = link, swapper, governor, greeted
         self._config = config
         self._shelf = None if folder is None else Shelf(folder)
         self._next_keep_s = time.monotonic() + KEEP_INTERVAL_S
-        self._kept = NO_VERSION
+        self._kept: Manifest | None = None
         self._failure: Exception | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -160,6 +164,8 @@ class WeightsInlet:
     def _take(self, envelope: Envelope) -> None:
         match envelope.message:
             case WeightsOffer() as offer:
+                if offer.greeting:
+                    self._greeted()
                 self.receiver.offered(offer)
             case WeightsGrains() | WeightsGone() as message:
                 payload = None if envelope.payload is None else memoryview(envelope.payload)
@@ -175,20 +181,20 @@ class WeightsInlet:
         manifest, state = kept
         try:
             self.receiver.start_from(Held(manifest, catalogue.manifests[manifest.form, manifest.version][1], state))
-            self._kept = manifest.version
+            self._kept = manifest
         except WireError as error:
             _log.warning("weights.not_taken_up version=%d: %s", manifest.version, error)
 
     def _keep(self) -> None:
         held, started_s = self.receiver.held, time.monotonic()
-        if self._shelf is None or held is None or held.manifest.version == self._kept:
+        if self._shelf is None or held is None or held.manifest == self._kept:
             return
         version = held.manifest.version
         parcel = full_parcel(held.state, version, self._governor.breathe)
         key = held.manifest.form, version
         try:
             self._shelf.keep(Catalogue({key: (held.manifest, held.signed)}, {parcel.info.id: parcel}))
-            self._kept = version
+            self._kept = held.manifest
         except OSError as error:
             _log.warning("weights.not_kept version=%d: %s", version, error)
         taken_s = time.monotonic() - started_s

@@ -93,6 +93,7 @@ class Publisher:
         self._snapshot: _Snapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = NO_VERSION
+        self._aim = NO_VERSION  # the version that the gateway is fetching, or has fetched last
         self._open_s = 0.0
         self._failure: Exception | None = None
         self._stopping = False
@@ -240,7 +241,8 @@ class Publisher:
                 self._catalogue.manifests[form, version] = (manifest, self._signer.sign(manifest))
         with self._changed:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
-            self._catalogue.retain([version], max(self._confirmed, version - MAX_CHAIN))
+            kept = {version, self._aim} if self._aim > self._confirmed else {version}  # else it might never have one
+            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN))
             self._newest = version
             self.published += 1
 
@@ -272,6 +274,13 @@ class Publisher:
 
     # Handing them out
 
+    def _remember(self, parcel: bytes) -> None:
+        """Notes at which version the gateway aims: what leads to one is of none that is newer."""
+        with self._changed:
+            known = self._catalogue.parcels.get(parcel)
+            if known is not None and known.info.version > self._aim:
+                self._aim = self._newest
+
     def _serve(self) -> None:
         while not self._stopping:
             envelope = self._link.receive_weights(WAIT_S)
@@ -284,6 +293,7 @@ class Publisher:
                 if self._newest != NO_VERSION:
                     self._send_offer(greeting=True)
             case WeightsRequest() as request:
+                self._remember(request.parcel)
                 with self.governor.push():
                     for message, content in answers(self._catalogue, request):
                         self._link.send_weights(message, content)

@@ -2,7 +2,7 @@
 
 It takes the newest version that it can complete, in the most exact form that arrives soon enough. A version under way
 is given up for a newer one only where that one arrives no later; so a link that is slower than the learner still brings
-a version each time. Versions only grow, unless a person orders an older one.
+a version each time. Versions only grow, unless a person orders an older one, or another run has begun.
 
 Nothing here knows a network: requests go out through a callable, messages come in as records.
 """
@@ -142,6 +142,8 @@ class Receiver:
     def start_from(self, kept: Held) -> None:
         """Loads what was kept from an earlier life. Raises WireError: it is not signed, or not this policy's."""
         self._trust.open(kept.signed, Manifest)
+        if kept.manifest.form not in self._forms:
+            raise WireError(f"it was kept as {kept.manifest.form}, and this robot takes {', '.join(self._forms)}")
         self._load(kept.manifest, restore(kept.state.tensors, kept.state.form), self._clock())
         self._held = kept
 
@@ -158,7 +160,12 @@ class Receiver:
             return
         allowed = {pair[0].form: pair for pair in manifests if pair[0].form in self._forms}
         versions = {manifest.version for manifest, _ in manifests}
-        if len(versions) != 1 or not allowed or not self._wanted(version := versions.pop()):
+        if len(versions) != 1 or not self._wanted(manifests[0][0]):
+            return
+        version = versions.pop()
+        if not allowed:
+            found = ", ".join(manifest.form for manifest, _ in manifests)
+            self._refuse(f"version {version} comes as {found}, and this robot takes {', '.join(self._forms)}")
             return
         heard_s = self._clock()
         if self._offered is not None and self._offered.version == version:
@@ -173,6 +180,7 @@ class Receiver:
         if isinstance(message, WeightsGrains) and payload is not None:
             self._fetcher.take(message.parcel, message.first, payload)
         elif isinstance(message, WeightsGone):
+            self._fetcher.gone(message.parcel)
             self._give_up({message.parcel})
 
     def step(self) -> float:
@@ -194,27 +202,41 @@ class Receiver:
         order = self._trust.open(signed, Order)
         if order.serial > self._order.serial:
             self._order = order
-            if self._target is not None and not self._wanted(self._target.manifest.version):
+            if self._target is not None and not self._wanted(self._target.manifest):
                 self._drop_target()
 
-    def _wanted(self, version: int) -> bool:
+    def _wanted(self, manifest: Manifest) -> bool:
+        """Whether it is what is ordered; without an order, whether it is newer than what is held, or that again.
+
+        A smaller number that was published later is newer too: it is of a run that began since.
+        """
         if self._order.version != NO_VERSION:
-            return version == self._order.version
-        return version >= self.version
+            return manifest.version == self._order.version
+        if self._held is None:
+            return True
+        held = self._held.manifest
+        return manifest.version >= held.version or manifest.published_unix_ns > held.published_unix_ns
+
+    def _holds(self, offered: _Offered) -> bool:
+        if self._held is None or offered.version != self.version:
+            return False
+        held = self._held.manifest
+        again, _ = offered.manifests.get(held.form, (held, None))
+        return again.digest == held.digest
 
     def _choose(self) -> None:
         """Turns to what arrives first of the offered version, unless what is under way arrives before that."""
         offered = self._offered
         if offered is None or offered.version == self._not_ours:
             return
-        if offered.version == self.version and self._target is None:
+        if self._target is None and self._holds(offered):
             return
         found = self._best(offered)
         if found is None:
             return
         manifest, way = found
         target = self._target
-        if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest.version):
+        if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest):
             if sum(self._cost(target.manifest)(info) for info in target.way) < way.cost:
                 return
             self.abandoned += 1
@@ -235,16 +257,19 @@ class Receiver:
         for form in self._forms:
             if form in offered.manifests:
                 manifest = offered.manifests[form][0]
-                way = cheapest(infos, form, offered.version, self._bases(form), self._cost(manifest))
+                way = cheapest(infos, form, offered.version, self._bases(manifest), self._cost(manifest))
                 if way is not None:
                     found.append((manifest, way))
         soon = [(manifest, way) for manifest, way in found if way.cost <= PATIENCE_S]
         return soon[0] if soon else min(found, key=lambda option: option[1].cost, default=None)
 
-    def _bases(self, form: Form) -> dict[int, bytes]:
-        if self._held is None or self._held.manifest.form != form:
+    def _bases(self, manifest: Manifest) -> dict[int, bytes]:
+        if self._held is None or self._held.manifest.form != manifest.form:
             return {}
-        return {self._held.manifest.version: self._held.manifest.digest}
+        held = self._held.manifest
+        if held.version == manifest.version and held.digest != manifest.digest:
+            return {}  # of an earlier run that had come as far
+        return {held.version: held.digest}
 
     def _cost(self, manifest: Manifest) -> Callable[[ParcelInfo], float]:
         """Seconds until a parcel is here and applied, by what was measured so far."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.durable import replace_durably
+from hal.durable import remove_durably, replace_durably
 from user_sys.errors import WireError
 from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.parcel import Parcel, assemble, crc_of
@@ -21,6 +21,7 @@ from user_sys.weights.state import State
 
 INDEX = "index"
 ORDER = "order"
+OPEN_ATTEMPTS = 5
 _SUFFIX = ".parcel"
 _log = logging.getLogger(__name__)
 
@@ -36,32 +37,51 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._whole: set[bytes] = set()  # parcels whose files were read or written here
 
     def open(self) -> Catalogue:
         """What is whole in the folder; an empty catalogue where there is none. Raises OSError."""
-        catalogue = Catalogue()
-        index = self._index()
+        for _ in range(OPEN_ATTEMPTS):
+            index = self._index()
+            catalogue, damaged = self._read(index)
+            if not damaged or index == self._index():  # else its writer has gone on meanwhile
+                break
+        for what in damaged:
+            _log.warning("weights.damaged %s", what)
+        return catalogue
+
+    def _read(self, index: _Index) -> tuple[Catalogue, list[str]]:
+        """What is whole of what `index` names, and what is not, in words."""
+        catalogue, damaged = Catalogue(), list[str]()
         for info in index.parcels:
             try:
                 catalogue.parcels[info.id] = Parcel(info, self._map(info))
+                self._whole.add(info.id)
             except (OSError, ValueError, WireError) as error:
-                _log.warning("weights.damaged version=%d: %s", info.version, error)
+                damaged.append(f"version={info.version}: {error}")
         for signed in index.manifests:
-            manifest = decode_record(signed.body, Manifest)
+            try:
+                manifest = decode_record(signed.body, Manifest)
+            except WireError as error:
+                damaged.append(f"file={self.folder / INDEX}: {error}")
+                continue
             catalogue.manifests[manifest.form, manifest.version] = (manifest, signed)
-        return catalogue
+        return catalogue, damaged
 
     def keep(self, catalogue: Catalogue, signer: bytes = b"") -> None:
         """Makes `catalogue` what the folder holds; durable on return. Raises OSError: it holds what it held before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for parcel in catalogue.parcels.values():
             path = self._path(parcel.info)
-            if not path.exists():
+            if parcel.info.id not in self._whole or not path.exists():  # a damaged file is replaced
                 replace_durably(path, parcel.payload)  # type: ignore[arg-type]
+                self._whole.add(parcel.info.id)
         index = _Index(tuple(signed for _, signed in catalogue.manifests.values()), tuple(catalogue.infos()), signer)
         replace_durably(self.folder / INDEX, msgspec.msgpack.encode(index))
+        self._whole &= catalogue.parcels.keys()
         named = {self._path(info) for info in index.parcels}
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+        half_written = self.folder.glob(f".*{_SUFFIX}.*")  # by who was killed
+        for path in (*self.folder.glob(f"*{_SUFFIX}"), *half_written):
             if path not in named:
                 path.unlink(missing_ok=True)
 
@@ -73,6 +93,11 @@ class Shelf:
         """The newest order that a person gave, where there is one. Raises OSError, WireError."""
         path = self.folder / ORDER
         return decode_record(path.read_bytes(), Signed) if path.exists() else None
+
+    def withdraw(self) -> None:
+        """Removes the order, where there is one, durably. Raises OSError."""
+        if (self.folder / ORDER).exists():
+            remove_durably(self.folder / ORDER)
 
     def give(self, order: Signed) -> None:
         """Leaves an order for the gateway, durably."""

@@ -47,8 +47,18 @@ class Verifier:
         try:
             self._key.verify(signed.signature, signed.body)
         except InvalidSignature:
-            raise WireError(f"the signature of a {kind.__name__} is not the learner's") from None
+            raise WireError(
+                f"the signature of a {kind.__name__} is not the learner's: is {LEARNER}{PUBLIC_SUFFIX} of another run?"
+            ) from None
         return decode_record(signed.body, kind)
+
+
+def verifier_of(public_key: bytes) -> Verifier:
+    """Raises WireError: it is no public key."""
+    try:
+        return Verifier(Ed25519PublicKey.from_public_bytes(public_key))
+    except ValueError:
+        raise WireError("the gateway names no signing key of a learner") from None
 
 
 class Trust:
@@ -73,10 +83,7 @@ class Trust:
         """Trusts `public_key` if no other is known. Raises WireError: no key; OSError: it cannot be kept."""
         if self._verifier is not None:
             return
-        try:
-            verifier = Verifier(Ed25519PublicKey.from_public_bytes(public_key))
-        except ValueError:
-            raise WireError("the gateway names no signing key of a learner") from None
+        verifier = verifier_of(public_key)
         replace_durably(self._path, public_key.hex().encode() + b"\n")
         self._verifier = verifier
 

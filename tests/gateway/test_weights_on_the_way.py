@@ -1,0 +1,269 @@
+"""A desk between a learner and robots that ask when they have room: nobody loses the version that is on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.gateway.weights import FETCHED_S, LAGGARDS, WeightsDesk
+from user_sys.messages import WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
+from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
+from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.offers import fitting_offer
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.records import NO_VERSION, Manifest, Order
+from user_sys.weights.serve import answers
+from user_sys.weights.shelf import Shelf
+from user_sys.weights.signing import Signer, new_signer
+from user_sys.weights.state import State, build_state, describe
+
+
+def arrays(number: int) -> dict[str, Array]:
+    return {"w": np.random.default_rng(number).normal(size=40_000).astype(np.float32)}
+
+
+def nudged(state: State, number: int) -> State:
+    """The same but for a few values."""
+    fresh = state.tensors["w"].copy()
+    fresh[number::1000] += 1
+    return build_state({"w": fresh})
+
+
+class Counter:
+    """A desk whose thread is the test's own, and a learner that answers from a catalogue.
+
+    Attributes:
+        asked: the desk's requests that nobody has answered.
+        told: what robots were sent.
+    """
+
+    def __init__(self, folder: Path, signer: Signer, kept: int = 2) -> None:
+        self.signer, self.learner = signer, Catalogue()
+        self.now_s, self.asked, self.told = 0.0, list[WeightsRequest](), list[tuple[str, AnyMessage]]()
+        self.shelf = Shelf(folder)
+        self.desk = WeightsDesk(self.shelf, self.send, kept, clock=lambda: self.now_s)
+        self.desk.learner_opened("learner")
+        self.round()
+
+    def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
+        if name != "learner":
+            self.told.append((name, message))
+        elif isinstance(message, WeightsRequest):
+            self.asked.append(message)
+        return True
+
+    def offer(self, version: int, state: State, *parcels: Parcel, unix_ns: int | None = None) -> None:
+        """The learner has a version, and nothing else any more but what leads there."""
+        manifest = describe(state, version, version, version if unix_ns is None else unix_ns, (0.0, 0.0))
+        signed = self.signer.sign(manifest)
+        self.learner.manifests["exact", version] = (manifest, signed)
+        self.learner.parcels |= {parcel.info.id: parcel for parcel in parcels}
+        self.learner.retain([version], version - 1)
+        infos = self.learner.infos()
+        offer = fitting_offer([signed], infos, ["exact"], version, signer=self.signer.public_key)
+        self.desk.received("learner", offer, None)
+        self.round()
+
+    def full(self, version: int, unix_ns: int | None = None) -> State:
+        state = build_state(arrays(version))
+        self.offer(version, state, full_parcel(state, version), unix_ns=unix_ns)
+        return state
+
+    def round(self) -> None:
+        """The desk takes in what has come, and asks."""
+        while not self.desk._inbox.empty():
+            self.desk._take_in(0.0)
+            self.desk._collect()
+        self.desk._fetcher.pump()
+
+    def answer(self, requests: int = 10_000) -> None:
+        """The learner answers, until nothing is asked any more, and what came is kept."""
+        while self.asked and requests:
+            for message, payload in answers(self.learner, self.asked.pop(0)):
+                self.desk.received("learner", message, payload)
+            self.now_s += 1e-3
+            self.round()
+            requests -= 1
+        if self.desk._unkept:
+            self.desk._persist()
+
+    def grain(self, name: str, parcel: Parcel, number: int) -> bool:
+        """Whether a robot that asks for a grain gets it."""
+        self.told.clear()
+        self.desk.received(name, WeightsRequest(parcel=parcel.info.id, first=number, count=1), None)
+        ((_, message),) = self.told
+        assert isinstance(message, WeightsGrains | WeightsGone)
+        return isinstance(message, WeightsGrains)
+
+    def offered(self, name: str) -> tuple[int, WeightsOffer]:
+        """What a robot that comes in is offered."""
+        self.told.clear()
+        self.desk.robot_opened(name)
+        ((_, offer),) = self.told
+        assert isinstance(offer, WeightsOffer)
+        return self.signer.verifier.open(offer.manifests[0], Manifest).version, offer
+
+
+@pytest.fixture
+def counter(tmp_path: Path) -> Counter:
+    return Counter(tmp_path / "weights", new_signer())
+
+
+def test_a_version_that_a_slow_robot_is_fetching_stays_until_it_has_it(counter: Counter) -> None:
+    first = full_parcel(counter.full(1), 1)
+    counter.answer()
+    for version in range(2, 12):
+        assert counter.grain("slow", first, version % first.info.grains)
+        counter.full(version)
+        counter.answer()
+    assert counter.grain("slow", first, first.info.grains - 1)
+    assert len(counter.desk._catalogue.parcels) == 3, "that one, and as many as are kept"
+    counter.now_s += 2 * FETCHED_S
+    counter.full(12)
+    counter.answer()
+    assert not counter.grain("slow", first, 0), "nobody asked for it for long"
+
+
+def test_the_differences_to_a_version_that_is_being_fetched_stay_as_well(counter: Counter) -> None:
+    state = counter.full(1)
+    first, second = full_parcel(state, 1), delta_parcel(1, state, 2, newer := nudged(state, 2))
+    counter.answer()
+    assert second is not None
+    counter.offer(2, newer, second)
+    counter.answer()
+    assert counter.grain("slow", first, 0), "it aims at the second"
+    for version in range(3, LAGGARDS + 8):
+        counter.full(version)
+        counter.answer()
+    assert counter.grain("slow", first, 1) and counter.grain("slow", second, 0)
+
+
+def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: Counter) -> None:
+    counter.full(1)
+    counter.answer(requests=1)
+    assert counter.asked, "the first is on its way"
+    counter.full(2)
+    counter.answer()
+    assert counter.desk.version == 2 and counter.desk._fetcher.wanted == ()
+
+
+def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_latecomers(counter: Counter) -> None:
+    state = counter.full(1)
+    counter.answer()
+    parcel = delta_parcel(1, state, 2, newer := nudged(state, 2))
+    assert parcel is not None
+    counter.offer(2, newer, parcel, full_parcel(newer, 2))
+    assert counter.asked[0].parcel == parcel.info.id, "robots that have the first wait for it"
+    counter.answer()
+    assert sorted(info.codec for info in counter.desk._catalogue.infos() if info.version == 2) == ["delta", "full"]
+
+
+def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: Counter) -> None:
+    state = counter.full(1)
+    counter.answer()
+    counter.shelf.give(counter.signer.sign(order(1)))
+    counter.desk.look_for_order()
+    for version in range(2, LAGGARDS + 20):
+        parcel = delta_parcel(version - 1, state, version, newer := nudged(state, version))
+        assert parcel is not None
+        counter.offer(version, newer, parcel, full_parcel(newer, version))
+        counter.answer()
+        state = newer
+    assert counter.desk.version == 1
+    assert len(counter.desk._catalogue.parcels) == len(list(counter.shelf.folder.glob("*.parcel"))) <= LAGGARDS + 4
+
+
+def order(version: int, unix_ns: int = 0) -> Order:
+    return Order(serial=1, version=version, by="ada", reason="it shakes", given_unix_ns=unix_ns)
+
+
+def test_a_gateway_that_starts_again_stands_by_the_order(counter: Counter) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.give(counter.signer.sign(order(1)))
+    counter.desk.look_for_order()
+    again = Counter(counter.shelf.folder, counter.signer)
+    version, offer = again.offered("one")
+    assert version == again.desk.version == 1 and offer.order is not None
+
+
+def test_what_is_ordered_is_not_given_up_before_the_gateway_has_looked(counter: Counter) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.give(counter.signer.sign(order(1)))
+    counter.full(3)
+    counter.answer()  # of two that are kept the first would be given up now
+    assert counter.offered("one")[0] == 1
+
+
+def test_an_order_for_what_is_not_there_is_handed_to_nobody(counter: Counter) -> None:
+    """Robots that obeyed it would take nothing any more."""
+    counter.full(1)
+    counter.answer()
+    counter.shelf.give(counter.signer.sign(order(77)))
+    counter.desk.look_for_order()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is None
+
+
+def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: Counter) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.give(new_signer().sign(order(1)))
+    counter.desk.look_for_order()
+    version, offer = counter.offered("one")
+    assert version == 2 and offer.order is None
+
+
+def test_a_relay_forgets_the_run_before(counter: Counter) -> None:
+    for version in (7, 8):
+        counter.full(version, unix_ns=100 + version)
+        counter.answer()
+    counter.shelf.give(counter.signer.sign(order(7, unix_ns=150)))
+    counter.desk.look_for_order()
+    assert counter.desk.version == 7
+    counter.learner, counter.signer = Catalogue(), new_signer()
+    counter.full(1, unix_ns=200)
+    counter.answer()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is None and counter.shelf.order() is None
+    assert offer.signer == counter.signer.public_key
+    assert Shelf(counter.shelf.folder).open().versions() == [1]
+
+
+class Slow:
+    """A gateway that asks for a grain now and then."""
+
+    def __init__(self) -> None:
+        self.offers: list[WeightsOffer] = []
+        self.answers: list[WeightsMessage] = []
+
+    def receive_weights(self, timeout_s: float) -> None:
+        return None
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        (self.offers if isinstance(message, WeightsOffer) else self.answers).append(message)  # type: ignore[arg-type]
+        return True
+
+
+def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
+    link = Slow()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    for version in range(1, 5):
+        publisher.publish(arrays(version), version, updates=version)
+        snapshot = publisher._next()
+        assert snapshot is not None
+        publisher._encode(snapshot)
+        publisher._send_offer()
+        (full,) = (info for info in link.offers[0].parcels)
+        publisher._take(Envelope(WeightsRequest(parcel=full.id, first=0, count=1)))
+        assert isinstance(link.answers[-1], WeightsGrains)
+    assert {parcel.info.version for parcel in publisher._catalogue.parcels.values()} == {1, 4}
+    assert publisher._newest == 4 > NO_VERSION
