@@ -341,6 +341,20 @@ def test_weights_may_wait_for_the_next_episode(make: Callable[..., Session]) -> 
     assert session.acted().policy_version == 2
 
 
+@pytest.mark.parametrize(("swap_at", "version"), [("chunk", 2), ("episode", 1)])
+def test_new_weights_come_in_while_a_person_has_the_robot(
+    make: Callable[..., Session], swap_at: str, version: int
+) -> None:
+    """A learner that waits for the robots would otherwise wait for the person."""
+    session = make(swap_at=swap_at)
+    assert session.acted().policy_version == 1
+    session.order("take-over")
+    session.period()
+    publish(session.swapper, 2)
+    session.period()
+    assert session.swapper.version == version
+
+
 def test_with_weights_that_are_too_old_the_robot_holds_until_newer_ones_come(make: Callable[..., Session]) -> None:
     newest = [1]
     session = make(too_old=lambda: newest[0] - session.swapper.version > 1)

@@ -10,7 +10,7 @@ import pytest
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.gateway.desks import EMBODIMENT, WeightsDesks
 from user_sys.learners import LEARNER, folder_of, learners_of
-from user_sys.messages import WeightsAsk, WeightsProgress, WeightsRequest
+from user_sys.messages import WeightsApplied, WeightsAsk, WeightsProgress, WeightsRequest
 from user_sys.robot_cards import RobotCard
 from user_sys.tunnel.session import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -94,6 +94,26 @@ def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
     assert not hall.answered("a")
     hall.desks.opened(Peer("hall", "relay", "key", "nowhere", b"1"))
     assert hall.answered("hall")
+
+
+def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> None:
+    hall = Hall(tmp_path)
+    hall.desks.opened(learner(FIRST, PANDA))
+    hall.desks.opened(robot("a", PANDA, via="hall"))
+    hall.sent.clear()
+    hall.desks.received("a", WeightsApplied(robot="a", version=3, seconds=0.1), None)
+    assert hall.sent == [(FIRST, WeightsProgress(oldest=3))] and "staleness_s/a" in hall.desks.scalars()
+    hall.desks.closed("a")
+    assert hall.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
+
+
+def test_a_robot_leaves_the_desk_of_a_learner_that_turns_out_to_be_anothers(tmp_path: Path) -> None:
+    b = robot("b", ARM)
+    hall = Hall(tmp_path, b)
+    hall.desks.opened(b)
+    assert hall.answered("b"), "nobody knows yet for whom the first learner learns"
+    hall.desks.opened(learner(FIRST, PANDA))
+    assert not hall.answered("b")
 
 
 def test_the_metrics_of_further_learners_carry_their_names(tmp_path: Path) -> None:

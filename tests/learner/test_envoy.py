@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from user_sys.codec import Array
 from user_sys.errors import RunError, WireError
@@ -166,6 +167,8 @@ def test_weights_that_are_not_finite_end_the_learner_and_never_leave_it(site: Si
         with pytest.raises(NotFinite, match="'w'"):
             learner.settle(DEADLINE_S)
         assert not learner.busy, "the learner is to ask again, and hear of it"
+        learner._status = replace(learner._status, oldest=0)  # a robot is behind
+        assert learner.lead == 0, "nor is it to wait for robots until then"
         with pytest.raises(NotFinite):
             learner.publish(weights(3), 3, updates=3)
         assert set(site.digests()) == {1}
@@ -184,6 +187,18 @@ def test_an_envoy_that_ends_again_and_again_ends_the_learner(site: Site, monkeyp
         learner.publish(weights(1), 1, updates=1)
         with pytest.raises(RunError, match="ended 2 times"):
             learner.settle(DEADLINE_S)
+
+
+def test_an_envoy_that_the_gateway_does_not_let_in_ends_the_learner(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(envoy, "MOST_DEATHS", 2)
+    save_keypair(new_keypair(), site.keys, "stranger")
+    with Envoy(site.setup("stranger.key"), site.stops.append) as learner:
+        learner.publish(weights(1), 1, updates=1)
+        with pytest.raises(RunError, match="ended 2 times"):
+            learner.settle(DEADLINE_S)
+    assert "nothing can be published" in capfd.readouterr().err
 
 
 LEARNER = """

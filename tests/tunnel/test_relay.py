@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +243,25 @@ def test_weights_cross_the_uplink_once_and_are_served_from_the_site(tmp_path: Pa
 
 def _kept(folder: Path) -> bool:
     return Shelf(folder / "relay" / "weights").open().versions() == [7]
+
+
+def test_a_cloud_that_starts_again_hears_with_which_version_a_robot_behind_a_relay_acts(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    with ExitStack() as first:
+        cloud = first.enter_context(serving(tmp_path / "cloud"))
+        with relaying(tmp_path / "far", cloud) as far:
+            robot = far.robot("far-0")
+            robot.wait_open(120)
+            robot.send(WeightsApplied(robot="far-0", version=7, seconds=0.1))
+            until(lambda: _acting(cloud, "far-0"), "the cloud knows")
+            first.close()
+            with serving(tmp_path / "cloud") as again:
+                until(lambda: _acting(again, "far-0"), "it is said again")
+
+
+def _acting(cloud: Site, robot: str) -> bool:
+    assert cloud.gateway is not None
+    return f"staleness_s/{robot}" in cloud.gateway._weights.scalars()
 
 
 def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> None:

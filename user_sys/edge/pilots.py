@@ -190,6 +190,8 @@ class SessionPilot:
             return self._policy.decide(tick)
         self._policy.interrupt()
         self._policy_steps = 0
+        if self._swap_at == "chunk":
+            self._swap()  # no chunk is under way: a learner that waits for the robots need not wait for people
         return self._hand() if state is State.HUMAN else None
 
     def judge(self, after: Tick, steps: int) -> Verdict:

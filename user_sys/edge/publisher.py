@@ -16,6 +16,7 @@ from user_sys.edge.recorder import Decision
 from user_sys.episode import Phase
 from user_sys.messages import MetricsReport, Preview, RobotStatus, WatchRequest
 from user_sys.tunnel.client import TunnelClient
+from user_sys.weights.records import NO_VERSION
 
 STATUS_PERIOD_S = 0.2
 LINK_PERIOD_S = 5.0
@@ -65,7 +66,7 @@ class StatusPublisher:
         self._next_picture: dict[str, float] = {}
         self._next_status = self._next_link = 0.0
         self._state: State | None = None
-        self._episode, self._step, self._version, self._interventions = "", 0, -1, 0
+        self._episode, self._step, self._version, self._interventions = "", 0, NO_VERSION, 0
         self._phase = Phase.POLICY
         self._hz, self._counted, self._counted_at = 0.0, 0, time.monotonic()
         self._safety = SafetyCounts()
@@ -85,7 +86,8 @@ class StatusPublisher:
             self._step += 1
             self._counted += 1
             self._phase = decision.phase
-            self._version = max(self._version, decision.policy_version)
+            if decision.policy_version != NO_VERSION:
+                self._version = decision.policy_version
             self._interventions += tick.reasons != 0
         now = time.monotonic()
         if now >= self._next_status or self._authority.state is not self._state:

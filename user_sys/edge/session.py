@@ -56,6 +56,7 @@ from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.records import NO_VERSION
 from user_sys.weights.swap import PolicySwapper
 
 log = logging.getLogger(__name__)
@@ -119,8 +120,15 @@ class Session:
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
         self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, next(seeds)))
         self._governor = Governor(config.weights.governor)
+        self._saying = threading.Lock()  # so that the last version that is said is the one that acts
         self._weights = WeightsInlet(
-            client, self._swapper, config.weights, config.keys, config.state / "weights", self._governor
+            client,
+            self._swapper,
+            config.weights,
+            config.keys,
+            config.state / "weights",
+            self._governor,
+            self._say_version,
         )
         self._emergency = RemoteDriver(config.robot)
         self._authority = Authority(config.robot, spec)
@@ -133,7 +141,7 @@ class Session:
             reply=client.send,
             rearm=driver.rearm,
             leaving=self.leaving.is_set,
-            swapped=self._report_swap,
+            swapped=lambda version: self._say_version(),
             swap_at=config.weights.swap_at,
             too_old=self._weights.too_old,
             observe=self._governor.observe,
@@ -242,8 +250,12 @@ class Session:
         self._outbox.append(packet)
 
     def _said(self) -> str:
-        if self._note or not (dropped := self._outbox.dropped.episodes - self._dropped_before):
+        if self._note:
             return self._note
+        if not self._pilot.people_matter and self._weights.too_old():
+            return "holds: its weights are older than weights.hold_behind allows, and newer ones are awaited"
+        if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
+            return ""
         return f"the outbox was full: the {dropped} oldest autonomous episodes of this session's time were dropped"
 
     # The inbox thread: orders, leases
@@ -299,9 +311,12 @@ class Session:
         except OSError as error:  # it is tried on while this session lives
             log.error("e-stop.not_persisted %s", error)
 
-    def _report_swap(self, version: int) -> None:
-        applied = WeightsApplied(robot=self._config.robot, version=version, seconds=self._swapper.applied_s)
-        self._client.send(applied)
+    def _say_version(self) -> None:
+        """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
+        with self._saying:
+            if (version := self._swapper.version) != NO_VERSION:
+                seconds = self._swapper.applied_s
+                self._client.send(WeightsApplied(robot=self._config.robot, version=version, seconds=seconds))
 
 
 def main(argv: list[str]) -> int:

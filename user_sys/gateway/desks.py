@@ -36,6 +36,7 @@ class WeightsDesks:
         self._desks: dict[str, WeightsDesk] = {}
         self._embodiments: dict[str, str] = {}
         self._seats: dict[str, str] = {}  # peer -> name of its desk
+        self._relayed: dict[str, str] = {}  # likewise, of robots that have their weights from a relay
         self._open(LEARNER)
         for shelf in sorted(folder.glob(f"{LEARNER}-*/")):
             self._open(shelf.name)
@@ -76,20 +77,24 @@ class WeightsDesks:
         """A learner, a robot or a relay came in."""
         if peer.role == "learner":
             self._learner_opened(peer)
-        elif not peer.via:  # else its relay has the weights
+        elif not peer.via:
             self._seat(peer)
+        elif (name := self._desk_for(peer)) is not None:  # its relay has the weights; who learns waits for it as well
+            with self._lock:
+                self._relayed[peer.name] = name
 
     def closed(self, name: str) -> None:
         with self._lock:
-            desk = self._desks.get(self._seats.pop(name, ""))
+            desk = self._desks.get(self._seats.pop(name, self._relayed.pop(name, "")))
         if desk is not None:
             desk.closed(name)
 
     def received(self, name: str, message: AnyMessage, payload: Payload | None) -> None:
         """A message of the weights channel from the peer called `name`."""
+        said = isinstance(message, WeightsApplied)
         with self._lock:
-            desk = self._desks.get(self._seats.get(name, ""))
-        if desk is None and not isinstance(message, WeightsApplied):
+            desk = self._desks.get(self._seats.get(name, self._relayed.get(name, "") if said else ""))
+        if desk is None and not said:
             logger.info("weights.nobody_learns_for peer=%s", name)
         if desk is not None:
             desk.received(name, message, payload)
@@ -129,14 +134,14 @@ class WeightsDesks:
     def _seat(self, peer: Peer) -> None:
         with self._lock:
             name = self._desk_for(peer)
-            if name is None:
-                return
-            former = self._desks.get(self._seats.get(peer.name, ""))
-            self._seats[peer.name] = name
-            desk = self._desks[name]
+            former = self._desks.get(self._seats.pop(peer.name, ""))
+            desk = None if name is None else self._desks[name]
+            if name is not None:
+                self._seats[peer.name] = name
         if former is not None and former is not desk:
             former.closed(peer.name)
-        desk.robot_opened(peer.name)
+        if desk is not None:
+            desk.robot_opened(peer.name)
 
     def _desk_for(self, peer: Peer) -> str | None:
         if peer.spec is None or self._embodiments[LEARNER] in ("", peer.spec.embodiment):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from user_sys.errors import TunnelError
-from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal, WeightsApplied
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.session import Peer
 from user_sys.tunnel.uplink import PendingChunk
@@ -92,6 +92,7 @@ class Passage:
         """`before` is the robot's former passage: this one dials when that one has hung up."""
         self.client, self.transit = client, transit
         self._server, self._before = server, before
+        self._acts: WeightsApplied | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"passage-{client.hello.name}", daemon=True)
 
@@ -99,6 +100,11 @@ class Passage:
     def refused(self) -> str:
         """Why the cloud will not have this robot; empty while it may yet, or does."""
         return self.client.reason if self.client.state is TunnelState.REFUSED else ""
+
+    def acts(self, message: WeightsApplied) -> None:
+        """Passes on with which version the robot acts; again whenever the session upstream has begun anew."""
+        self._acts = message
+        self.client.send(message)
 
     def start(self) -> None:
         self._thread.start()
@@ -116,10 +122,18 @@ class Passage:
             if self._before is not None:
                 self._before.join(2 * LISTEN_S + 5.0)
                 self._before = None
+            lost = 0
             with self.client:
                 while not self._over.is_set():
                     message = self.client.receive(LISTEN_S)
+                    if self.client.state is TunnelState.OPEN and self.client.counters["lost"] != lost:
+                        lost = self.client.counters["lost"]
+                        self._say_again()
                     if message is not None:
                         self._server.send(self.client.hello.name, message)
         except TunnelError as error:
             logger.error("passage.failed robot=%s: %s", self.client.hello.name, error)
+
+    def _say_again(self) -> None:
+        if self._acts is not None:
+            self.client.send(self._acts)

@@ -10,6 +10,7 @@ be killed at any time.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from argparse import Namespace
@@ -51,6 +52,8 @@ from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.records import Signed
 from user_sys.weights.shelf import Shelf
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 REPORT_S = 1.0
@@ -118,6 +121,7 @@ class Relay:
                         raise part.failure
                 if time.monotonic() >= next_report:
                     next_report = time.monotonic() + REPORT_S
+                    self._weights.look_for_order()
                     self.uplink.send(self._report())
         finally:
             self._close()
@@ -157,12 +161,18 @@ class Relay:
                     self._weights.learner_opened(GATEWAY)
                 self._offered = True
                 if offer.order is not None and offer.order != self._order:
-                    self._order = offer.order
-                    self._shelf.give(offer.order)
-                    self._weights.look_for_order()
+                    self._take_order(offer.order)
                 self._weights.received(GATEWAY, offer, None)
             case WeightsGrains() | WeightsGone() as message:
                 self._weights.received(GATEWAY, message, envelope.payload if envelope else None)
+
+    def _take_order(self, order: Signed) -> None:
+        try:
+            self._shelf.give(order)
+            self._order = order
+            self._weights.look_for_order()
+        except OSError as error:  # it comes again with the next offer
+            logger.error("relay.order_not_kept: %s", error)
 
     def _report(self) -> MetricsReport:
         scalars = {
@@ -206,7 +216,7 @@ class Relay:
                 self._weights.received(peer.name, message, None)
             case WeightsApplied():
                 self._weights.received(peer.name, message, None)
-                passage.client.send(message)
+                passage.acts(message)
             case LeaseRequest() | LeaseRelease() | OperatorReply() | RobotStatus() | EpisodeReport() | MetricsReport():
                 passage.client.send(message)
 

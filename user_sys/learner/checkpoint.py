@@ -32,7 +32,7 @@ WRITE_DEADLINE_S = 60.0
 TURN_EVERY_S = 0.5
 _MAGIC = b"USCK"
 _PREFIX = struct.Struct("<4sI32sI")
-_SUFFIX = ".checkpoint"
+_SUFFIX, _HALF = ".checkpoint", ".tmp"
 _log = logging.getLogger(__name__)
 
 Scalars = dict[str, int | float | str]
@@ -89,7 +89,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(path, checkpoint.encode())
-        for old in _files(folder)[keep:]:
+        for old in (*_files(folder)[keep:], *folder.glob(f"*{_HALF}")):  # a kill leaves one half written
             old.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"checkpoint {path} cannot be written: {error.strerror}; free some space") from error
@@ -207,7 +207,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    beside = path.with_suffix(".tmp")
+    beside = path.with_suffix(_HALF)
     with open(beside, "wb") as stream:
         stream.write(content)
         stream.flush()

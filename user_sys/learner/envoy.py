@@ -180,8 +180,12 @@ class Envoy:
 
     @property
     def lead(self) -> int:
-        """How many versions the slowest robot is behind; 0 while none acts with any."""
-        return 0 if self._status.oldest == NO_VERSION else max(0, self.version - self._status.oldest)
+        """How many versions the slowest robot is behind; 0 while none acts with any, and once publishing has failed:
+        who waited for the robots would never call `publish` and hear of it.
+        """
+        if self._failure is not None or self._status.oldest == NO_VERSION:
+            return 0
+        return max(0, self.version - self._status.oldest)
 
     def scalars(self) -> dict[str, float]:
         """For the metrics."""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from user_sys.codec import Array
-from user_sys.errors import LinkDown, RunError, UserSysError
+from user_sys.errors import LinkDown, Refused, RunError, UserSysError
 from user_sys.learner.envoy_wire import (
     Failure,
     Farewell,
@@ -33,7 +33,7 @@ from user_sys.learner.envoy_wire import (
 )
 from user_sys.logs import configure_logging
 from user_sys.messages import StopRun
-from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair
 from user_sys.weights.publisher import Publisher
 from user_sys.weights.records import NO_VERSION
@@ -78,6 +78,8 @@ def _serve(line: Line, setup: Setup) -> None:
                 if (received := line.receive(TELL_EVERY_S)) is not None:
                     desk.take(*received)
                 desk.tell_rest()
+                if client.state is TunnelState.REFUSED and not desk.leaving:
+                    raise Refused(f"nothing can be published: {client.reason}")
 
 
 class _Desk:

@@ -45,8 +45,9 @@ DEMO_FRACTION = 0.5
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
-"""At most so many versions are published from one checkpoint to the next; a resumed learner skips as many, so that it
-never gives a number that was used after its checkpoint: robots take only numbers that grow."""
+"""At most so many versions are published from one checkpoint to the next. A resumed learner skips twice as many, since
+the next checkpoint may have been begun and not finished: so it never gives a number that was used before, as robots
+take only numbers that grow."""
 
 Report = Callable[[int, dict[str, float]], None]
 log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ class Learner:
         try:
             position = int(scalars["position"])
             self._online_steps, self._online_seen = int(scalars["online_steps"]), int(scalars["online_seen"])
-            self._publishing.version = int(scalars["version"]) + VERSIONS_PER_CHECKPOINT
+            self._publishing.version = int(scalars["version"]) + 2 * VERSIONS_PER_CHECKPOINT
             policy = str(scalars["policy"])
             self._training_s, self._waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
         except (KeyError, ValueError) as error:
