@@ -296,6 +296,9 @@ def _add_weights(verbs: Any) -> None:
     release = orders.add_parser("release", help="have every robot act with the newest version again")
     for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
         order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
+        order.add_argument(
+            "--learner", default="learner", metavar="NAME", help="of a run that has several (default: the first)"
+        )
         order.set_defaults(runs=("user_sys.weights.weights_cli", runs))
     for order in (rollback, release):
         order.add_argument("--by", default=None, metavar="NAME", help="who orders it (default: who is logged in)")

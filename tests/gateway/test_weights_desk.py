@@ -22,11 +22,14 @@ from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.parcel import full_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import ensure_signer
+from user_sys.weights.state import build_state, describe
 from user_sys.weights.swap import PolicySwapper
 
 # No peer is taken for dead because the machine is busy.
@@ -69,7 +72,8 @@ class Robot:
         self.swapper = PolicySwapper(Numbered)
         self.client = site.client(name, "robot", limits)
         keys, state = site.run / "keys", site.run / "edge" / name
-        self.inlet = WeightsInlet(self.client, self.swapper, config, keys, state, Governor(config.governor))
+        governor = Governor(config.governor)
+        self.inlet = WeightsInlet(self.client, self.swapper, config, keys, state, governor, self.say_version)
 
     def __enter__(self) -> Robot:
         self.inlet.start()
@@ -80,9 +84,13 @@ class Robot:
         self.inlet.raise_failure()
 
     def acts_with(self, version: int) -> bool:
-        if (swapped := self.swapper.swap_if_ready()) is not None:
-            self.client.send(WeightsApplied(robot=self.name, version=swapped, seconds=self.swapper.applied_s))
+        if self.swapper.swap_if_ready() is not None:
+            self.say_version()
         return self.swapper.version == version
+
+    def say_version(self) -> None:
+        if (version := self.swapper.version) >= 0:
+            self.client.send(WeightsApplied(robot=self.name, version=version, seconds=self.swapper.applied_s))
 
 
 def publish(publisher: Publisher, arrays: dict[str, Array], version: int, *robots: Robot) -> None:
@@ -192,6 +200,24 @@ def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
             until(lambda: robot.acts_with(4), "and then the newest again")
             assert main(["weights", "rollback", "99", str(site.run)]) == 2
             assert "version 99 is not kept" in capsys.readouterr().err
+            assert main(["weights", "list", str(site.run), "--learner", "learner-x"]) == 2
+            assert "--learner learner-x: the learners of" in capsys.readouterr().err
+
+
+def test_a_person_gives_orders_to_the_robots_of_one_learner_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signer, array = ensure_signer(tmp_path / "keys", "learner"), np.zeros(3, np.float32)
+    for name in (".", "learner-so-101"):
+        state = build_state({"w": array.copy()})
+        manifest = describe(state, 3, 3, 0, (0.0, 0.0))
+        parcel = full_parcel(state, 3)
+        kept = Catalogue({("exact", 3): (manifest, signer.sign(manifest))}, {parcel.info.id: parcel})
+        Shelf(tmp_path / "weights" / name).keep(kept, signer.public_key)
+    assert main(["weights", "rollback", "3", str(tmp_path), "--learner", "learner-so-101"]) == 0
+    assert "every robot of learner-so-101 is to act with version 3" in " ".join(capsys.readouterr().out.split())
+    first, second = (Shelf(tmp_path / "weights" / name).order() for name in (".", "learner-so-101"))
+    assert first is None and second is not None
 
 
 def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(site: Site) -> None:
@@ -203,6 +229,31 @@ def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(si
         robot = Robot(site, "one")
     with robot:
         assert robot.acts_with(1)
+
+
+def test_a_robot_that_comes_to_another_run_acts_with_that_ones_weights(tmp_path: Path) -> None:
+    """The edge outlives runs, and keys may be shared between them: what it kept has a greater number."""
+    for shared in ("keys", "edge"):
+        (tmp_path / "last" / shared).mkdir(parents=True)
+        (tmp_path / "next").mkdir(exist_ok=True)
+        (tmp_path / "next" / shared).symlink_to(tmp_path / "last" / shared)
+    for run, version in (("last", 5), ("next", 1)):
+        site = Site(tmp_path / run, ExitStack())
+        with site.serving(), site._stack, Robot(site, "one") as robot:
+            assert run == "last" or robot.acts_with(5), "it starts with what it kept"
+            publisher = site.publisher()
+            publish(publisher, weights(version), version, robot)
+            np.testing.assert_array_equal(robot.swapper.policy.weights["w"], weights(version)["w"])  # type: ignore[attr-defined]
+
+
+def test_a_gateway_that_starts_again_hears_with_which_version_each_robot_acts(site: Site) -> None:
+    with site.serving():
+        publisher = site.publisher()
+        robot = site._stack.enter_context(Robot(site, "one"))
+        publish(publisher, weights(1), 1, robot)
+        assert publisher.settle(120)
+    with site.serving():
+        until(lambda: site.gateway._weights.scalars().get("staleness_s/one") == 0, "the robot says it again")
 
 
 def test_a_learner_may_publish_a_rounded_form_alone(site: Site) -> None:

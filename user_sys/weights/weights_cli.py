@@ -13,13 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from user_sys.errors import RunError
+from user_sys.learners import folder_of
 from user_sys.weights.records import NO_VERSION, Manifest, Order, decode_record
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
 
 
 def list_main(args: Namespace) -> int:
-    catalogue, order = Shelf(_folder(args.run)).open(), _standing(args.run)
+    shelf = Shelf(_folder(args))
+    catalogue, order = shelf.open(), _standing(shelf)
     found = [m for m, _ in catalogue.manifests.values() if m.form in catalogue.forms(m.version)]
     found.sort(key=lambda m: (m.version, m.form))
     pinned = order.version if order is not None else NO_VERSION
@@ -53,40 +55,56 @@ def _row(m: Manifest) -> dict[str, object]:
 
 
 def rollback_main(args: Namespace) -> int:
-    kept = Shelf(_folder(args.run)).open().versions()
-    if args.version not in kept:
-        raise RunError(f"version {args.version} is not kept in {args.run}; there are {', '.join(map(str, kept))}")
-    _give(args, args.version, f"every robot is to act with version {args.version}; `user-sys weights release` ends it")
+    _require_kept(args)
+    told = _give(args, args.version, f"act with version {args.version}; `user-sys weights release` ends it")
+    _require_kept(args)  # a gateway at work gives versions up all the while, until it has seen the order
+    Console().print(told)
     return 0
+
+
+def _require_kept(args: Namespace) -> None:
+    kept = Shelf(_folder(args)).open().versions()
+    if args.version not in kept:
+        there = ", ".join(map(str, kept)) or "none"
+        raise RunError(f"version {args.version} is not kept in {args.run}; there are {there}")
 
 
 def release_main(args: Namespace) -> int:
-    _give(args, NO_VERSION, "every robot is to act with the newest version")
+    Console().print(_give(args, NO_VERSION, "act with the newest version"))
     return 0
 
 
-def _give(args: Namespace, version: int, told: str) -> None:
-    """Signs the order with the learner's key, and leaves it where the gateway looks every second."""
+def _give(args: Namespace, version: int, told: str) -> str:
+    """Signs the order with the learner's key, and leaves it where the gateway looks every second.
 
-    former = _standing(args.run)
-    serial = former.serial + 1 if former is not None else 0
+    Its serial number is greater than those of earlier runs, which robots may have obeyed. Returns what to tell.
+    """
+    shelf = Shelf(_folder(args))
+    former = _standing(shelf)
+    serial = max(int(time.time()), former.serial + 1 if former is not None else 0)
     by = args.by or getpass.getuser()
     order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns())
     signer = load_signer(args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}")
-    Shelf(_folder(args.run)).give(signer.sign(order))
-    Console().print(told)
+    shelf.give(signer.sign(order))
+    alone = not any((args.run / "weights").glob(f"{LEARNER}-*/"))
+    robots = "every robot" if alone else f"every robot of {args.learner}"
+    return f"{robots} is to {told}"
 
 
-def _standing(run: Path) -> Order | None:
+def _standing(shelf: Shelf) -> Order | None:
     """The newest order, or None."""
-    signed = Shelf(_folder(run)).order()
+    signed = shelf.order()
     return None if signed is None else decode_record(signed.body, Order)
 
 
-def _folder(run: Path) -> Path:
-    folder = run / "weights"
-    if not folder.is_dir():
+def _folder(args: Namespace) -> Path:
+    """The shelf of the learner that is meant; a run has one for each embodiment."""
+    all_of_run: Path = args.run / "weights"
+    if not all_of_run.is_dir():
         raise RunError(
-            f"{run} has no weights yet: it is no run folder on the gateway's machine, or nothing was learned"
+            f"{args.run} has no weights yet: it is no run folder on the gateway's machine, or nothing was learned"
         )
-    return folder
+    names = [LEARNER, *sorted(folder.name for folder in all_of_run.glob(f"{LEARNER}-*/"))]
+    if args.learner not in names:
+        raise RunError(f"--learner {args.learner}: the learners of {args.run} are {', '.join(names)}")
+    return folder_of(all_of_run, args.learner)
