@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,6 @@ HalError
 
 from __future__ import annotations
 
-import msgspec
-
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises at bytes that are not what they should be; the last at what is nested without end."""
-
 
 class HalError(Exception):
     """Base of every error that this package raises on purpose."""

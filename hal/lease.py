@@ -26,7 +26,8 @@ from typing import Self
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE, LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ import msgspec
 
 from hal.diary import DIARY, Diary, What
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE, LeaseError, RegistryError
+from hal.errors import LeaseError, RegistryError
 from hal.lease import Lease, LeaseTable
 from hal.resource import Health, ResourceRecord
 from hal.standing import Order, OrderBook
+from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,11 @@ import msgspec
 import numpy as np
 
 from hal.durable import remove_durably, replace_durably
-from hal.errors import UNDECODABLE, SpecError
+from hal.errors import SpecError
 from hal.motion import NO_REASON, ActionLimits, Reason, StateLimits
 from hal.robot import Observation, StopLevel
 from hal.spec import STATE, Array, RobotSpec
+from hal.undecodable import UNDECODABLE
 
 __all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
 

@@ -18,8 +18,9 @@ from typing import Literal
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE, RegistryError
+from hal.errors import RegistryError
 from hal.resource import Health
+from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 

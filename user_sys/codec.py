@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from crc32c import crc32c
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import WireError
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE, SpecError
+from hal.errors import SpecError
 from hal.spec import RobotSpec
+from hal.undecodable import UNDECODABLE
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import replace_durably, sync_folder
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.config import load, save
 from user_sys.errors import RunError
 from user_sys.topology import RunConfig, RunFolder

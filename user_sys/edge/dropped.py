@@ -15,7 +15,7 @@ from typing import Literal, Self
 import msgspec
 from crc32c import crc32c
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.episode import Phase, Source, open_chunk
 from user_sys.store.files import Files, replace_durably
 from user_sys.store.log import RecordRef

@@ -11,8 +11,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from hal.errors import UNDECODABLE
 from hal.lease import runtime_folder
+from hal.undecodable import UNDECODABLE
 from user_sys.edge.outbox import Outbox
 from user_sys.tunnel.client import TunnelClient
 

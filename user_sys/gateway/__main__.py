@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from hal.errors import UNDECODABLE, HalError
+from hal.errors import HalError
 from hal.signals import stop_on_signals
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import RunError, UserSysError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.service import Gateway

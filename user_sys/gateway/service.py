@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE, HalError, LeaseError
+from hal.errors import HalError, LeaseError
 from hal.lease import Lease, LeaseTable
 from hal.registry import MAX_FAULTS, Registry
 from hal.resource import Kind, ResourceRecord
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig

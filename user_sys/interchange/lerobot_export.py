@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hal.durable import replace_durably
-from hal.errors import UNDECODABLE
 from hal.spec import RobotSpec
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import EpisodeReader, Layout, Selection, specs_beside
 from user_sys.interchange.lerobot_format import (

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import DTYPES, Array
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, decode_file, frame_size

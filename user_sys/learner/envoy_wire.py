@@ -17,7 +17,7 @@ from typing import Self, TypeAlias
 import msgspec
 import numpy as np
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.messages import Hello, MetricsReport

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import Array, decode_packet, encode_packet
 from user_sys.episode import ChunkHeader, PackedChunk, open_chunk
 from user_sys.errors import WireError

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hal.durable import remove_durably, replace_durably
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import StoreError
 from user_sys.store.labels import Label, encode_label
 

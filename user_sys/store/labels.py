@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.episode import MAX_STEPS_PER_CHUNK, Phase
 from user_sys.errors import WireError
 

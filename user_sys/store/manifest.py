@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from crc32c import crc32c
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import StoreCorrupt
 from user_sys.store.files import Files, replace_file
 from user_sys.store.footer import Footer, read_footer

@@ -27,7 +27,7 @@ import zmq
 from zmq.utils import z85
 
 from hal.durable import remove_durably, replace_durably, sync_folder
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import ConfigError, RunError
 
 Role = Literal["robot", "learner", "console", "relay"]

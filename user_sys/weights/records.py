@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.errors import WireError
 
 Form: TypeAlias = Literal["exact", "bf16", "int8"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hal.errors import UNDECODABLE
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import MAGIC
 from user_sys.episode import ChunkHeader
 from user_sys.store.frame import RECORD_HEADER_BYTES, Damage
