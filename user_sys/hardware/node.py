@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import FrameType
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from hal.ray_nodes import ensure_token, node_argv, node_environment
 from hal.resource import Kind, ResourceRecord
 from user_sys.compose import RobotConfig, probes
 from user_sys.config import load
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, RunError
 from user_sys.topology import RunConfig
 
 START_TRIES = 4
@@ -28,6 +29,7 @@ SLOW_START_S = (30.0, 180.0)  # Ray that ends by itself in between did not come 
 
 def head_main(args: Namespace) -> int:
     """``user-sys node head``: begins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    _require_ray()
     ensure_token(args.token)
     records = _found(args)
     argv = node_argv(records, _labels(args.label), head_port=args.port, ip=args.ip)
@@ -41,9 +43,15 @@ def head_main(args: Namespace) -> int:
 def join_main(args: Namespace) -> int:
     """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
     Ray's own."""
+    _require_ray()
     records = _found(args)
     argv = node_argv(records, _labels(args.label), address=args.address, ip=args.ip)
     return _keep(argv, node_environment(args.token), records, tries=sys.maxsize)
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        raise RunError("a node needs the package 'ray': pip install 'user-sys[learner]'")
 
 
 def _found(args: Namespace) -> tuple[ResourceRecord, ...]:
