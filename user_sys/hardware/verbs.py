@@ -246,7 +246,8 @@ def _of_robots(robots: Sequence[RobotConfig]) -> Iterator[Finding]:
             looks[robot.name] = probes((robot,))["config"]
         except (UserSysError, HalError) as error:
             mend = "install what its driver needs, or mend its options in CONFIG"
-            yield Finding(check="robots", verdict=Verdict.PROBLEM, says=f"{robot.name}: {error}", mend=mend)
+            says = str(error) if robot.name in str(error) else f"{robot.name}: {error}"
+            yield Finding(check="robots", verdict=Verdict.PROBLEM, says=says, mend=mend)
     found = discover(looks)
     yield from map(_of_robot, found.records)
     for name, failure in sorted(found.failures.items()):
