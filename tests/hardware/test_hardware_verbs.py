@@ -144,8 +144,8 @@ def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys
 def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
     robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}
-    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["left"]["says"]
-    assert robots["left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
+    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["says"]
+    assert robots["robot left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
     assert "nothing answers" in robots["right"]["says"]
 
 
