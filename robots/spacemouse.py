@@ -139,8 +139,11 @@ def _hid_devices() -> list[tuple[str, tuple[int, int]]]:
     """Each raw device with its vendor's and product's number."""
     found = []
     for entry in sorted(_SYSFS.glob("*/device/uevent")):
-        lines = dict(line.partition("=")[::2] for line in entry.read_text().splitlines())
-        _, vendor, product = lines["HID_ID"].split(":")
+        try:
+            lines = dict(line.partition("=")[::2] for line in entry.read_text().splitlines())
+        except OSError:  # pulled out just now
+            continue
+        _, vendor, product = lines.get("HID_ID", "0:0:0").split(":")
         found.append((f"/dev/{entry.parts[-3]}", (int(vendor, 16), int(product, 16))))
     return found
 

@@ -37,7 +37,7 @@ class Tick:
 
     Attributes:
         observation: the robot's features after the period (no pictures).
-        frames: camera name to uint8 (h, w, 3) RGB; only cameras with a new frame.
+        frames: camera name to uint8 (h, w, 3) RGB, the newest of each; none in a period in which no pictures are due.
         t_capture_ns: monotonic clock of the edge.
         applied: float32 (a,), the action that was applied in the period; None where none was (reset, hold).
         reasons: bit set of `hal.safety.Reason`: why applied differs from what was asked.
