@@ -123,8 +123,6 @@ LIBRARIES = (
     Library("rtde_control", "the driver ur", "user-sys[ur]"),
     Library("franky", "the driver franka", "user-sys[franka]"),
     Library("rclpy", "the driver ros2", "user-sys[ros2]"),
-    Library("cv2", "USB and network cameras", "user-sys[cameras]"),
-    Library("pyrealsense2", "RealSense cameras", "user-sys[realsense]"),
     Library("pygame", "gamepads", "user-sys[devices]"),
     Library("pyspacemouse", "SpaceMice", "user-sys[devices]"),
     Library("cv2", "cameras of the drivers ur and franka", "user-sys[cameras]"),
