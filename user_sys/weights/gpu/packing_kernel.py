@@ -12,6 +12,8 @@ def narrow(source, target, count, blocks, BLOCK: tl.constexpr):  # type: ignore[
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         wide = tl.load(source + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
-        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        overflown = ((rounded & 0x7F80) == 0x7F80) & ((wide & 0x7F800000) != 0x7F800000)
+        unbounded = (wide & 0x7F800000) == 0x7F800000
+        cut = (wide >> 16) | ((wide & 0xFFFF) != 0).to(tl.uint32)
+        rounded = tl.where(unbounded, cut, (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16)
+        overflown = ((rounded & 0x7F80) == 0x7F80) & ~unbounded
         tl.store(target + at, (rounded - overflown.to(tl.uint32)).to(tl.int16), mask=at < count)
