@@ -6,16 +6,19 @@ import os
 import secrets
 from pathlib import Path
 
+PRIVATE = 0o600  # a file's mode: nobody else reads it
 
-def replace_durably(path: Path, content: bytes) -> None:
+
+def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Puts `content` at `path` in one step: after a crash the file holds the old bytes or the new, never a mixture.
 
-    Blocks until file and folder are on the disk. Parent folders are made. Raises OSError; `path` is then as it was.
+    Blocks until file and folder are on the disk. Parent folders are made. Nobody may do at any moment what neither
+    `mode` nor the umask allows. Raises OSError; `path` is then as it was.
     """
     make_folder_durably(path.parent)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with fresh.open("xb") as file:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

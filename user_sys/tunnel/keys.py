@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import stat
 import struct
 import threading
@@ -26,7 +25,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from hal.durable import remove_durably, replace_durably, sync_folder
+from hal.durable import PRIVATE, remove_durably, replace_durably, sync_folder
 from hal.undecodable import UNDECODABLE
 from user_sys.errors import ConfigError, RunError
 
@@ -103,23 +102,11 @@ def checked_public_key(public: str) -> str:
     return public
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    """Replaces `path` by `content`, which nobody else can read at any moment; durable on return."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(descriptor)
-    fresh.replace(path)
-    sync_folder(path.parent)
-
-
 def save_keypair(keys: KeyPair, folder: Path, name: str) -> None:
     """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`, which is made when missing."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = msgspec.json.encode({"public": keys.public, "secret": keys.secret})
-    _write_private(folder / f"{checked_name(name)}.key", private + b"\n")
+    replace_durably(folder / f"{checked_name(name)}.key", private + b"\n", PRIVATE)
     replace_durably(folder / f"{name}.pub", keys.public.encode() + b"\n")
 
 

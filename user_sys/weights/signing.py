@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from hal.durable import replace_durably
+from hal.durable import PRIVATE, replace_durably
 from user_sys.errors import RunError, WireError
 from user_sys.weights.records import Record, Signed, decode_record
 
@@ -99,12 +98,8 @@ def ensure_signer(folder: Path, name: str) -> Signer:
     """
     secret, public = folder / f"{name}{SECRET_SUFFIX}", folder / f"{name}{PUBLIC_SUFFIX}"
     if not secret.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        fresh = Ed25519PrivateKey.generate()
-        with open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(fresh.private_bytes_raw().hex() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        fresh = Ed25519PrivateKey.generate().private_bytes_raw().hex()
+        replace_durably(secret, fresh.encode() + b"\n", PRIVATE)
     signer = load_signer(secret)
     if not public.exists():
         replace_durably(public, signer.public_key.hex().encode() + b"\n")
