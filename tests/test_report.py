@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hal.spec import Array
 from user_sys.compose import RobotConfig
+from user_sys.edge.driver import NOTHING, Tick
 from user_sys.errors import RunError
-from user_sys.evaluate import EvaluationConfig
+from user_sys.evaluate import EvaluationConfig, filming
 from user_sys.report import (
     EpisodePoint,
     Summary,
@@ -133,6 +135,23 @@ def test_a_run_that_wants_no_evaluation_keeps_its_counts(tmp_path: Path, console
     config = RunConfig(robots=(robot,), evaluation=EvaluationConfig(episodes=0))
     assert conclude(config, RunFolder(tmp_path), [], _summary(0, 0), console) == _summary(0, 0)
     assert read_summary(tmp_path)["success"] is None
+
+
+def test_a_real_robot_is_not_let_go_alone_when_its_training_is_over(tmp_path: Path) -> None:
+    said = io.StringIO()
+    config = RunConfig(robots=(RobotConfig(name="arm", driver="ur", task="tidy", real_time=True),))
+    folder = RunFolder(tmp_path)
+    assert conclude(config, folder, [], _summary(0, 0), Console(file=said, width=500)) == _summary(0, 0)
+    assert "not evaluated, since nobody may stand by now: arm; later, with an e-stop within reach: " in said.getvalue()
+    assert f"user-sys evaluate {tmp_path} --robot NAME" in said.getvalue()
+
+
+def test_a_film_shows_the_newest_picture_of_each_camera() -> None:
+    film: list[Array] = []
+    show, red, blue = filming(film.append, 2), np.full((2, 2, 3), 9, np.uint8), np.full((2, 2, 3), 5, np.uint8)
+    for frames in ({"a": red}, {"b": blue}, {}, {"a": blue}):
+        show(Tick({}, frames, 0, None, 0, 0, NOTHING, 0, False), None)
+    assert [(picture[0, 0, 0], picture[0, 2, 0]) for picture in film] == [(9, 5), (5, 5)]
 
 
 def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:

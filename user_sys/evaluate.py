@@ -64,7 +64,10 @@ def evaluate(
             deterministic=True,
         )
         with local_driver(station, robot) as driver:
-            listeners: list[StepListener] = [give_up_stopped, *([_camera_man(film)] if filmed else [])]
+            listeners: list[StepListener] = [
+                give_up_stopped,
+                *([filming(film, len(station.cameras))] if filmed else []),
+            ]
             yield from _episodes(driver, pilot, range(first, count), seed, listeners)
 
 
@@ -76,9 +79,13 @@ def _episodes(
         yield run_episode(driver, pilot, None, source=Source.EVALUATION, seed=start, listeners=listeners)
 
 
-def _camera_man(film: Callable[[Array], None]) -> StepListener:
+def filming(film: Callable[[Array], None], cameras: int) -> StepListener:
+    """Films the newest picture of each of so many cameras, once there is one of each."""
+    newest: dict[str, Array] = {}
+
     def on_step(tick: Tick, decision: Decision | None) -> None:
-        if tick.frames:
-            film(np.concatenate([tick.frames[name] for name in sorted(tick.frames)], axis=1))
+        newest.update(tick.frames)
+        if tick.frames and len(newest) == cameras:
+            film(np.concatenate([newest[name] for name in sorted(newest)], axis=1))
 
     return on_step

@@ -39,10 +39,15 @@ def newest_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[Manifest,
 
 
 def evaluable(config: RunConfig, folder: RunFolder) -> dict[str, RobotConfig]:
-    """For each learner of the run, by name, the first of the run's own robots that it learns for."""
+    """For each learner of the run, by name, the first of the run's own simulated robots that it learns for.
+
+    A real one is let go by a person who stands by, with `user-sys evaluate`, and not at the end of a night.
+    """
     names = {plan.spec.embodiment: plan.name for plan in learners_of(read_cards(folder.robots))}
     found: dict[str, RobotConfig] = {}
     for robot in config.robots:
+        if not robot.simulated:
+            continue
         if (learner := names.get(robot_spec(robot).embodiment)) is not None:
             found.setdefault(learner, robot)
     return found
@@ -76,26 +81,31 @@ def run_evaluation(
 def conclude(
     config: RunConfig, folder: RunFolder, points: Sequence[EpisodePoint], counts: Summary, console: Console
 ) -> Summary:
-    """Evaluates the run's policy, and writes summary, plot and video.
+    """Evaluates the run's policies on its simulated robots, and writes summary, plot and video.
 
-    A run without a robot of its own has nothing to evaluate on, and one may want no evaluation: its summary holds the
-    counts alone.
+    A run without such a robot has nothing to evaluate on, and one may want no evaluation: its summary holds the counts
+    alone.
 
     Args:
         points: the training episodes, for the plot.
-        counts: the run's counts; its evaluation is filled in here.
+        counts: the run's counts; the evaluation of its first learner is filled in here.
 
     Raises:
         RunError: there is no policy to evaluate, or a file cannot be written.
     """
-    if not config.robots or config.evaluation.episodes < 1:
-        write_report(folder.path, counts, points, console)
-        return counts
-    episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console)
-    summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
-    for learner, robot in evaluable(config, folder).items():
+    summary, pictures = counts, list[Array]()
+    for learner, robot in evaluable(config, folder).items() if config.evaluation.episodes > 0 else ():
         if learner != LEARNER:
             _conclude_other(config, folder, learner, robot, console)
+            continue
+        episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console, learner, robot)
+        summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
+    if config.evaluation.episodes > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
+        console.print(
+            f"not evaluated, since nobody may stand by now: {', '.join(real)}; "
+            f"later, with an e-stop within reach: user-sys evaluate {folder.path} --robot NAME",
+            highlight=False,
+        )
     if pictures:
         write_video(folder.path / VIDEO, pictures, fps=10)
     write_report(folder.path, summary, points, console)
