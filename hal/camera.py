@@ -17,9 +17,15 @@ class Frame:
 
 
 class Camera(ABC):
-    """One camera; `spec` is known before `connect`. One thread calls it."""
+    """One camera; `spec` is known before `connect`. One thread calls it.
+
+    Attributes:
+        live: set before `connect` by who reads it in real time: `read` is to take little of a control period then.
+            Devices take their pictures by themselves anyway; a simulated camera has another thread draw them.
+    """
 
     spec: CameraSpec
+    live: bool = False
 
     @abstractmethod
     def connect(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import mujoco
 import numpy as np
@@ -24,11 +25,14 @@ EGL_MISSING = (
 )
 
 ROUNDING_S = 1e-6  # of simulated time
+LIVE_WAIT = 0.1  # of a control period, for a picture
+T = TypeVar("T")
+NOTHING = (-1, 0.0, 0)
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX")
 
 
 class SimCamera(Camera):
-    """One camera of a simulated robot. Cameras of one robot share a drawing context, which the last to close frees.
+    """One camera of a simulated robot. Cameras of one robot share a canvas, which the last to close frees.
 
     The thread that connects a camera reads and closes it, and moves the robot.
     """
@@ -37,7 +41,10 @@ class SimCamera(Camera):
         self.spec = spec
         self._robot = robot
         self._canvas: Canvas | None = None
-        self._newest: tuple[int, float, Frame] | None = None  # with its world's resets and time, s
+        self._still: mujoco.MjData | None = None  # what a live picture is drawn of while the world moves on
+        self._asked = NOTHING  # of the newest picture: its world's resets and time, s, and when that was, ns
+        self._drawing: Future[Array] | None = None
+        self._newest: Frame | None = None
 
     def connect(self) -> None:
         """Opens the drawing context (0.2 s, once a robot).
@@ -48,29 +55,50 @@ class SimCamera(Camera):
         """
         if self._canvas is None:
             _check(self.spec, self._robot.world)
-            self._canvas = Canvas.shared(self._robot.world, self)
+            self._canvas = Canvas.shared(self._robot.world, self, beside=self.live)
 
     def read(self) -> Frame:
-        """The world as it is now (about a millisecond), or the frame before while simulated time asks for no other.
+        """The world as it is now (a few milliseconds), or the frame before while simulated time asks for no other.
+
+        A `live` camera waits for a picture a tenth of a control period at most. What is not finished then comes with a
+        later call; only the first picture after a reset is waited for.
 
         Raises HardwareLost unless connected.
         """
         if self._canvas is None:
             raise HardwareLost(f"camera {self.spec.name!r} is not connected; call connect() first")
-        resets, now_s = self._robot.world.resets, self._robot.world.data.time
-        if self._newest is not None:
-            same, drawn_s, newest = self._newest
-            if same == resets and 0 < now_s - drawn_s < 1 / self.spec.rate_hz - ROUNDING_S:
-                return newest
-        image = self._canvas.draw(self.spec.name, self.spec.height, self.spec.width)
-        frame = Frame(image=image, t_capture_ns=time.monotonic_ns())
-        self._newest = resets, now_s, frame
+        resets, asked_s, _ = self._asked
+        first = resets != self._robot.world.resets
+        self._take(None if first else 0.0)
+        passed_s = self._robot.world.data.time - asked_s
+        if self._drawing is None and (first or not 0 < passed_s < 1 / self.spec.rate_hz - ROUNDING_S):
+            self._draw(self._canvas, self._robot.world)
+        frame = self._take(LIVE_WAIT * self._robot.spec.period_s if self.live and not first else None)
+        assert frame is not None  # the first one was waited for
         return frame
+
+    def _draw(self, canvas: Canvas, world: World) -> None:
+        data = world.data
+        if self.live:
+            self._still = self._still or mujoco.MjData(world.model)
+            mujoco.mj_copyData(self._still, world.model, data)
+            data = self._still
+        self._asked = world.resets, world.data.time, time.monotonic_ns()
+        self._drawing = canvas.draw(data, self.spec)
+
+    def _take(self, wait_s: float | None) -> Frame | None:
+        """The newest frame that is finished within `wait_s`; None waits for what is being drawn."""
+        if self._drawing is not None:
+            with suppress(TimeoutError):
+                image = self._drawing.result(wait_s)
+                self._drawing, self._newest = None, Frame(image=image, t_capture_ns=self._asked[2])
+        return self._newest
 
     def close(self) -> None:
         if self._canvas is not None:
             canvas, self._canvas = self._canvas, None
             canvas.let_go(self)
+            self._asked, self._drawing, self._still = NOTHING, None, None
 
 
 def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
@@ -78,18 +106,42 @@ def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
     return MappingProxyType({spec.name: SimCamera(robot, spec) for spec in robot.spec.cameras})
 
 
-@dataclass(eq=False)
 class Canvas:
-    """An EGL context with one world's scene on it; the cameras that use it count as its owners.
+    """An EGL context with one world's scene on it; the cameras that use it count as its owners."""
 
-    One thread draws. Raises HardwareLost when EGL is missing.
-    """
+    def __init__(self, world: World, beside: bool) -> None:
+        """`beside`: a thread of its own draws, else who calls. Raises HardwareLost when EGL is missing."""
+        self._world, self._owners = world, set[object]()
+        self._hand: Executor = ThreadPoolExecutor(1, thread_name_prefix="draw") if beside else _Caller()
+        try:
+            self._hand.submit(self._open).result()
+        except HardwareLost:
+            self._hand.shutdown()
+            raise
 
-    world: World
-    _owners: set[object] = field(default_factory=set)
+    @staticmethod
+    def shared(world: World, owner: object, beside: bool) -> Canvas:
+        """The canvas of `world`, made where there is none; `owner` must `let_go` of it."""
+        canvas = _CANVASES.get(world)
+        if canvas is None:
+            canvas = _CANVASES[world] = Canvas(world, beside)
+        canvas._owners.add(owner)
+        return canvas
 
-    def __post_init__(self) -> None:
-        model = self.world.model
+    def let_go(self, owner: object) -> None:
+        """Ends `owner`'s use; the last one frees the context, once what was asked for is drawn."""
+        self._owners.discard(owner)
+        if not self._owners:
+            _CANVASES.pop(self._world, None)
+            self._hand.submit(self._free).result()
+            self._hand.shutdown()
+
+    def draw(self, data: mujoco.MjData, camera: CameraSpec) -> Future[Array]:
+        """Will be uint8 (height, width, 3) RGB, a new array. `data` must not change before."""
+        return self._hand.submit(self._draw, data, camera)
+
+    def _open(self) -> None:
+        model = self._world.model
         self._gl = _gl_context(model.vis.global_.offwidth, model.vis.global_.offheight)
         self._gl.make_current()
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
@@ -101,35 +153,33 @@ class Canvas:
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
 
-    @staticmethod
-    def shared(world: World, owner: object) -> Canvas:
-        """The canvas of `world`, made where there is none; `owner` must `let_go` of it."""
-        canvas = _CANVASES.get(world)
-        if canvas is None:
-            canvas = _CANVASES[world] = Canvas(world)
-        canvas._owners.add(owner)
-        return canvas
-
-    def let_go(self, owner: object) -> None:
-        """Ends `owner`'s use; the last one frees the context."""
-        self._owners.discard(owner)
-        if not self._owners:
-            _CANVASES.pop(self.world, None)
-            self._gl.make_current()
-            self._context.free()
-            self._gl.free()
-
-    def draw(self, camera: str, height: int, width: int) -> Array:
-        """uint8 (height, width, 3) RGB, a new array."""
-        world, rect = self.world, mujoco.MjrRect(0, 0, width, height)
-        self._camera.fixedcamid = world.model.camera(camera).id
+    def _free(self) -> None:
         self._gl.make_current()
+        self._context.free()
+        self._gl.free()
+
+    def _draw(self, data: mujoco.MjData, camera: CameraSpec) -> Array:
+        model, rect = self._world.model, mujoco.MjrRect(0, 0, camera.width, camera.height)
+        self._gl.make_current()
+        self._camera.fixedcamid = model.camera(camera.name).id
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
-        mujoco.mjv_updateScene(world.model, world.data, self._option, None, self._camera, everything, self._scene)
+        mujoco.mjv_updateScene(model, data, self._option, None, self._camera, everything, self._scene)
         mujoco.mjr_render(rect, self._scene, self._context)
-        upside_down = np.empty((height, width, 3), np.uint8)
+        upside_down = np.empty(camera.shape, np.uint8)
         mujoco.mjr_readPixels(upside_down, None, rect, self._context)
         return np.ascontiguousarray(upside_down[::-1])
+
+
+class _Caller(Executor):
+    """Whoever submits something does it."""
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        done = Future[T]()
+        try:
+            done.set_result(work(*args, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def _check(spec: CameraSpec, world: World) -> None:

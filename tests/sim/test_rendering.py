@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
+import time
 
+import mujoco
 import numpy as np
 import pytest
 
@@ -76,6 +79,37 @@ def test_pictures_come_at_the_cameras_own_rate_and_anew_after_a_reset() -> None:
     robot.command(np.array(robot.spec.neutral, np.float32))
     assert camera.read().t_capture_ns > stamps[-1]
     camera.close()
+
+
+def test_a_live_camera_does_not_hold_up_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cameras = {}
+    for live in (True, False):
+        robot = _robot(rate_hz=100.0)
+        cameras[live] = robot, SimCamera(robot, robot.spec.cameras[0])
+        cameras[live][1].live = live
+        cameras[live][1].connect()
+    (robot, camera), (twin, other) = cameras[True], cameras[False]
+    first, render, gate = camera.read(), mujoco.mjr_render, threading.Event()
+    monkeypatch.setattr(mujoco, "mjr_render", lambda *args: gate.wait(60) and render(*args))
+    for moved in (robot, twin):
+        for _ in range(5):
+            moved.command(np.array([0.01, 0, 0, 0], np.float32))
+    asked_ns = time.monotonic_ns()
+    assert camera.read() is first
+    robot.command(np.array([0.01, 0, 0, 0], np.float32))
+    assert camera.read() is first
+    late_ns = time.monotonic_ns()
+    gate.set()
+    while (newest := camera.read()) is first:
+        assert time.monotonic_ns() < late_ns + 60 * 10**9
+        time.sleep(0.001)
+    assert asked_ns < newest.t_capture_ns < late_ns
+    assert (newest.image == other.read().image).all()  # of the world when it was asked for
+    robot.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
+    twin.world.reset(np.array([0.48, 0.0, 0.2]), np.array([0.52, 0.0, 0.02]))
+    assert (camera.read().image == other.read().image).all()
+    camera.close()
+    other.close()
 
 
 def test_the_same_start_gives_the_same_picture() -> None:

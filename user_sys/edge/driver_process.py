@@ -304,6 +304,8 @@ def _run(config: RobotConfig, state: Path) -> None:
         if not _await_turn(lock, stop):
             return
         station = build_station(config)
+        for camera in station.cameras:
+            camera.live = config.real_time
         shared = shared_latch(config.name, config.simulated)
         kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH, shared_latch=shared)
         driver = Driver(
