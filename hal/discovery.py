@@ -114,13 +114,24 @@ def installed_probes() -> dict[str, Probe]:
 
 
 def lazily(load: Callable[[], Any]) -> Probe:
-    """The probe that `load` gives, imported when it is first called, in its own thread."""
+    """The probe that `load` gives, imported when it is first called, in its own thread; its pace counts from then."""
+    return _Lazy(load)
 
-    def probe() -> Iterable[ResourceRecord]:
-        found: Iterable[ResourceRecord] = load()()
-        return found
 
-    return probe
+class _Lazy:
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self.probe: Probe | None = None
+
+    def __call__(self) -> Iterable[ResourceRecord]:
+        if self.probe is None:
+            self.probe = self._load()
+        return self.probe()
+
+
+def _pace(probe: Probe) -> Paced:
+    found = probe.probe if isinstance(probe, _Lazy) else probe
+    return found if isinstance(found, Paced) else Paced(probe)
 
 
 class _Look:
@@ -128,8 +139,7 @@ class _Look:
 
     def __init__(self, source: str, probe: Probe) -> None:
         self._source, self._probe = source, probe
-        self._within_s = probe.within_s if isinstance(probe, Paced) else DEFAULT_WITHIN_S
-        self._deadline_s = time.monotonic() + self._within_s
+        self._began_s = time.monotonic()
         self._records: list[ResourceRecord] = []
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name=f"probe-{source}", daemon=True)
@@ -139,16 +149,21 @@ class _Look:
     def running(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._began_s + _pace(self._probe).within_s - time.monotonic())
+
     def wait(self, stop: threading.Event) -> None:
         """Blocks until the look is over, its time is up, or `stop` is set."""
-        while self.running and time.monotonic() < self._deadline_s and not stop.is_set():
+        while self.running and self._left_s and not stop.is_set():
             self._thread.join(0.05)
 
     def result(self) -> tuple[tuple[ResourceRecord, ...], str]:
         """What it found, and how it failed; blocks until then, at most for the probe's own limit of time."""
-        self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
+        while self.running and (left_s := self._left_s):  # which changes once a probe is imported
+            self._thread.join(min(left_s, 0.05))
         if self.running:
-            return tuple(self._records), f"it has not answered within {self._within_s:g} s"
+            return tuple(self._records), f"it has not answered within {_pace(self._probe).within_s:g} s"
         return tuple(self._records), self._failure
 
     def _run(self) -> None:
@@ -160,7 +175,7 @@ class _Look:
                 if len(self._records) == MAX_RECORDS:
                     raise ValueError(f"it yields more than {MAX_RECORDS} records")
                 self._records.append(record)
-        except Exception as error:  # a foreign probe may fail in any way; it is reported and the others go on
+        except BaseException as error:  # a foreign probe may fail in any way, by sys.exit too; the others go on
             logger.debug("discovery.probe_failed probe=%s error=%r", self._source, error)
             self._failure = f"{type(error).__name__}: {error}"
 
@@ -209,21 +224,20 @@ class Discoverer:
 
     def _keep_looking(self, source: str) -> None:
         probe = self._probes[source]
-        every_s = probe.every_s if isinstance(probe, Paced) else DEFAULT_EVERY_S
         look: _Look | None = None
         while not self._stop.is_set():
             look = look if look is not None and look.running else _Look(source, probe)
             look.wait(self._stop)
             if not self._stop.is_set():
                 self._take_in(source, *look.result())
-            self._stop.wait(every_s)
+            self._stop.wait(_pace(probe).every_s)
 
     def _take_in(self, source: str, records: Iterable[ResourceRecord], failure: str) -> None:
         with self._lock:
             self._note_failure(source, failure)
-            seen = set()
+            seen: set[str] = set()
             for record in records:
-                if self._may_tell(source, record.name):
+                if record.name not in seen and self._may_tell(source, record.name):
                     self._owner[record.name] = source
                     seen.add(record.name)
                     self._compare(source, record)

@@ -28,6 +28,7 @@ from hal.station import installed_drivers, load_driver
 MIN_FREE_BYTES = 5_000_000_000
 MIN_SHARED_BYTES = 200_000_000  # Ray's object store lies there
 MIN_RTPRIO = 20
+MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
 MAX_SOCKET_FOLDER_BYTES = 60  # a robot's name and a suffix follow; a socket's path has at most 107 bytes
 MAX_DEVICES = 64  # of one sort
@@ -121,11 +122,13 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
-    if not (machine.root / "proc/driver/nvidia/version").exists():
-        yield _ok("gpu", "no NVIDIA driver is loaded: this computer computes on its processors")
-        return
+    """Also where the driver shows no file of its own, as under WSL, its library may answer."""
+    driver = (machine.root / "proc/driver/nvidia/version").exists()
     if importlib.util.find_spec("pynvml") is None:
-        yield _problem("gpu", "there is an NVIDIA driver, and nvidia-ml-py is missing", "pip install nvidia-ml-py")
+        if driver:
+            yield _problem("gpu", "there is an NVIDIA driver, and nvidia-ml-py is missing", "pip install nvidia-ml-py")
+        else:
+            yield _ok("gpu", _NO_DRIVER)
         return
     import pynvml
 
@@ -134,19 +137,25 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield _ok("gpu", f"{pynvml.nvmlDeviceGetCount()} NVIDIA GPU(s), driver {pynvml.nvmlSystemGetDriverVersion()}")
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
+        if not driver:
+            yield _ok("gpu", _NO_DRIVER)
+            return
         mend = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
         yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", mend)
 
 
+_NO_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"
+
+
 _DEVICES = {
-    "serial": (("ttyUSB*", "ttyACM*"), "motor buses"),
-    "video": (("video*",), "cameras"),
-    "input": (("input/event*", "hidraw*"), "keyboards, gamepads and SpaceMice"),
+    "serial": (("ttyUSB*", "ttyACM*"), "motor buses", _problem),
+    "video": (("video*",), "cameras", _problem),
+    "input": (("input/event*", "hidraw*"), "keyboards, gamepads and SpaceMice", _advice),  # a desk's own are root's
 }
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
-    for check, (patterns, purpose) in _DEVICES.items():
+    for check, (patterns, purpose, tell) in _DEVICES.items():
         found = [path for pattern in patterns for path in sorted((machine.root / "dev").glob(pattern))][:MAX_DEVICES]
         refused = [path for path in found if not machine.may_use(path)]
         if not found:
@@ -155,7 +164,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
             yield _ok(check, f"{_names(machine, found)} may be used")
         for group in sorted({_group(path) for path in refused}):
             mine = [path for path in refused if _group(path) == group]
-            yield _problem(check, f"{_names(machine, mine)} may not be used by you ({purpose})", _permit(group))
+            yield tell(check, f"{_names(machine, mine)} may not be used by you ({purpose})", _permit(group))
 
 
 def _names(machine: Machine, paths: Sequence[Path]) -> str:
@@ -224,16 +233,22 @@ def _clock(_: Machine) -> Iterator[Finding]:
         yield _advice("clock", says, mend)
 
 
+_CAP_IPC_LOCK, _CAP_SYS_NICE = 14, 23  # linux/capability.h
+
+
 def _realtime(machine: Machine) -> Iterator[Finding]:
-    for name, which, least, entry in (
-        ("real-time priority", resource.RLIMIT_RTPRIO, MIN_RTPRIO, f"rtprio {MIN_RTPRIO}"),
-        ("locked memory", resource.RLIMIT_MEMLOCK, _UNLIMITED, "memlock unlimited"),
+    for name, which, least, entry, capability, container in (
+        ("real-time priority", resource.RLIMIT_RTPRIO, MIN_RTPRIO, f"rtprio {MIN_RTPRIO}", _CAP_SYS_NICE, "SYS_NICE"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, _UNLIMITED, "memlock unlimited", _CAP_IPC_LOCK, "IPC_LOCK"),
     ):
         limit, _ = resource.getrlimit(which)
-        if os.geteuid() == 0 or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
+        if _capable(machine, capability) or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
             yield _ok("real time", f"{name} may be claimed")
         else:
-            mend = f"add '@realtime - {entry}' to /etc/security/limits.d/realtime.conf, join that group, log in again"
+            mend = (
+                f"add '@realtime - {entry}' to /etc/security/limits.d/realtime.conf, join that group, log in again; "
+                f"in a container: --cap-add={container}"
+            )
             yield _advice("real time", f"{name} is limited to {limit}; the control rate may waver under load", mend)
     governors = {path.read_text().strip() for path in (machine.root / "sys").glob(_GOVERNORS)}
     if "powersave" in governors:
@@ -242,6 +257,14 @@ def _realtime(machine: Machine) -> Iterator[Finding]:
 
 
 _GOVERNORS = "devices/system/cpu/cpu*/cpufreq/scaling_governor"
+
+
+def _capable(machine: Machine, capability: int) -> bool:
+    """Whether this process has it: the root of a container may not."""
+    status = machine.root / "proc/self/status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> capability & 1)
 
 
 def _drawing(_: Machine) -> Iterator[Finding]:
@@ -255,6 +278,9 @@ def _drawing(_: Machine) -> Iterator[Finding]:
 
 def _ports(machine: Machine) -> Iterator[Finding]:
     for purpose, port in machine.ports.items():
+        if not 0 < port <= MAX_PORT:
+            yield _problem("ports", f"there is no port {port} ({purpose})", f"choose one from 1 to {MAX_PORT}")
+            continue
         try:
             socket.create_server(("127.0.0.1", port)).close()
             yield _ok("ports", f"port {port} is free ({purpose})")
@@ -289,6 +315,11 @@ def _runtime(_: Machine) -> Iterator[Finding]:
     owner = _owner(folder)
     if owner is not None and (owner.st_uid != os.getuid() or owner.st_mode & 0o022):
         yield _problem("sockets", f"others may write {folder}", "set USER_SYS_RUNTIME_DIR to a folder of your own")
+        return
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        mend = "set USER_SYS_RUNTIME_DIR to a folder of your own"
+        yield _problem("sockets", f"nothing can be made in {there}, where local sockets and locks would lie", mend)
         return
     yield _ok("sockets", f"local sockets and locks lie in {folder}")
 

@@ -7,12 +7,14 @@ import importlib
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from hal.cards import UUID
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.spec import RobotSpec
 
@@ -21,9 +23,10 @@ _CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _CORES_PER_NEWER_SM = 128
 
 CONNECT_WITHIN_S = 2.0
+ANSWER_WITHIN_S = 4.0  # for all addresses together, and the search for their hosts' names
 GREETING_WITHIN_S = 0.3  # for servers that speak first, as a UR's dashboard does with its name
 MAX_GREETING_BYTES = 200
-MAX_ASKED_AT_ONCE = 16
+MAX_ASKED_AT_ONCE = 64
 _UNPRINTABLE = re.compile(rb"[^\x20-\x7e]+")
 
 
@@ -45,29 +48,41 @@ def configured_robots(
     where = dict(addresses or {})
 
     def probe() -> Iterator[ResourceRecord]:
-        with ThreadPoolExecutor(MAX_ASKED_AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(MAX_ASKED_AT_ONCE)
+        try:
             answers = {name: pool.submit(ask, address) for name, address in where.items()}
+            until_s = time.monotonic() + ANSWER_WITHIN_S
             for name, spec in specs.items():
                 record = robot_record(name, spec, node or local_node(), "config")
                 facts = {**record.labels, **(labels or {}).get(name, {})}
                 if name not in answers:
                     yield msgspec.structs.replace(record, labels=facts)
                     continue
-                greeting, trouble = answers[name].result()
+                greeting, trouble = _answer(answers[name], where[name], until_s)
                 facts |= {"address": where[name], **({"firmware": greeting} if greeting else {})}
                 health = Health.LOST if trouble else Health.READY
                 yield msgspec.structs.replace(record, labels=facts, health=health, trouble=trouble)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     return probe
+
+
+def _answer(asked: Future[tuple[str, str]], address: str, until_s: float) -> tuple[str, str]:
+    """As `ask`; no system call ends the search for a host's name."""
+    try:
+        return asked.result(max(0.0, until_s - time.monotonic()))
+    except TimeoutError:
+        return "", f"nothing answers at {address}: timed out"
 
 
 def ask(address: str) -> tuple[str, str]:
     """Whether something listens at ``HOST:PORT``: what it says by itself, and why it cannot be reached (else empty).
 
-    Blocks for `CONNECT_WITHIN_S` at most, and for a greeting.
+    Blocks for the search of the host's name, for `CONNECT_WITHIN_S` at most, and for a greeting.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         return "", f"{address!r} is no address: write HOST:PORT"
     try:
         with socket.create_connection((host, int(port)), CONNECT_WITHIN_S) as link:
@@ -75,7 +90,7 @@ def ask(address: str) -> tuple[str, str]:
             with contextlib.suppress(TimeoutError):
                 return _UNPRINTABLE.sub(b" ", link.recv(MAX_GREETING_BYTES)).decode().strip(), ""
             return "", ""
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # the last: a name that cannot be one
         return "", f"nothing answers at {address}: {getattr(error, 'strerror', '') or error}"
 
 
@@ -109,7 +124,7 @@ def probe_compute() -> Iterator[ResourceRecord]:
 
 
 def probe_gpus() -> Iterator[ResourceRecord]:
-    """This computer's NVIDIA GPUs; none where the library or the driver is absent."""
+    """This computer's NVIDIA GPUs; none where the library or the driver is absent. One that has failed is LOST."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -119,34 +134,46 @@ def probe_gpus() -> Iterator[ResourceRecord]:
         return
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
-            yield _gpu_record(nvml, index)
+            try:
+                yield _gpu_record(nvml, index)
+            except nvml.NVMLError as error:  # it has fallen off its bus, say; the others go on
+                yield ResourceRecord(
+                    kind=Kind.GPU,
+                    name=f"{local_node()}/gpu-{index}",
+                    model="GPU",
+                    node=local_node(),
+                    health=Health.LOST,
+                    trouble=f"its driver says: {error}",
+                    found_by="nvml",
+                )
     finally:
         nvml.nvmlShutdown()
 
 
 def _gpu_record(nvml: Any, index: int) -> ResourceRecord:
+    """What the GPU does not tell, as one that shares the computer's memory or is split into slices, is left out."""
     device, node = nvml.nvmlDeviceGetHandleByIndex(index), local_node()
+
+    def told(question: Any, otherwise: Any) -> Any:
+        try:
+            return question(device)
+        except nvml.NVMLError:
+            return otherwise
+
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(device))
-    memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, None)
+    busy = told(nvml.nvmlDeviceGetUtilizationRates, None)
     return ResourceRecord(
         kind=Kind.GPU,
         name=f"{node}/gpu-{index}",
         model=nvml.nvmlDeviceGetName(device),
         node=node,
-        labels={"uuid": nvml.nvmlDeviceGetUUID(device), "compute_capability": "{}.{}".format(*capability)},
-        memory_bytes=memory.total,
-        sm_count=_sm_count(nvml.nvmlDeviceGetNumGpuCores(device), capability),
-        load=max(_busy(nvml, device), memory.used / memory.total),
+        labels={UUID: nvml.nvmlDeviceGetUUID(device), "compute_capability": "{}.{}".format(*capability)},
+        memory_bytes=memory.total if memory else 0,
+        sm_count=_sm_count(told(nvml.nvmlDeviceGetNumGpuCores, 0), capability),
+        load=max(busy.gpu / 100 if busy else 0.0, memory.used / memory.total if memory else 0.0),
         found_by="nvml",
     )
-
-
-def _busy(nvml: Any, device: Any) -> float:
-    """Share of time in which the GPU computed; 0 where it does not tell, as one that is split into slices."""
-    try:
-        return float(nvml.nvmlDeviceGetUtilizationRates(device).gpu) / 100
-    except nvml.NVMLError:
-        return 0.0
 
 
 def _sm_count(cores: int, capability: tuple[int, ...]) -> int:

@@ -122,13 +122,15 @@ def _record(each: _Class, node: Path, device: Path, dev: Path, name: str) -> Res
 
 
 def _trouble(path: Path) -> str:
-    if not path.exists():
+    try:
+        gid = path.stat().st_gid
+    except OSError:  # never made, or just pulled out
         return f"{path} is missing: no device node was made for it"
     if os.access(path, os.R_OK | os.W_OK):
         return ""
-    group = str(path.stat().st_gid)
+    group = str(gid)
     with contextlib.suppress(KeyError):
-        group = grp.getgrgid(path.stat().st_gid).gr_name
+        group = grp.getgrgid(gid).gr_name
     return f"{path} may not be opened by this user: add the user to the group {group}, and log in anew"
 
 

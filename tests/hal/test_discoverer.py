@@ -102,6 +102,14 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
         released.set()
 
 
+def test_a_probe_that_says_one_name_twice_is_believed_the_first_time() -> None:
+    bench = Bench(ARM, msgspec.structs.replace(ARM, node="elsewhere"))
+    with Discoverer({"bench": quick(bench)}) as discoverer:
+        assert next_event(discoverer).change is Change.APPEARED
+        bench.records = ()
+        assert next_event(discoverer).change is Change.VANISHED, "and nothing has changed to and fro meanwhile"
+
+
 def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
     released, found_one = threading.Event(), threading.Event()
 

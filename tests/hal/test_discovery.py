@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hal.discovery import discover, installed_probes
-from hal.probes import configured_robots, probe_compute
-from hal.resource import Kind, ResourceRecord
+from hal import probes
+from hal.discovery import Paced, discover, installed_probes, lazily
+from hal.probes import configured_robots, probe_compute, probe_gpus
+from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 
 SPEC = RobotSpec(
@@ -74,3 +78,96 @@ def test_an_installed_package_adds_a_probe(tmp_path: Path, monkeypatch: pytest.M
     probes = installed_probes()
     assert "grippers_probe" not in sys.modules
     assert [record.name for record in discover({"grippers": probes["grippers"]}).records] == ["g"]
+
+
+def test_a_probe_that_ends_the_program_is_reported_and_takes_nothing_away() -> None:
+    def leaving() -> Iterator[ResourceRecord]:
+        yield from configured_robots({"panda-0": SPEC})()
+        sys.exit("no licence")
+
+    found = discover({"crane": leaving, "compute": probe_compute})
+    assert found.failures == {"crane": "SystemExit: no licence"}
+    assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
+
+
+def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -> None:
+    answer = threading.Event()
+
+    def stuck() -> Iterator[ResourceRecord]:
+        answer.wait(60.0)
+        yield from ()
+
+    try:
+        found = discover({"crane": lazily(lambda: Paced(stuck, within_s=0.05))})
+        assert found.failures == {"crane": "it has not answered within 0.05 s"}
+    finally:
+        answer.set()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        (f"{'a' * 70}.example:1", "nothing answers at"),
+        ("desk\0:1", "nothing answers at"),
+        ("127.0.0.1:99999", "nothing answers at"),
+        ("127.0.0.1:²", "is no address: write HOST:PORT"),
+        ("127.0.0.1", "is no address: write HOST:PORT"),
+    ],
+)
+def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing(address: str, why: str) -> None:
+    found = discover({"config": configured_robots({"a": SPEC, "b": SPEC}, addresses={"a": address})})
+    assert not found.failures
+    a, b = found.records
+    assert (a.health, b.health) == (Health.LOST, Health.READY) and why in a.trouble
+
+
+def test_a_name_that_nobody_resolves_in_time_costs_the_other_robots_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        answer.wait(60.0)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(probes, "ANSWER_WITHIN_S", 0.05)
+    try:
+        found = discover({"config": configured_robots({"a": SPEC, "b": SPEC}, addresses={"a": "far.example:1"})})
+        assert not found.failures
+        assert [(record.name, record.health) for record in found.records] == [("a", Health.LOST), ("b", Health.READY)]
+        assert found.records[0].trouble == "nothing answers at far.example:1: timed out"
+    finally:
+        answer.set()
+
+
+def test_a_gpu_that_has_failed_or_does_not_tell_all_of_itself_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusal(Exception):
+        pass
+
+    def handle(index: int) -> int:
+        if index == 1:
+            raise Refusal("GPU is lost")
+        return index
+
+    def untold(device: int) -> int:
+        raise Refusal("Not Supported")
+
+    nvml = SimpleNamespace(
+        NVMLError=Refusal,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetName=lambda device: "NVIDIA GB10",
+        nvmlDeviceGetUUID=lambda device: f"GPU-{device}",
+        nvmlDeviceGetCudaComputeCapability=lambda device: (12, 1),
+        nvmlDeviceGetMemoryInfo=untold,
+        nvmlDeviceGetUtilizationRates=untold,
+        nvmlDeviceGetNumGpuCores=untold,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = [(r.name.rpartition("/")[2], r.health, r.trouble, r.memory_bytes, r.load) for r in probe_gpus()]
+    assert found == [
+        ("gpu-0", Health.READY, "", 0, 0.0),
+        ("gpu-1", Health.LOST, "its driver says: GPU is lost", 0, 0.0),
+        ("gpu-2", Health.READY, "", 0, 0.0),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_devices_that_this_user_may_not_use_are_named_with_the_group_that_may(tm
     (video,) = findings(machine, "video")
     assert (video.verdict, video.says) == (Verdict.OK, "/dev/video0 may be used")
     (entered,) = findings(machine, "input")
-    assert entered.verdict is Verdict.PROBLEM and "/dev/hidraw0" in entered.says
+    assert entered.verdict is Verdict.ADVICE and "/dev/hidraw0" in entered.says, "of a desk's own keyboard too"
 
 
 def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> None:
@@ -89,3 +90,15 @@ def test_a_device_that_is_pulled_out_meanwhile_ends_no_examination(tmp_path: Pat
     (gone,) = [finding for finding in found if "could not be looked at" in finding.says]
     assert (gone.check, gone.verdict, gone.mend) == ("devices", Verdict.PROBLEM, "look again")
     assert {"cameras", "disk"} <= {finding.check for finding in found}
+
+
+@pytest.mark.parametrize(("capabilities", "may"), [("0000000000804000", True), ("0000000000000400", False)])
+def test_the_root_of_a_container_may_not_claim_what_it_was_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, may: bool
+) -> None:
+    make(tmp_path, "proc/self/status")
+    (tmp_path / "proc/self/status").write_text(f"Name:\tx\nCapPrm:\t{'f' * 16}\nCapEff:\t{capabilities}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
+    found = findings(Machine(root=tmp_path), "real time")
+    assert [finding.says.endswith("may be claimed") for finding in found] == [may, may]
+    assert may or [finding.mend.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]

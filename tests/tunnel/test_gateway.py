@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
+from hal.errors import LeaseError
+from hal.lease import LeaseTable
 from hal.spec import ArraySpec, RobotSpec
 from hal.standing import OrderBook
 from user_sys.edge.outbox import Outbox
@@ -32,6 +34,7 @@ from user_sys.messages import (
     WatchRequest,
     WeightsApplied,
 )
+from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
 from user_sys.tunnel.link import Line
@@ -365,6 +368,20 @@ def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(r
             Gateway(CONFIG, run)
     with serving(run) as site:
         assert site.address == first
+
+
+def test_a_second_gateway_changes_nothing_beside_the_store_and_one_with_damaged_leases_lets_go_of_it(run: Path) -> None:
+    LeaseTable(run / "leases.json").acquire("panda-0", "alice")
+    before = (run / "leases.json").read_bytes()
+    OrderBook(run / "orders.json").give("panda-0", "quarantined", "ana")
+    with StoreWriter.open(run / "store"):
+        with pytest.raises(StoreLocked):
+            Gateway(CONFIG, run)
+        assert (run / "leases.json").read_bytes() == before and not (run / "drivers.jsonl").exists()
+    (run / "leases.json").write_bytes(b"{")
+    with pytest.raises(LeaseError, match="cannot be read"):
+        Gateway(CONFIG, run)
+    StoreWriter.open(run / "store").close()
 
 
 def test_beyond_loopback_a_gateway_needs_a_key_that_a_person_made(tmp_path: Path) -> None:

@@ -89,9 +89,13 @@ class Gateway:
         self._keys = _load_or_make_keys(run_dir / "keys", config.endpoint)
         endpoint = _endpoint(config.endpoint, run_dir)
         self._lock = threading.Lock()
-        self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
-        self._registry = Registry(self._leases, run_dir)
-        self._writer = StoreWriter.open(run_dir / "store")
+        self._writer = StoreWriter.open(run_dir / "store")  # first: who gets it is alone with the files beside it too
+        try:
+            self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
+            self._registry = Registry(self._leases, run_dir)
+        except HalError:
+            self._writer.close()
+            raise
         self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
         self._audit = AuditLog(run_dir / "audit.jsonl")
