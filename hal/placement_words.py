@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -54,12 +55,17 @@ def state(record: ResourceRecord) -> str:
         return f"{record.name} is {verb} {record.note or 'by another job'}"
     words = {
         Health.READY: "is free",
-        Health.LOST: "is not there",
+        Health.LOST: f"has not been there since {when(seen)}" if (seen := record.seen_unix_s) else "is not there",
         Health.DRAINING: "is to be given back and goes to nobody else",
         Health.QUARANTINED: "is quarantined",
     }[record.health]
     why = record.note or record.trouble
     return f"{record.name} {words}{f' ({why})' if why else ''}"
+
+
+def when(unix_s: float) -> str:
+    """When that was, by this computer's clock and time zone, e.g. ``2026-11-21 14:05``."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
 def listed(parts: Sequence[str], last: str = "and") -> str:
@@ -145,6 +151,8 @@ def _no_label(request: Request, there: Sequence[ResourceRecord]) -> str:
 
 def _no_memory(request: Request, there: Sequence[ResourceRecord]) -> str:
     most = max(there, key=lambda record: record.memory_bytes)
+    if not most.memory_bytes and most.kind is Kind.GPU:
+        return f"No {_noun(request, 1)} here says how much memory it has: {listed([record.name for record in there])}"
     free = " free" if most.kind is Kind.COMPUTE and most.found_by == "ray" else ""
     return f"The largest {_noun(request, 1)} here, {most.name} ({most.model}), has {_gb(most.memory_bytes)}{free}"
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import msgspec
 
+from hal.cards import sight
 from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
 from hal.lease import MachineLock
 from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
@@ -47,7 +48,7 @@ STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 RESERVE_TIMEOUT_S = 10.0
-GPU_SIGHT = 0.01  # of a GPU that is reserved as a whole: several processes of its job may see it
+GPU_SIGHT = 0.01  # of a GPU that Ray has chosen, reserved as a whole: several processes of its job may see it
 LOOK_TIMEOUT_S = 120.0  # a process of Ray's starts for it, on a computer that may be busy
 NO_ANSWER = "somebody, perhaps: its computer does not answer"
 START_TRIES = 4
@@ -132,6 +133,15 @@ class Seat:
     @property
     def bundle(self) -> Bundle:
         return self.reservation.bundles[self.number]
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The UUIDs of all GPUs that the reservation has on this computer, as far as they are known; the seat's own is
+        the first. None where the seat has no GPU, or one that Ray has chosen."""
+        if not self.bundle.uuid:
+            return ()
+        others = [each.uuid for each in self.reservation.bundles if each.node == self.node and each.uuid]
+        return tuple(dict.fromkeys([self.bundle.uuid, *others]))
 
 
 class Cluster:
@@ -245,6 +255,8 @@ class Cluster:
     ) -> None:
         """Has the node `name` placed where `resources` are, or in `seat`, and started there; does not wait for that.
 
+        Of the GPUs of the computer it sees those of the seat's reservation, the seat's own first.
+
         Raises:
             PlacementError: no node of the cluster has these resources, or `name` is taken.
         """
@@ -255,7 +267,7 @@ class Cluster:
         policy = restart or RestartPolicy()
         actor = self._ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(NodeActor)
         placed = self._seated(actor, seat, resources) if seat else actor.options(resources=dict(resources))
-        unprivileged = {"RAY_AUTH_TOKEN": "", **(env or {})}
+        unprivileged = {"RAY_AUTH_TOKEN": "", **sight(seat.gpus if seat else ()), **(env or {})}
         self._actors[name] = placed.remote(list(argv), unprivileged, str(log_path or ""), policy)
         self._last[name] = NodeStatus(state=NodeState.WAITING)
         self._patience_s[name] = policy.stop_after_s + STOP_MARGIN_S
@@ -330,7 +342,7 @@ class Cluster:
         return [node if node["Alive"] else {**self._alive.get(node["NodeID"], node), "Alive": False} for node in nodes]
 
     def _seated(self, what: Any, seat: Seat, resources: Mapping[str, float] | None = None) -> Any:
-        """An actor or task that Ray will start in the seat; where that has a GPU, with the GPU visible."""
+        """An actor or task that Ray will start in the seat; where that has a GPU that Ray chooses, it is visible."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             seat.reservation.group, placement_group_bundle_index=seat.number
         )
@@ -451,11 +463,11 @@ def connect(address: str) -> Cluster:
 def _require_listener(address: str) -> None:
     """Ray itself tries a dead address for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         return
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # the last two: no port, and no name of a host
         raise HalError(f"no Ray cluster answers at {address}: {error}") from error
 
 

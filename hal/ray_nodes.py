@@ -2,6 +2,9 @@
 
 Ray learns of custom resources and labels when a node starts, and never after. So every robot that a configuration names
 is declared, whether or not it is switched on: its driver process waits for it.
+
+Ray's own resource ``GPU`` says how many there are, and chooses one by itself. So each GPU is declared as a resource of
+its own, with labels that say what it is, and Ray is told that there are none to choose from.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hal.cards import UUID
 from hal.durable import replace_durably
 from hal.errors import HalError
 from hal.resource import Kind, ResourceRecord
@@ -23,37 +27,48 @@ DEFAULT_PORT = 6379
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
 NO_NICER = {"RAY_worker_niceness": "0"}
 """Else all that runs under Ray, robots' drivers too, gives way to everybody: Ray's own default is 15."""
-ROBOT = "robot:"
-"""How the resource begins by which a node declares a robot."""
+ROBOT, CARD = "robot:", "card:"
+"""How the resources begin by which a node declares a robot, and a GPU."""
 CLAIM = 0.6
 """Of a robot's resource, what a run reserves: more than half, so that one run has it. The rest is for its processes."""
-GPU_MODEL, GPU_MEMORY, ROBOT_LABEL = "gpu-model", "gpu-memory-gb", "robot-"
+ROBOT_LABEL, CARD_LABEL = "robot-", "card-"
+"""How the labels begin that say what a robot is, and a GPU."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_LABEL_CHARS = 63
 
 
 def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
-    """What a Ray node must declare so that jobs can ask for these robots, e.g. ``robot:panda-0`` and
-    ``robot_model:panda``. Ray counts processors and GPUs by itself.
+    """What a Ray node must declare so that jobs can ask for these robots and GPUs, e.g. ``robot:panda-0``,
+    ``robot_model:panda`` and ``card:gpu-0``. Ray counts processors by itself.
     """
-    robots = [record for record in records if record.kind is Kind.ROBOT]
+    there = list(records)
+    robots = [record for record in there if record.kind is Kind.ROBOT]
     models = Counter(f"robot_model:{robot.model}" for robot in robots)
-    return {f"{ROBOT}{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
+    found = {f"{ROBOT}{robot.name}": 1.0 for robot in robots} | {model: float(n) for model, n in models.items()}
+    return found | {f"{CARD}{card}": 1.0 for card in _cards(there)}
 
 
 def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> dict[str, str]:
     """`labels`, and what is known of the computer's GPUs and its robots' models, in the characters that Ray allows."""
     there = list(records)
-    gpus = [record for record in there if record.kind is Kind.GPU]
-    found = {robot_label(record.name): record.model for record in there if record.kind is Kind.ROBOT}
-    if gpus:
-        found |= {GPU_MODEL: gpus[0].model, GPU_MEMORY: str(gpus[0].memory_bytes // 10**9)}
-    return {_fit(name): _fit(value) for name, value in {**found, **labels}.items()}
+    found = {robot_label(record.name): fit(record.model) for record in there if record.kind is Kind.ROBOT}
+    for card, gpu in _cards(there).items():
+        found |= {
+            card_label(card, "model"): fit(gpu.model.replace(" ", "_")),
+            card_label(card, "memory-mb"): str(gpu.memory_bytes // 10**6),
+            card_label(card, UUID): fit(gpu.labels.get(UUID, "")),
+        }
+    return {name: value for name, value in found.items() if value} | {fit(n): fit(v) for n, v in labels.items()}
 
 
 def robot_label(robot: str) -> str:
     """The label that says of what model a robot is."""
-    return _fit(f"{ROBOT_LABEL}{robot}")
+    return fit(f"{ROBOT_LABEL}{robot}")
+
+
+def card_label(card: str, fact: str) -> str:
+    """The label that says of a GPU its ``model``, with ``_`` for each space, its ``memory-mb``, or its ``uuid``."""
+    return fit(f"{CARD_LABEL}{card}-{fact}")
 
 
 def node_argv(
@@ -72,6 +87,7 @@ def node_argv(
     argv += ["--dashboard-agent-listen-port=0"]  # or a second node of one machine would want the first one's
     argv += ["--head", f"--port={head_port}", "--include-dashboard=false"] if head_port else [f"--address={address}"]
     argv += [f"--node-ip-address={ip}"] * bool(ip)
+    argv += ["--num-gpus=0"]  # or Ray would choose from what it counts
     argv += [f"--resources={json.dumps(ray_resources(found))}"]
     argv += [f"--object-store-memory={DEFAULT_OBJECT_STORE_BYTES}"]
     chosen = ray_labels(found, labels)
@@ -104,5 +120,11 @@ def ensure_token(path: Path) -> None:
             os.umask(before)
 
 
-def _fit(text: str) -> str:
+def fit(text: str) -> str:
+    """`text` in the characters, and of the length, that Ray allows in a label."""
     return _UNFIT.sub("-", text)[:MAX_LABEL_CHARS].strip("-_.")
+
+
+def _cards(records: Iterable[ResourceRecord]) -> dict[str, ResourceRecord]:
+    """The GPUs, by what they are called on their own computer, e.g. ``gpu-0``."""
+    return {fit(record.name.rpartition("/")[2]): record for record in records if record.kind is Kind.GPU}

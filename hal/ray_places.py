@@ -1,7 +1,8 @@
 """What a Ray cluster has and who uses it, as resource records; and what a job gets of it, as bundles to be reserved.
 
 Nothing here talks to Ray: it is given what Ray tells of its nodes (``ray.nodes``), of what is free on each, and of its
-placement groups. Robots are declared as `hal.ray_nodes` has it.
+placement groups. Robots and GPUs are declared as `hal.ray_nodes` has it. Of GPUs that Ray has counted by itself, on a
+node that something else has started, neither model nor memory is known.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import msgspec
 
+from hal.cards import UUID
 from hal.placement_words import listed
-from hal.ray_nodes import CLAIM, GPU_MEMORY, GPU_MODEL, ROBOT, ROBOT_LABEL, robot_label
+from hal.ray_nodes import CARD, CARD_LABEL, CLAIM, ROBOT, ROBOT_LABEL, card_label, robot_label
 from hal.request import Request
 from hal.resource import Health, Kind, ResourceRecord
 
@@ -23,6 +25,8 @@ GROUP_MARK = "#"
 """In a placement group's name it begins what is not the user's name."""
 _RAYS_OWN = "ray.io/"
 _IN_FORCE = ("CREATED", "RESCHEDULING")
+_DECLARED = "card"
+"""The label of a GPU's record that says as what its node has declared it."""
 
 RayNode = Mapping[str, Any]
 """A node as ``ray.nodes`` tells of it."""
@@ -34,10 +38,14 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         node: the name that the node's records carry.
         resources: Ray's.
+        gpu: it is a GPU.
+        uuid: the GPU's; empty where it is not known.
     """
 
     node: str
     resources: dict[str, float]
+    gpu: bool = False
+    uuid: str = ""
 
 
 def cluster_records(
@@ -86,12 +94,18 @@ def bundles(
             case Kind.ROBOT:
                 return {f"{ROBOT}{record.name}": CLAIM}
             case Kind.GPU:
-                return {f"node:{addresses[record.node]}": PINCH, "GPU": 1.0}
+                card = record.labels.get(_DECLARED)
+                return {f"node:{addresses[record.node]}": PINCH, f"{CARD}{card}" if card else "GPU": 1.0}
         wanted = {"CPU": float(request.cores), "memory": float(request.memory_bytes)}
         return {f"node:{addresses[record.node]}": PINCH, **{name: much for name, much in wanted.items() if much}}
 
     return tuple(
-        Bundle(node=record.node, resources=of(request, record))
+        Bundle(
+            node=record.node,
+            resources=of(request, record),
+            gpu=record.kind is Kind.GPU,
+            uuid=record.labels.get(UUID, ""),
+        )
         for request, records in zip(requests, assigned, strict=True)
         for record in records
     )
@@ -123,7 +137,7 @@ def _records(
     node: RayNode, name: str, free: Mapping[str, float], users: Mapping[str, Counter[str]]
 ) -> Iterator[ResourceRecord]:
     total, labels = node["Resources"], node.get("Labels") or {}
-    facts = {key: value for key, value in labels.items() if not key.startswith((_RAYS_OWN, ROBOT_LABEL))}
+    facts = {key: value for key, value in labels.items() if not key.startswith((_RAYS_OWN, ROBOT_LABEL, CARD_LABEL))}
     health, trouble = (Health.READY, "") if node["Alive"] else (Health.LOST, GONE)
     blank = ResourceRecord(
         kind=Kind.COMPUTE, name=name, model="Ray node", node=name, labels=facts, health=health, trouble=trouble,
@@ -135,26 +149,35 @@ def _records(
         memory_bytes=int(free.get("memory", 0.0)),
         note=_shares(users.get("CPU", Counter()), int(total.get("CPU", 0.0))),
     )
-    yield from _gpus(blank, int(total.get("GPU", 0.0)), int(free.get("GPU", 0.0)), users.get("GPU", Counter()))
+    yield from _counted_gpus(blank, int(total.get("GPU", 0.0)), int(free.get("GPU", 0.0)), users.get("GPU", Counter()))
     for resource in total:
         if resource.startswith(ROBOT):
             robot = resource.removeprefix(ROBOT)
-            record = msgspec.structs.replace(
-                blank, kind=Kind.ROBOT, name=robot, model=labels.get(robot_label(robot), "robot")
-            )
-            taken = free.get(resource, 0.0) < 1.0
-            yield _leased(record, users.get(resource, Counter())) if taken else record
+            model = labels.get(robot_label(robot), "robot")
+            record = msgspec.structs.replace(blank, kind=Kind.ROBOT, name=robot, model=model)
+        elif resource.startswith(CARD):
+            record = _card(blank, resource.removeprefix(CARD), labels)
+        else:
+            continue
+        taken = free.get(resource, 0.0) < 1.0
+        yield _leased(record, users.get(resource, Counter())) if taken else record
 
 
-def _gpus(blank: ResourceRecord, count: int, free: int, users: Counter[str]) -> Iterator[ResourceRecord]:
+def _card(blank: ResourceRecord, card: str, labels: Mapping[str, str]) -> ResourceRecord:
+    memory_mb = labels.get(card_label(card, "memory-mb"), "")
+    return msgspec.structs.replace(
+        blank,
+        kind=Kind.GPU,
+        name=f"{blank.node}/{card}",
+        model=labels.get(card_label(card, "model"), "GPU").replace("_", " "),
+        labels={**blank.labels, _DECLARED: card, UUID: labels.get(card_label(card, UUID), "")},
+        memory_bytes=int(memory_mb) * 10**6 if memory_mb.isdecimal() else 0,
+    )
+
+
+def _counted_gpus(blank: ResourceRecord, count: int, free: int, users: Counter[str]) -> Iterator[ResourceRecord]:
     for number in range(count):
-        record = msgspec.structs.replace(
-            blank,
-            kind=Kind.GPU,
-            name=f"{blank.node}/gpu-{number}",
-            model=blank.labels.get(GPU_MODEL, "GPU"),
-            memory_bytes=int(blank.labels.get(GPU_MEMORY, "0")) * 10**9,
-        )
+        record = msgspec.structs.replace(blank, kind=Kind.GPU, name=f"{blank.node}/gpu-{number}", model="GPU")
         yield _leased(record, users) if number < count - free else record
 
 

@@ -48,6 +48,7 @@ class Registry:
         folder: Path,
         clock: Callable[[], int] = time.monotonic_ns,
         lost_after_s: float = LOST_AFTER_S,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """Knows again what it knew before a restart; what does not announce itself then is lost.
 
@@ -57,6 +58,7 @@ class Registry:
                 (`hal.diary`).
             clock: nanoseconds that only grow.
             lost_after_s: a resource that is silent for longer is lost and its lease ends.
+            wall: seconds since 1970, for people.
 
         Raises:
             RegistryError: a file there is damaged.
@@ -68,6 +70,8 @@ class Registry:
         self._lost_after_ns = round(lost_after_s * _NS)
         self._known = {record.name: record for record in read_registry(folder)}
         self._seen_ns = dict.fromkeys(self._known, clock())
+        self._wall = wall
+        self._seen_unix_s = {record.name: record.seen_unix_s for record in self._known.values()}
         self._lost: set[str] = set()
         self._faults: dict[str, deque[tuple[int, str]]] = {}
         self._orders: dict[str, Order] = {}
@@ -91,6 +95,7 @@ class Registry:
         self._lost.discard(name)
         self._known[name] = record
         self._seen_ns[name] = self._clock()
+        self._seen_unix_s[name] = round(self._wall(), 3)
         return self.record(name)
 
     def fault(self, name: str, text: str) -> None:
@@ -182,7 +187,8 @@ class Registry:
         health, note = self._health(name)
         faults = self._recent(name)
         trouble = f"{len(faults)} fault(s) of late, the last: {faults[-1]}" if faults else known.trouble
-        return msgspec.structs.replace(known, health=health, note=note, trouble=trouble)
+        seen = self._seen_unix_s[name] if health is Health.LOST else 0.0
+        return msgspec.structs.replace(known, health=health, note=note, trouble=trouble, seen_unix_s=seen)
 
     def snapshot(self) -> tuple[ResourceRecord, ...]:
         """Every resource that was ever announced, by name."""

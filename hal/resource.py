@@ -51,6 +51,7 @@ class ResourceRecord(msgspec.Struct, frozen=True, kw_only=True):
         embodiment: ``RobotSpec.embodiment`` of a robot, else empty.
         trouble: for people: what is wrong with it though it is there, such as a port that may not be opened.
         note: for people: why it is quarantined or draining, and who said so.
+        seen_unix_s: of what is LOST: when it was there last, in seconds since 1970; 0 where that is not known.
     """
 
     kind: Kind
@@ -68,6 +69,7 @@ class ResourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     embodiment: str = ""
     trouble: str = ""
     note: str = ""
+    seen_unix_s: float = 0.0
 
     def to_json(self) -> str:
         """One line of JSON with all fields, in a fixed order."""

@@ -9,11 +9,13 @@ import contextlib
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, call
 
 import pytest
 from run_kit import Launch, until, user_sys
@@ -52,12 +54,19 @@ class Site:
         until(lambda: "will now block forever" in self.head.err or over(self.head), "the head stands", WITHIN_S)
 
     @contextlib.contextmanager
-    def node(self, number: int, *robots: str) -> Iterator[Popen[bytes]]:
-        """A node that declares a GPU of 24 GB, and `robots`; what is left of it at the end is killed."""
-        gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="L4", node="", memory_bytes=24 * 10**9)
+    def node(self, number: int, *robots: str, hidden: Path | None = None) -> Iterator[Popen[bytes]]:
+        """A node that declares a GPU of 8 GB, one of 24 GB, and `robots`; what is left of it at the end is killed.
+
+        Args:
+            hidden: a folder that is another one there.
+        """
+        gpus = [gpu(0, "T1000", 8), gpu(1, "L4", 24)]
         arms = [ResourceRecord(kind=Kind.ROBOT, name=name, model="fake", node="") for name in robots]
-        argv = node_argv([gpu, *arms], {}, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
-        node = self._standing([*argv, "--num-gpus=1"], self.folder / f"node-{number}.log")
+        argv = node_argv([*gpus, *arms], {}, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
+        if hidden:
+            other = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(argv)}"
+            argv = ["unshare", "-m", "sh", "-c", other]
+        node = self._standing(argv, self.folder / f"node-{number}.log")
         try:
             yield node
         finally:
@@ -77,6 +86,23 @@ class Site:
     def user_sys(self, *argv: object) -> Launch:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         return self._stack.enter_context(user_sys(self.folder, *argv, env=token))
+
+
+def gpu(number: int, model: str, gigabytes: int) -> ResourceRecord:
+    return ResourceRecord(
+        kind=Kind.GPU,
+        name=f"gpu-{number}",
+        model=model,
+        node="",
+        labels={"uuid": f"GPU-{model}"},
+        memory_bytes=gigabytes * 10**9,
+    )
+
+
+def may_hide(folder: Path) -> bool:
+    """Whether a process of this user may have file systems of its own."""
+    mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(folder)]
+    return shutil.which("unshare") is not None and call(mount, stdout=DEVNULL, stderr=DEVNULL) == 0
 
 
 def stands(log: Path) -> bool:
@@ -154,9 +180,10 @@ def test_a_learner_whose_node_is_killed_goes_on_elsewhere_from_its_checkpoint(si
     with site.node(2, "right") as first:
         launch = site.user_sys("train", "job.yaml", "--name", "moves")
         until(lambda: checkpointed(run) > 60 or over(launch), "the learner has learned", WITHIN_S)
-        assert learner_of(first)
+        learner = learner_of(first)
+        assert learner and b"CUDA_VISIBLE_DEVICES=GPU-L4\0" in Path(f"/proc/{learner}/environ").read_bytes()
         why = str(explained(site)["why"])
-        assert "left is driven by run moves" in why and "127.0.0.2/gpu-0 is used by run moves" in why
+        assert "left is driven by run moves" in why and "127.0.0.2/gpu-1 is used by run moves" in why
         for robot in ("left", "right"):
             until(lambda name=robot: online(run, name) > 0 or over(launch), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
         parts = parts_of_left(site)
@@ -164,7 +191,7 @@ def test_a_learner_whose_node_is_killed_goes_on_elsewhere_from_its_checkpoint(si
         reached, acted = checkpointed(run), online(run, "left")
         until(lambda: "127.0.0.2 is lost, and the learner with it" in said(launch), "it is told", WITHIN_S)
         until(lambda: "the learner waits for a place." in said(launch), "it waits", WITHIN_S)
-        assert "127.0.0.2/gpu-0 is not there (its Ray node is gone)" in said(launch)
+        assert "127.0.0.2/gpu-1 is not there (its Ray node is gone)" in said(launch)
         until(lambda: online(run, "left") > acted + 2 or over(launch), "the other robot acts on", WITHIN_S)
     with site.node(3) as second:
         until(lambda: learner_of(second) or over(launch), "the learner is on the other node", WITHIN_S)
@@ -192,3 +219,15 @@ def parts_of_left(site: Site) -> set[int]:
     """The robot's driver and session; they run under the first node."""
     lines = site.head.processes().items()
     return {pid for pid, line in lines if " -m user_sys.edge." in line and "/edge/left" in line}
+
+
+def test_a_node_that_does_not_see_the_run_folders_is_named_and_gets_no_learner(site: Site) -> None:
+    runs = site.folder / "runs"
+    runs.mkdir()
+    if not may_hide(runs):
+        pytest.skip("needs the right to mount, to hide a folder from a node")
+    with site.node(2, "right", hidden=runs):
+        refused = site.user_sys("train", "job.yaml", "--name", "blind")
+        assert refused.wait(WITHIN_S) == 2
+    assert f"127.0.0.2 does not see {runs}, which must be on storage that both computers have" in refused.err
+    assert not list(runs.iterdir())

@@ -24,6 +24,7 @@ from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.monitor import LOST_AFTER_S, RunMonitor
 from user_sys.prepare import free_endpoint, prepare
+from user_sys.progress import plain_line
 from user_sys.robot_cards import read_cards
 from user_sys.run_folder import CARD, RunCard, create, default_name, reopen
 from user_sys.topology import RunConfig, TargetConfig
@@ -246,6 +247,23 @@ def test_a_robot_that_is_silent_is_shown_as_lost(monitor: RunMonitor, clock: Clo
     monitor.on_status(status("right"))
     assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("left", "lost"), ("right", "policy")]
     assert monitor.heard == {"left", "right"}
+
+
+def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent_since_when(
+    monitor: RunMonitor, clock: Clock
+) -> None:
+    monitor.expect(["far"])
+    clock.now_s += 65
+    assert [(r.name, r.control, r.note) for r in monitor.progress("training").robots] == [
+        ("far", "missing", "not come in yet, for 1:05")
+    ]
+    assert not monitor.heard
+    monitor.on_status(status("far"))
+    assert monitor.at_work == {"far"}
+    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("far", "policy")]
+    clock.now_s += 125
+    assert "far lost (silent for 2:05)" in plain_line(monitor.progress("training"))
+    assert not monitor.at_work and monitor.heard == {"far"}
 
 
 def test_a_resumed_run_counts_on(monitor: RunMonitor) -> None:

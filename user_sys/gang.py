@@ -187,7 +187,7 @@ class Gang:
             self._unfit |= unfit
             self._give_back_compute()
             return " ".join(unfit.values())
-        self.seats = tuple(seat for seat in seats if "GPU" in seat.bundle.resources) or seats
+        self.seats = tuple(seat for seat in seats if seat.bundle.gpu) or seats
         return ""
 
     def _give_back_compute(self) -> None:

@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hal.cards import sight
 from hal.discovery import discover
 from hal.placement_words import listed
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
@@ -31,7 +32,7 @@ from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor
-from user_sys.opening import invite, make, read, take_places
+from user_sys.opening import Places, invite, make, read, take_places
 from user_sys.prepare import (
     CONSOLE,
     GATEWAY,
@@ -79,20 +80,21 @@ def cloud_main(args: Namespace) -> int:
 def _launch(args: Namespace, verb: str) -> int:
     console = Console()
     config, home = read(args, verb)
-    with take_places(config, home, console) as gang:
-        return _run(args, verb, config, home, gang, console)
+    with take_places(config, home, console) as places:
+        return _run(args, verb, config, home, places, console)
 
 
-def _run(args: Namespace, verb: str, config: RunConfig, home: Path, gang: Gang | None, console: Console) -> int:
+def _run(args: Namespace, verb: str, config: RunConfig, home: Path, places: Places, console: Console) -> int:
     folder, card = make(args, config, home)
     args.run_dir = folder.path
+    gang = places.gang
     specs = prepare(config, folder, card, *(gang.robots_from_afar() if gang else ()))
     point_latest(folder.path)
     _demonstrate(config, folder, console, frozenset(gang.robots) if gang else frozenset())
     if verb == "cloud":
         invite(folder, card, console)
     with RunLogger(folder.path, config, config.logging) as logger:
-        with Run(config, folder, card, specs, logger, console, gang) as run:
+        with Run(config, folder, card, specs, logger, console, places) as run:
             interrupted = run.train()
         if interrupted:
             console.print(f"stopped; go on with: user-sys {verb} --resume {folder.path}")
@@ -130,11 +132,11 @@ class Run:
         specs: dict[str, RobotSpec],
         logger: RunLogger,
         console: Console,
-        gang: Gang | None = None,
+        places: Places,
     ) -> None:
-        """`gang`: what the run has of a cluster that others use too."""
+        """`places`: what the run has got, of a cluster that others use too or of this computer."""
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
-        self._card, self._gang = card, gang
+        self._card, self._gang, self._gpus = card, places.gang, places.gpus
         self._client = _console_client(folder, card)
         self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
         self._server = _console_server(self._hub, config.console)
@@ -151,6 +153,9 @@ class Run:
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
         self.monitor.seed_history(*_history(folder))
+        self.monitor.expect(guest.name for guest in config.guests)
+        for guest in config.guests:
+            self._show(self._hub.expect, guest.name)
 
     def __enter__(self) -> Run:
         try:
@@ -221,25 +226,28 @@ class Run:
             log_dir=self._folder.path / "logs" / "ray",
         )
 
-    def _start(self, cluster: Cluster, node: Node, seat: Seat | None = None) -> None:
-        cluster.start(
-            node.name, node.argv, node.resources, log_path=node.log, env=ENVIRONMENT, restart=RESTART, seat=seat
-        )
+    def _start(self, cluster: Cluster, node: Node, seat: Seat | None = None, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: those that it is to see, where no seat says so."""
+        env = {**ENVIRONMENT, **sight(gpus)}
+        cluster.start(node.name, node.argv, node.resources, log_path=node.log, env=env, restart=RESTART, seat=seat)
 
     def _start_learner(self, name: str) -> None:
-        """In the run's seats in turns, where it has some; else beside the run's folder."""
+        """In the run's seats in turns, where it has some; else beside the run's folder, with its GPUs in turns."""
         assert self._cluster is not None
         if name not in self._learners:
             self._learners.append(name)
+        number = self._learners.index(name)
         seat, address = None, LOOPBACK
         if self._gang is not None and self._gang.asks_for_compute:
             if not self._gang.seats:  # lost; it starts when there are some again
                 return
-            seat = self._gang.seats[self._learners.index(name) % len(self._gang.seats)]
+            seat = self._gang.seats[number % len(self._gang.seats)]
             address = self._gang.address_for(seat)
+        first = number % max(1, len(self._gpus))
         resources = {} if seat else {self._cluster.here: 0.01}
         endpoint = local_endpoint(self._card.endpoint, address)
-        self._start(self._cluster, learner_node(self._folder, name, resources, endpoint), seat)
+        node = learner_node(self._folder, name, resources, endpoint)
+        self._start(self._cluster, node, seat, (*self._gpus[first:], *self._gpus[:first]))
 
     def _start_learners(self) -> None:
         """One for each embodiment that the run knows by now; the first waits for its robot by itself."""
@@ -332,7 +340,8 @@ class Run:
                 self._failed[name] = status.error or last_words(path)
                 display.say(f"{name} failed: {self._failed[name]}; its log is {path}")
         sessions = {f"{robot.name}-session" for robot in self._config.robots}
-        if lost := vital & self._failed.keys() or (sessions if sessions <= self._failed.keys() else set()):
+        alone = sessions <= self._failed.keys() and not self._guests_at_work()
+        if lost := vital & self._failed.keys() or (sessions if alone else set()):
             name = min(lost)
             raise RunError(
                 f"{name} cannot be kept alive: {self._failed[name]}; see {self._folder.log(name)}; "
@@ -375,13 +384,16 @@ class Run:
                     f"{robot.name} cannot be driven: {words or 'it said nothing here'}; see {path}"
                 )
                 display.say(self._missing[robot.name])
-        if self._missing and len(self._missing) == len(self._config.robots):
+        if self._missing and len(self._missing) == len(self._config.robots) and not self._guests_at_work():
             raise RunError("; ".join(self._missing.values()))
 
     def _tell_of_wait(self, robot: str, text: str, display: ProgressDisplay) -> None:
         if self._waits.get(robot) != text:
             self._waits[robot] = text
             display.say(text)
+
+    def _guests_at_work(self) -> frozenset[str]:
+        return self.monitor.at_work - {robot.name for robot in self._config.robots}
 
     def _guests(self) -> int:
         """Robots that came in from computers of their own and are connected still."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from user_sys.learners import LEARNER
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
-from user_sys.progress import Progress, RobotProgress
+from user_sys.progress import Progress, RobotProgress, clock_time
 from user_sys.report import EpisodePoint
 
 LOST_AFTER_S = 5.0
@@ -58,6 +58,7 @@ class RunMonitor:
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
+        self._awaited: frozenset[str] = frozenset()
         self._learned: dict[str, int] = {}
         self._versions: dict[str, int] = {}  # the newest of each learner
         self._learner_from_robot: dict[str, str] = {}
@@ -72,9 +73,19 @@ class RunMonitor:
         """The robots that have said something in this launch."""
         return frozenset(self._robots)
 
+    @property
+    def at_work(self) -> frozenset[str]:
+        """The robots that are not silent now."""
+        since = self._clock() - LOST_AFTER_S
+        return frozenset(name for name, (heard, _) in self._robots.items() if heard >= since)
+
     def taught_by(self, learner_from_robot: Mapping[str, str]) -> None:
         """Which learner each robot's policy comes from; until that is said, it is the run's first."""
         self._learner_from_robot = dict(learner_from_robot)
+
+    def expect(self, robots: Iterable[str]) -> None:
+        """These come in from computers of their own, sooner or later; they are shown as missing until they do."""
+        self._awaited = frozenset(robots)
 
     def on_status(self, status: RobotStatus) -> None:
         self._robots[status.robot] = (self._clock(), status)
@@ -160,8 +171,14 @@ class RunMonitor:
         return max(behind)
 
     def _views(self) -> Iterator[RobotProgress]:
-        for name, (heard, status) in sorted(self._robots.items()):
-            lost = self._clock() - heard > LOST_AFTER_S
+        now = self._clock()
+        for name in sorted({*self._robots, *self._awaited}):
+            if name not in self._robots:
+                waited = f"not come in yet, for {clock_time(now - self._started)}"
+                yield RobotProgress(name=name, control="missing", note=waited)
+                continue
+            heard, status = self._robots[name]
+            lost = now - heard > LOST_AFTER_S
             yield RobotProgress(
                 name=name,
                 control="lost" if lost else status.authority,
@@ -169,5 +186,5 @@ class RunMonitor:
                 episode_step=status.step,
                 policy_version=status.policy_version,
                 outbox_chunks=status.outbox_chunks,
-                note=status.note,
+                note=f"silent for {clock_time(now - heard)}" if lost else status.note,
             )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from hal.cards import UUID, VISIBLE
 from hal.discovery import discover
 from hal.placement import place
 from hal.ray_bridge import connect
-from hal.resource import local_node
+from hal.request import Request
+from hal.resource import Kind, local_node
 from user_sys.compose import link_settings, probes, robot_spec
 from user_sys.config import load, save
 from user_sys.errors import RunError
@@ -68,21 +72,41 @@ def make(args: Namespace, config: RunConfig, home: Path) -> tuple[RunFolder, Run
     return folder, card
 
 
+@dataclass(frozen=True)
+class Places:
+    """What a run has got before anything of it is made.
+
+    Attributes:
+        gang: its part of the cluster that it runs on; None on one of its own, which has this computer alone.
+        gpus: the UUIDs of this computer's GPUs that meet its needs, where it runs on this computer alone.
+    """
+
+    gang: Gang | None = None
+    gpus: tuple[str, ...] = ()
+
+
 @contextmanager
-def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Gang | None]:
-    """What the run gets of the cluster that it runs on; None on one of its own, which has this computer alone.
+def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Places]:
+    """Looks whether this computer has what the run needs, or takes that of the cluster, for as long as the context is.
 
     Raises:
         PlacementError: the run needs what there is not.
     """
     if not config.ray.address:
-        if needs := [need.request() for need in config.needs if need.kind != "robot"]:
-            place(needs, discover(probes()).records)
-        yield None
+        yield Places(gpus=_gpus_here([need.request() for need in config.needs if need.kind != "robot"]))
         return
     with Gang(connect(config.ray.address), config, home.name, home.parent) as gang:
         gang.take(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
-        yield gang
+        yield Places(gang)
+
+
+def _gpus_here(requests: Sequence[Request]) -> tuple[str, ...]:
+    """None where whoever started the run has said himself which GPUs it is to see."""
+    if not requests:
+        return ()
+    chosen = [record for records in place(requests, discover(probes()).records).assigned for record in records]
+    uuids = [record.labels.get(UUID, "") for record in chosen if record.kind is Kind.GPU]
+    return () if VISIBLE in os.environ else tuple(uuid for uuid in uuids if uuid)
 
 
 def invite(folder: RunFolder, card: RunCard, console: Console) -> None:

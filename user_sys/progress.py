@@ -24,7 +24,7 @@ _CONTROL_STYLES = {"policy": "green", "human": "bold yellow", "hold": "yellow", 
 
 @dataclass(frozen=True)
 class RobotProgress:
-    """One robot: who is in control (``policy``, ``human``, ``hold``, ``stopped``, ``lost``, ``starting``).
+    """One robot: who is in control (``policy``, ``human``, ``hold``, ``stopped``), or ``lost``, or ``missing``.
 
     `operator` is the person's name where there is one, `note` what the robot wants people to know.
     """
@@ -135,7 +135,7 @@ def plain_line(progress: Progress) -> str:
         f"updates {p.updates:,} ({p.updates_per_s:.0f}/s)",
         f"policy {p.policy_version} ({p.staleness} behind)",
         f"interventions {p.interventions}",
-        *(f"{r.name} {_control(r)}" for r in p.robots),
+        *(f"{r.name} {_control(r)}{_absence(r)}" for r in p.robots),
         p.console,
     ]
     return " | ".join(part for part in parts if part)
@@ -204,3 +204,7 @@ def _robots(p: Progress) -> Table:
 
 def _control(robot: RobotProgress) -> str:
     return f"{robot.control} ({robot.operator})" if robot.operator else robot.control
+
+
+def _absence(robot: RobotProgress) -> str:
+    return f" ({robot.note})" if robot.control in ("lost", "missing") else ""

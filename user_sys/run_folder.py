@@ -72,6 +72,16 @@ def _unwritable(folder: RunFolder, error: OSError) -> RunError:
     return RunError(f"cannot make the run folder {folder.path}: {os.strerror(error.errno or 0)}")
 
 
+def read_card(path: Path) -> RunCard:
+    """What the run folder at `path` says of itself. Raises RunError: it is none, or its card is damaged."""
+    try:
+        return msgspec.json.decode((path / CARD).read_bytes(), type=RunCard)
+    except OSError:
+        raise RunError(f"{path} is not a run folder: it has no {CARD}") from None
+    except UNDECODABLE as error:
+        raise RunError(f"{path / CARD} cannot be read: {error}") from None
+
+
 def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunConfig, RunCard]:
     """An existing run, with the settings it has; `overrides` change some of them from here on.
 
@@ -81,12 +91,7 @@ def reopen(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunCon
         ConfigError: its configuration cannot be read.
     """
     folder = RunFolder(path.resolve())
-    try:
-        card = msgspec.json.decode((folder.path / CARD).read_bytes(), type=RunCard)
-    except OSError:
-        raise RunError(f"{path} is not a run folder: it has no {CARD}") from None
-    except UNDECODABLE as error:
-        raise RunError(f"{path / CARD} cannot be read: {error}") from None
+    card = read_card(path)
     if card.format != FORMAT:
         raise RunError(
             f"{path} was made by another version (run format {card.format}, this is {FORMAT}); "

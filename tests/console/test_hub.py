@@ -72,6 +72,17 @@ def test_a_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) 
     assert hub.view().robots[0].lost
 
 
+def test_a_guest_is_shown_before_it_comes_in_and_how_long_it_is_missing(hub: ConsoleHub, clock: Clock) -> None:
+    hub.expect("far-0")
+    clock.now_s += 60
+    (guest,) = [robot for robot in hub.view().robots if robot.name == "far-0"]
+    assert guest.status is None and guest.silent_s == 60
+    hub.feed(status(robot="far-0"))
+    assert hub.view().robots[1].silent_s == 0
+    clock.now_s += 90
+    assert hub.view().robots[1].lost and hub.view().robots[1].silent_s == 90
+
+
 def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().success is None
     for report in (episode(True), episode(False), episode(True, touched=5), episode(None), episode(True, "demo")):

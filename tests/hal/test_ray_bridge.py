@@ -13,7 +13,7 @@ import pytest
 
 from hal.errors import PlacementError
 from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy
-from hal.ray_nodes import ray_labels, ray_resources
+from hal.ray_nodes import node_argv, ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
 
 # The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
@@ -26,7 +26,10 @@ def robot(name: str, model: str, health: Health = Health.READY) -> ResourceRecor
 
 
 def test_records_become_ray_resources() -> None:
-    gpu = ResourceRecord(kind=Kind.GPU, name="gpu-0", model="NVIDIA H200", node="desk", memory_bytes=141_000_000_000)
+    uuid = {"uuid": "GPU-5f"}
+    gpu = ResourceRecord(
+        kind=Kind.GPU, name="desk/gpu-0", model="NVIDIA H200", node="desk", memory_bytes=141_000_000_000, labels=uuid
+    )
     fleet = [robot("a", "panda"), robot("b", "panda"), robot("c", "ur5e"), robot("d", "ur5e", Health.LOST), gpu]
     assert ray_resources(fleet) == {
         "robot:a": 1.0,
@@ -35,12 +38,15 @@ def test_records_become_ray_resources() -> None:
         "robot:d": 1.0,
         "robot_model:panda": 2.0,
         "robot_model:ur5e": 2.0,
+        "card:gpu-0": 1.0,
     }, "a robot that is off is declared too: it can never be added to a node that runs"
     assert ray_labels([gpu], {"site": "lab (2nd floor)"}) == {
-        "gpu-model": "NVIDIA-H200",
-        "gpu-memory-gb": "141",
+        "card-gpu-0-model": "NVIDIA_H200",
+        "card-gpu-0-memory-mb": "141000",
+        "card-gpu-0-uuid": "GPU-5f",
         "site": "lab-2nd-floor",
     }
+    assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), "Ray would choose among those it counts"
 
 
 def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hal.errors import PlacementError
 from hal.placement import place
+from hal.ray_nodes import ray_labels, ray_resources
 from hal.ray_places import bundles, cluster_records
 from hal.request import Request
-from hal.resource import Health, Kind
+from hal.resource import Health, Kind, ResourceRecord
 
 GB = 1_000_000_000
 TRAINING = Request(kind=Kind.GPU, memory_bytes=24 * GB)
 ARM = Request(kind=Kind.ROBOT, name="panda-0")
 
 
-def node(key: str, host: str, address: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+def gpu(number: int, model: str = "NVIDIA L4", gigabytes: int = 24) -> ResourceRecord:
+    """As its own computer knows it."""
+    name, labels = f"its-own-name/gpu-{number}", {"uuid": f"GPU-{number}-{gigabytes}"}
+    return ResourceRecord(
+        kind=Kind.GPU, name=name, model=model, node="its-own-name", labels=labels, memory_bytes=gigabytes * GB
+    )
+
+
+def node(
+    key: str, host: str, address: str, *gpus: ResourceRecord, alive: bool = True, **resources: float
+) -> dict[str, Any]:
     """As ``ray.nodes`` has it."""
-    labels = {"ray.io/node-id": key, "gpu-model": "NVIDIA-L4", "gpu-memory-gb": "24"} if "GPU" in resources else {}
-    own = {f"node:{address}": 1.0, "memory": 64e9, **resources}
+    own = {f"node:{address}": 1.0, "memory": 64e9, **resources, **ray_resources(gpus)}
     return {
         "NodeID": key, "NodeManagerHostname": host, "NodeManagerAddress": address, "Alive": alive, "Resources": own,
-        "Labels": labels,
+        "Labels": {"ray.io/node-id": key, **ray_labels(gpus, {})},
     }  # fmt: skip
 
 
 DESK = {**node("a", "desk", "10.0.0.2", CPU=4.0), "Labels": {"robot-panda-0": "panda", "site": "lab"}}
 DESK["Resources"]["robot:panda-0"] = 1.0
-RACK = node("b", "rack", "10.0.0.3", CPU=16.0, GPU=2.0)
+RACK = node("b", "rack", "10.0.0.3", gpu(0), gpu(1), CPU=16.0)
 DEMO = {
     "name": "run demo#1a2b",
     "state": "CREATED",
-    "bundles": {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 6.0}},
+    "bundles": {0: {"card:gpu-0": 1.0}, 1: {"card:gpu-1": 1.0}, 2: {"CPU": 6.0}},
     "bundles_to_node_id": {0: "b", 1: "b", 2: "b"},
 }
 TAKEN = {"b": {"CPU": 10.0, "memory": 64e9}}
@@ -53,9 +64,40 @@ def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
         "desk",
         {"site": "lab"},
     )
-    gpu = records["rack/gpu-1"]
-    assert (gpu.model, gpu.memory_bytes, gpu.node, gpu.health) == ("NVIDIA-L4", 24 * GB, "rack", Health.READY)
+    found = records["rack/gpu-1"]
+    assert (found.model, found.memory_bytes, found.node, found.health) == ("NVIDIA L4", 24 * GB, "rack", Health.READY)
     assert (records["rack"].cores, records["rack"].memory_bytes) == (16, 64 * GB)
+    assert records["rack"].labels == {}, "what a GPU is, is no fact of its computer"
+
+
+UNLIKE = node("b", "rack", "10.0.0.3", gpu(0, "NVIDIA T1000", 8), gpu(1), gpu(2, "NVIDIA T1000", 8), CPU=16.0)
+
+
+def test_of_unlike_gpus_in_one_computer_a_job_gets_the_one_that_it_asks_for() -> None:
+    for request in (TRAINING, Request(kind=Kind.GPU, model="NVIDIA L4")):
+        (chosen,) = place([request], cluster_records([UNLIKE], {}, [])).assigned
+        (bundle,) = bundles([request], [chosen], {"rack": "10.0.0.3"})
+        assert bundle.resources == {"node:10.0.0.3": 0.001, "card:gpu-1": 1.0} and bundle.uuid == "GPU-1-24"
+    (modest,) = place([Request(kind=Kind.GPU)], cluster_records([UNLIKE], {}, [])).assigned
+    assert modest[0].name == "rack/gpu-0", "what suffices, so that the large one stays free"
+
+
+def test_a_small_gpu_that_is_free_is_none_for_a_job_that_needs_the_large_one() -> None:
+    large = {**DEMO, "bundles": {0: {"card:gpu-1": 1.0}}, "bundles_to_node_id": {0: "b"}}
+    free = {"b": {"CPU": 16.0, "card:gpu-0": 1.0, "card:gpu-2": 1.0}}
+    with pytest.raises(PlacementError, match="One would do, but none is free: rack/gpu-1 is used by run demo"):
+        place([TRAINING], cluster_records([UNLIKE], free, [large]))
+    with pytest.raises(PlacementError, match=r"rack/gpu-1 \(NVIDIA L4\), has 24 GB"):
+        place([msgspec.structs.replace(TRAINING, memory_bytes=25 * GB)], cluster_records([UNLIKE], {}, []))
+
+
+def test_of_gpus_that_ray_has_counted_by_itself_only_the_number_is_known() -> None:
+    plain = node("c", "plain", "10.0.0.4", CPU=4.0, GPU=2.0)
+    (chosen,) = place([Request(kind=Kind.GPU)], cluster_records([plain], {}, [])).assigned
+    (bundle,) = bundles([Request(kind=Kind.GPU)], [chosen], {"plain": "10.0.0.4"})
+    assert bundle.resources == {"node:10.0.0.4": 0.001, "GPU": 1.0} and bundle.gpu and not bundle.uuid
+    with pytest.raises(PlacementError, match="No GPU here says how much memory it has"):
+        place([TRAINING], cluster_records([plain], {}, []))
 
 
 def test_two_nodes_of_one_computer_are_told_apart_by_their_addresses() -> None:
@@ -105,7 +147,7 @@ def test_a_reservation_that_is_over_takes_nothing() -> None:
 def test_a_placement_becomes_bundles_on_the_computers_that_were_chosen() -> None:
     asked = [ARM, TRAINING, Request(kind=Kind.COMPUTE, cores=8, memory_bytes=16 * GB)]
     assigned = place(asked, cluster_records([DESK, RACK], {}, [])).assigned
-    robot, gpu, share = bundles(asked, assigned, {"desk": "10.0.0.2", "rack": "10.0.0.3"})
+    robot, card, share = bundles(asked, assigned, {"desk": "10.0.0.2", "rack": "10.0.0.3"})
     assert (robot.node, robot.resources) == ("desk", {"robot:panda-0": 0.6})
-    assert (gpu.node, gpu.resources) == ("rack", {"node:10.0.0.3": 0.001, "GPU": 1.0})
+    assert (card.node, card.resources) == ("rack", {"node:10.0.0.3": 0.001, "card:gpu-0": 1.0})
     assert share.resources == {"node:10.0.0.3": 0.001, "CPU": 8.0, "memory": 16.0 * GB}

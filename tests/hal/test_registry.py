@@ -94,6 +94,20 @@ def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Regis
     assert registry.lease("panda-0", "alice").token > lease.token
 
 
+def test_since_when_a_robot_is_lost_is_known_through_restarts_too(tmp_path: Path, clock: Clock) -> None:
+    def started() -> Registry:
+        return Registry(LeaseTable(None, clock=clock), tmp_path, clock, wall=lambda: clock.now_s)
+
+    registry, there_s = started(), clock.now_s
+    assert registry.announce(ARM).seen_unix_s == 0.0
+    for _ in range(2):
+        clock.now_s += 60
+        assert registry.expire() == ("panda-0",)
+        assert registry.record("panda-0").seen_unix_s == there_s
+        registry = started()
+    assert registry.announce(ARM).seen_unix_s == 0.0
+
+
 def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(registry: Registry, clock: Clock) -> None:
     clock.now_s += 60
     assert registry.expire() == ("panda-0",)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +16,12 @@ import pytest
 from run_kit import until, user_sys
 
 from hal.lease import LeaseTable, MachineLock
+from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from user_sys.cli import main
 from user_sys.hardware.verbs import in_use, with_cluster
-from user_sys.run_folder import create
+from user_sys.run_folder import create, read_card
 from user_sys.topology import RunConfig
 
 JOB = """
@@ -106,22 +110,57 @@ def test_explain_says_where_a_job_would_run_or_why_not(
     )
 
 
-def test_guests_are_told_of_whose_drivers_are_not_installed_here(
+def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_they_are_missing(
     job: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guests = "guests: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
     job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + guests)
     rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
     assert (rows["far-0"]["health"], rows["far-0"]["labels"]["driver"]) == ("leased", "nowhere")
-    assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == (
-        "lost",
-        "a guest, which comes in from a computer of its own",
-    )
+    never = f"a guest, which has not come in since the run began, {when(read_card(run).started_unix_s)}"
+    assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == ("lost", never)
     assert said(capsys, "explain", job, "--run", run).endswith(
-        "It does not wait for its guests: far-0 is driven by edge on cart and far-1 is not there (a guest, which comes "
-        "in from a computer of its own).\n"
+        f"It does not wait for its guests: far-0 is driven by edge on cart and far-1 is not there ({never}).\n"
     )
-    assert told(capsys, "explain", job)["guests"].keys() == {"far-0", "far-1"}
+    assert told(capsys, "explain", job)["guests"]["far-1"] == (
+        "far-1 is not there (a guest, which comes in from a computer of its own)"
+    )
+    lose(run, "far-0", last_there_unix_s=1_000_000_000.0)
+    gone = f"far-0 has not been there since {when(1_000_000_000.0)}"
+    assert told(capsys, "explain", job, "--run", run)["guests"]["far-0"] == gone
+    (row,) = [row for row in told(capsys, "list", "--run", run) if row["name"] == "far-0"]
+    assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
+    with MachineLock("left", "for runs/other/edge/left"):
+        assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
+
+
+def lose(run: Path, name: str, last_there_unix_s: float) -> None:
+    """The run's gateway has not heard of the robot any more since then."""
+    clock_ns = 0
+    registry = Registry(LeaseTable(None), run, lambda: clock_ns, wall=lambda: last_there_unix_s)
+    registry.announce(registry.record(name))
+    clock_ns = 60 * 10**9
+    assert registry.expire() == (name,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["head", "--port", "0"], "--port 0: a port is a number from 1 to 65535"),
+        (["head", "--robot", "arm"], "--robot arm: give the CONFIG that names it"),
+        (["join", "nowhere"], "'nowhere' is no address to join at: write HOST:PORT, such as 10.0.0.2:6379"),
+        (["join", "10.0.0.2:6379", "--label", "site="], "--label site=: write NAME=VALUE, such as site=lab"),
+        (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray does not take 'lab (2nd floor)'"),
+    ],
+)
+def test_a_node_that_is_wrongly_described_is_not_started(
+    argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["node", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+    assert not list(tmp_path.iterdir()), "no token is drawn either"
 
 
 def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(job: Path, tmp_path: Path) -> None:
@@ -147,6 +186,40 @@ def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pyt
     assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["says"]
     assert robots["robot left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
     assert "nothing answers" in robots["right"]["says"]
+
+
+def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "file"))
+    rows = {row["name"]: row for row in told(capsys, "list", job)}
+    assert rows["left"]["trouble"].startswith("whether it is driven from here cannot be seen: ")
+    (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "sockets"]
+    assert problem["verdict"] == "problem" and problem["mend"].startswith("set USER_SYS_RUNTIME_DIR")
+
+
+def test_an_order_of_a_user_without_a_name_has_a_number(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert f"far-0 is quarantined by uid {os.getuid()}" in said(capsys, "quarantine", "far-0", "--run", run)
+
+
+def test_the_doctor_looks_at_the_ports_that_a_run_is_to_listen_on(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job.write_text(f"gateway: {{endpoint: 'tcp://127.0.0.1:{port}'}}\nconsole: {{port: 99999}}\n")
+        ports = [(f["verdict"], f["says"]) for f in told(capsys, "doctor", job, status=1) if f["check"] == "ports"]
+    assert ports == [
+        ("problem", "there is no port 99999 (the console)"),
+        ("advice", f"port {port} is in use (the gateway)"),
+    ]
 
 
 def test_a_robot_that_a_probe_found_may_have_any_name() -> None:

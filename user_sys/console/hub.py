@@ -43,14 +43,21 @@ _log = logging.getLogger(__name__)
 
 
 class RobotView(msgspec.Struct, frozen=True):
-    """One robot at one moment; `status` is None until it has reported, `lost` once it is silent, `last` is how its
-    newest finished episode went."""
+    """One robot at one moment.
+
+    Attributes:
+        status: None until it has reported.
+        lost: it has reported, and is silent now.
+        last: how its newest finished episode went.
+        silent_s: since its newest report, or since the hub was made where there is none.
+    """
 
     name: str
     status: RobotStatus | None
     lost: bool
     cameras: tuple[str, ...]
     last: EpisodeReport | None
+    silent_s: float
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -146,6 +153,11 @@ class ConsoleHub:
                 case MetricsReport():
                     self._feed_metrics(report)
         self._tell(report)
+
+    def expect(self, robot: str) -> None:
+        """Says that a robot is to come in of which nothing else is known. Raises WireError: one robot too many."""
+        with self._lock:
+            self._robot(robot)
 
     def introduce(self, robot: str, spec: RobotSpec) -> None:
         """Says what a robot is that the run did not expect. Raises WireError: one robot too many."""
@@ -254,7 +266,8 @@ class ConsoleHub:
 
     def _robot_view(self, robot: _Robot, now_s: float) -> RobotView:
         lost = robot.status is not None and now_s - robot.heard_s > LOST_AFTER_S
-        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last)
+        silent_s = now_s - max(robot.heard_s, self._started_s)
+        return RobotView(robot.name, robot.status, lost, tuple(robot.pictures), robot.last, round(silent_s, 1))
 
     def _feed_status(self, status: RobotStatus) -> None:
         robot = self._robot(status.robot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,25 +15,30 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
+from hal.cards import visible
 from hal.discovery import discover
 from hal.placement_words import listed
-from hal.ray_nodes import ensure_token, node_argv, node_environment
+from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token, fit, node_argv, node_environment
 from hal.resource import Kind, ResourceRecord
 from user_sys.compose import RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import ConfigError, RunError
+from user_sys.hardware.grammar import PORT
 from user_sys.topology import RunConfig
 
 START_TRIES = 4
 SLOW_START_S = (30.0, 180.0)  # Ray that ends by itself in between did not come up
+MAX_PORT = 65535
 
 
 def head_main(args: Namespace) -> int:
     """``user-sys node head``: begins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
     _require_ray()
+    if not 1 <= args.port <= MAX_PORT:
+        raise ConfigError(f"--port {args.port}: a port is a number from 1 to {MAX_PORT}")
+    labels, records = _labels(args.label), _found(args)
     ensure_token(args.token)
-    records = _found(args)
-    argv = node_argv(records, _labels(args.label), head_port=args.port, ip=args.ip)
+    argv = node_argv(records, labels, head_port=args.port, ip=args.ip)
     reached = f"{args.ip or 'THIS-COMPUTER'}:{args.port}"
     _say(f"others join with: user-sys node join {reached} --token {args.token}")
     token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={args.token.resolve()}"
@@ -44,9 +50,11 @@ def join_main(args: Namespace) -> int:
     """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
     Ray's own."""
     _require_ray()
-    records = _found(args)
-    argv = node_argv(records, _labels(args.label), address=args.address, ip=args.ip)
-    return _keep(argv, node_environment(args.token), records, tries=sys.maxsize)
+    host, _, port = args.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
+    labels, environment, records = _labels(args.label), node_environment(args.token), _found(args)
+    return _keep(node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize)
 
 
 def _require_ray() -> None:
@@ -55,17 +63,28 @@ def _require_ray() -> None:
 
 
 def _found(args: Namespace) -> tuple[ResourceRecord, ...]:
+    """What is to be declared: CONFIG's robots, and the GPUs that are not hidden. What was not looked at is told."""
     robots: Sequence[RobotConfig] = load(RunConfig, args.config).robots if args.config else ()
     mine = [robot for robot in robots if not args.robot or robot.name in args.robot]
     if unknown := sorted(set(args.robot) - {robot.name for robot in mine}):
-        raise ConfigError(f"--robot {unknown[0]}: {args.config or 'no CONFIG'} names no such robot")
-    return discover(probes(mine)).records
+        where = f"{args.config} names no such robot" if args.config else "give the CONFIG that names it"
+        raise ConfigError(f"--robot {unknown[0]}: {where}")
+    found = discover(probes(mine))
+    for probe, failure in sorted(found.failures.items()):
+        _say(f"what the probe {probe} looks for is not declared: {failure}")
+    return visible(found.records, os.environ)
 
 
 def _labels(pairs: Sequence[str]) -> dict[str, str]:
-    if wrong := [pair for pair in pairs if "=" not in pair]:
+    """Raises ConfigError for what Ray would refuse, or keep in other words than a run's `needs` ask for."""
+    if wrong := [pair for pair in pairs if not pair.partition("=")[0] or not pair.partition("=")[2]]:
         raise ConfigError(f"--label {wrong[0]}: write NAME=VALUE, such as site=lab")
-    return dict(pair.split("=", 1) for pair in pairs)
+    labels = dict(pair.split("=", 1) for pair in pairs)
+    for word in (*labels, *labels.values()):
+        if fit(word) != word:
+            why = f"at most {MAX_LABEL_CHARS} letters, digits, '-', '_' and '.', and none of these three at an end"
+            raise ConfigError(f"--label: Ray does not take {word[:80]!r}: {why}")
+    return labels
 
 
 def _keep(

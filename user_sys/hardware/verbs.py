@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
+import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +24,7 @@ from hal.doctor import Finding, Machine, Verdict, examine
 from hal.errors import HalError, PlacementError, SpecError
 from hal.lease import MachineLock
 from hal.placement import Placement, place
-from hal.placement_words import asked, listed, state
+from hal.placement_words import asked, listed, state, when
 from hal.ray_bridge import connect
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
@@ -30,7 +32,7 @@ from hal.standing import OrderBook, What
 from user_sys.compose import LIBRARIES, RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import RunError, UserSysError
-from user_sys.run_folder import CARD
+from user_sys.run_folder import read_card
 from user_sys.topology import RunConfig
 
 EVENT_WAIT_S = 0.5
@@ -51,7 +53,7 @@ def list_main(args: Namespace) -> int:
     """``user-sys hardware list``: this computer, a config's robots and guests, those that a run's gateway knows."""
     config = _config(args.config)
     found = discover(probes(config.robots))
-    records = _with_run([*map(in_use, found.records), *map(_guest, config.guests)], args.run)
+    records = _with_run([*map(in_use, found.records), *_guest_records(config.guests, args.run)], args.run)
     if args.json:
         _print_json([json.loads(record.to_json()) for record in records])
     else:
@@ -80,14 +82,21 @@ def watch_main(args: Namespace) -> NoReturn:
 def doctor_main(args: Namespace) -> int:
     """``user-sys hardware doctor``: the exit status is 1 where something does not work."""
     config = _config(args.config)
-    ports = {"the console": config.console.port} if config.console.enabled and config.console.port else {}
-    findings = list(examine(Machine(folder=config.runs, ports=ports, libraries=LIBRARIES)))
+    findings = list(examine(Machine(folder=config.runs, ports=_ports(config), libraries=LIBRARIES)))
     findings += _of_robots(config.robots)
     if args.json:
         _print_json([msgspec.to_builtins(finding) for finding in findings])
     else:
         _show_findings(findings)
     return IMPOSSIBLE if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0
+
+
+def _ports(config: RunConfig) -> dict[str, int]:
+    """Those that a run of `config` is to listen on, by what for; where it takes any that is free, none."""
+    gateway = config.gateway.endpoint.rpartition(":")[2]
+    wanted = {"the console": config.console.port if config.console.enabled else 0}
+    wanted |= {"the gateway": int(gateway) if gateway.isdecimal() else 0}
+    return {purpose: port for purpose, port in wanted.items() if port}
 
 
 def explain_main(args: Namespace) -> int:
@@ -98,26 +107,24 @@ def explain_main(args: Namespace) -> int:
     address = args.ray or config.ray.address
     records = _with_run(with_cluster(here, _of_cluster(address)) if address else here, args.run)
     requests = config.requests()
+    guests = _guests(config.guests, args.run)
     try:
         placement = place(requests, records)
     except PlacementError as error:
         why = " ".join([str(error), *_failures(found)])
         if args.json:
-            _print_json({"possible": False, "why": why})
+            _print_json({"possible": False, "why": why, "guests": guests})
         else:
-            Console().print(Text(why), soft_wrap=True)
+            Console().print(Text("\n".join([why, *_told_of(guests)])), soft_wrap=True)
         return IMPOSSIBLE
     rows = [
         {"asked": asked(request), "gets": [record.name for record in records], "where": _where(records)}
         for request, records in zip(requests, placement.assigned, strict=True)
     ]
-    names = {robot.name for robot in config.guests}
-    known = _with_run(map(_guest, config.guests), args.run)
-    guests = {record.name: state(record) for record in known if record.name in names}
     if args.json:
         _print_json({"possible": True, "placement": rows, "guests": guests})
     else:
-        Console().print(Text(_told(placement, rows, tuple(guests.values()))), soft_wrap=True)
+        Console().print(Text("\n".join([*_told(placement, rows), *_told_of(guests)])), soft_wrap=True)
     return 0
 
 
@@ -133,7 +140,7 @@ def drain_main(args: Namespace) -> int:
 
 def restore_main(args: Namespace) -> int:
     """``user-sys hardware restore ROBOT --run RUN``"""
-    order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, args.by or getpass.getuser())
+    order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, _person(args.by))
     Console().print(Text(f"{args.name} is back in use; it was {order.what} {order.note}"), soft_wrap=True)
     return 0
 
@@ -161,6 +168,9 @@ def in_use(record: ResourceRecord) -> ResourceRecord:
         owner = MachineLock(record.name).owner()
     except SpecError:  # found by a probe, under a name that no robot of a run can have
         return record
+    except OSError as error:  # the folder of locks is another user's, say
+        trouble = f"whether it is driven from here cannot be seen: {error}"
+        return msgspec.structs.replace(record, trouble=record.trouble or trouble)
     if not owner:
         return record
     return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
@@ -190,14 +200,20 @@ def _order(args: Namespace, what: What, meaning: str) -> int:
     known = [record.name for record in read_registry(folder)]
     if known and args.name not in known:
         raise RunError(f"{args.run} knows no {args.name}; there is {listed(known)}")
-    order = OrderBook(folder / "orders.json").give(args.name, what, args.by or getpass.getuser(), args.reason)
+    order = OrderBook(folder / "orders.json").give(args.name, what, _person(args.by), args.reason)
     Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
     return 0
 
 
+def _person(given: str | None) -> str:
+    """Who gives an order: the one who is named, else who is logged in; a container may know no name of its user."""
+    with contextlib.suppress(KeyError, OSError):  # which of them, depends on Python's version
+        return given or getpass.getuser()
+    return f"uid {os.getuid()}"
+
+
 def _run_folder(path: Path) -> Path:
-    if not (path / CARD).exists():
-        raise RunError(f"{path} is not a run folder: it has no {CARD}")
+    read_card(path)
     return path.resolve()
 
 
@@ -220,17 +236,29 @@ def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[Resou
     return [named[name] for name in sorted(named)]
 
 
-def _guest(robot: RobotConfig) -> ResourceRecord:
-    """What can be said of a robot whose driver need not even be installed here."""
-    return ResourceRecord(
-        kind=Kind.ROBOT,
-        name=robot.name,
-        model="",
-        node="",
-        labels={"driver": robot.driver, **robot.labels},
-        health=Health.LOST,
-        trouble="a guest, which comes in from a computer of its own",
-    )
+def _guests(robots: Sequence[RobotConfig], run: Path | None) -> dict[str, str]:
+    """How each of a job's guests fares, in words, by name."""
+    known = {record.name: record for record in _with_run(_guest_records(robots, run), run)}
+    return {robot.name: state(known[robot.name]) for robot in robots}
+
+
+def _guest_records(robots: Sequence[RobotConfig], run: Path | None) -> list[ResourceRecord]:
+    """What can be said of robots that the run's gateway does not know, and whose drivers may not be installed here."""
+    trouble = "a guest, which comes in from a computer of its own"
+    if run is not None:
+        trouble = f"a guest, which has not come in since the run began, {when(read_card(run).started_unix_s)}"
+    return [
+        ResourceRecord(
+            kind=Kind.ROBOT,
+            name=robot.name,
+            model="",
+            node="",
+            labels={"driver": robot.driver, **robot.labels},
+            health=Health.LOST,
+            trouble=trouble,
+        )
+        for robot in robots
+    ]
 
 
 def _failures(found: Discovery) -> list[str]:
@@ -269,7 +297,8 @@ def _table(records: Sequence[ResourceRecord]) -> Table:
         health = {Health.READY: "green", Health.LOST: "red", Health.QUARANTINED: "red"}.get(record.health, "yellow")
         load = f"{record.load:.0%}" if record.kind in (Kind.GPU, Kind.COMPUTE) else ""
         why = record.note or record.trouble
-        told = f"{record.health}{f' ({why})' if why else ''}"
+        since = f" since {when(record.seen_unix_s)}" if record.seen_unix_s else ""
+        told = f"{record.health}{since}{f' ({why})' if why else ''}"
         row = (record.name, record.kind, record.model, record.node)
         table.add_row(*map(Text, row), Text(told, style=health), load, Text(_facts(record)), Text(record.found_by))
     return table
@@ -303,11 +332,13 @@ def _show_findings(findings: Sequence[Finding]) -> None:
     console.print(f"{bad} problem(s), {advice} piece(s) of advice")
 
 
-def _told(placement: Placement, rows: Sequence[dict[str, Any]], guests: Sequence[str]) -> str:
+def _told(placement: Placement, rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["The job can run now." if placement.assigned else "The job asks for nothing: it can run anywhere."]
-    lines += [f"  {row['asked']}: {listed(row['gets'])} on {row['where']}" for row in rows]
-    lines += [f"It does not wait for its guests: {listed(guests)}."] if guests else []
-    return "\n".join(lines)
+    return lines + [f"  {row['asked']}: {listed(row['gets'])} on {row['where']}" for row in rows]
+
+
+def _told_of(guests: Mapping[str, str]) -> list[str]:
+    return [f"It does not wait for its guests: {listed(list(guests.values()))}."] if guests else []
 
 
 def _where(records: Sequence[ResourceRecord]) -> str:

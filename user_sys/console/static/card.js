@@ -1,5 +1,7 @@
 // One robot on the page: its cameras, who drives it, and the buttons that make sense now.
 
+import { minutes } from "./chart.js";
+
 const RATES_OVER_MS = 2000;
 
 export class Card {
@@ -40,17 +42,18 @@ export class Card {
 
   showBadge(robot, me) {
     const { status, lost } = robot;
+    const silent = minutes(robot.silent_s);
     const state = status?.authority ?? "waiting";
     const driver = status?.operator === me ? "YOU" : status?.operator;
     const words = { policy: "POLICY", human: driver, hold: "HOLD", stopped: "STOPPED", waiting: "WAITING" };
     const notes = {
       hold: driver ? `held · last: ${driver}` : "held",
       stopped: driver ? `by ${driver} · re-arm to go on` : "re-arm to go on",
-      waiting: "has not reported yet",
+      waiting: `has not come in yet, for ${silent}`,
     };
     set(this.slot("badge"), words[state] ?? state);
     this.slot("badge").dataset.state = this.mine ? "you" : state;
-    set(this.slot("note"), lost ? "no word from this robot" : [notes[state], status?.note].filter(Boolean).join(" · "));
+    set(this.slot("note"), lost ? `no word from this robot for ${silent}` : [notes[state], status?.note].filter(Boolean).join(" · "));
   }
 
   showButtons() {
