@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
 import msgspec
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 LOCK_WITHIN_S = 5.0
+MAX_WORDS_CHARS = 500  # of a reason: it goes to terminals, pages and robots, as one line
 
 What = Literal["quarantined", "draining"]
 
@@ -88,7 +90,7 @@ class OrderBook:
 
     def give(self, name: str, what: What, by: str, why: str = "") -> Order:
         """Quarantines or drains `name`; of two orders about it the newer stands. Raises RegistryError: no person."""
-        order = Order(what=what, by=_person(by), why=why.strip(), since_unix_s=self._clock())
+        order = Order(what=what, by=_person(by), why=shorten(why, MAX_WORDS_CHARS), since_unix_s=self._clock())
         with self._locked():
             page = self.read()
             self._write(Page(orders={**page.orders, name: order}, lifted=page.lifted))
@@ -133,6 +135,6 @@ def _lock(handle: int, deadline_s: float) -> None:
 
 
 def _person(name: str) -> str:
-    if not name.strip():
+    if not (person := shorten(name, MAX_WORDS_CHARS)):
         raise RegistryError("only a named person can quarantine, drain or restore a resource: give the name")
-    return name.strip()
+    return person

@@ -157,7 +157,7 @@ def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = Fal
     """
     request = StationRequest(config.name, config.task, config.options, cameras, film)
     try:
-        station = _factory(config.driver)(request)
+        station = _factory(config.name, config.driver)(request)
         inputs = [_teleoperator(config.name, settings, station.robot.spec) for settings in config.teleoperators]
         return replace(station, teleoperators=(*station.teleoperators, *inputs))
     except SpecError as error:
@@ -173,10 +173,11 @@ def _teleoperator(robot: str, settings: Mapping[str, Any], spec: RobotSpec) -> T
     return factory(StationRequest(robot, "", options), spec)
 
 
-def _factory(driver: str) -> StationFactory:
+def _factory(robot: str, driver: str) -> StationFactory:
     if driver not in _BUILT_IN:
         if driver not in installed_drivers():
-            raise ConfigError(f"no driver {driver!r}; there are {sorted([*_BUILT_IN, *installed_drivers()])}")
+            there = sorted([*_BUILT_IN, *installed_drivers()])
+            raise ConfigError(f"robot {robot}: no driver {driver!r}; there are {there}")
         return load_driver(driver)
     factory: StationFactory = import_module(_BUILT_IN[driver]).make_station
     return factory

@@ -20,6 +20,7 @@ from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from user_sys.cli import main
+from user_sys.compose import RobotConfig
 from user_sys.hardware.verbs import in_use, with_cluster
 from user_sys.run_folder import create, read_card
 from user_sys.topology import RunConfig
@@ -238,6 +239,19 @@ def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: p
     said(capsys, "drain", "far-0", *given)
     registry.expire()
     assert registry.record("far-0").health == "draining"
+
+
+def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = RobotConfig(name="far-7", driver="nowhere")
+    folder, _ = create(RunConfig(runs=tmp_path, guests=(far,)), "fresh", "tcp://127.0.0.1:5999")
+    assert main(["hardware", "quarantine", "fra-7", "--run", str(folder.path)]) == 2
+    assert "knows no fra-7; there is far-7" in capsys.readouterr().err, "also before it has come in"
+    given = ("--run", folder.path, "--by", "ana\nmaria", "--reason", f"oil\n on  the floor {'x' * 600}")
+    assert said(capsys, "quarantine", "far-7", *given).startswith(
+        "far-7 is quarantined by ana maria: oil on the floor [...]: it is used by nobody"
+    )
 
 
 def test_the_diary_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

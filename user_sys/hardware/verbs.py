@@ -33,7 +33,7 @@ from user_sys.compose import LIBRARIES, RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import RunError, UserSysError
 from user_sys.run_folder import read_card
-from user_sys.topology import RunConfig
+from user_sys.topology import RunConfig, RunFolder
 
 EVENT_WAIT_S = 0.5
 IMPOSSIBLE = 1  # the exit status where a job cannot be placed, or something does not work
@@ -196,11 +196,13 @@ def _of_cluster(address: str) -> tuple[ResourceRecord, ...]:
 
 
 def _order(args: Namespace, what: What, meaning: str) -> int:
-    folder = _run_folder(args.run)
-    known = [record.name for record in read_registry(folder)]
+    folder = RunFolder(_run_folder(args.run))
+    config = load(RunConfig, folder.config)
+    known = {record.name for record in read_registry(folder.path)}
+    known |= {robot.name for robot in (*config.robots, *config.guests)}
     if known and args.name not in known:
-        raise RunError(f"{args.run} knows no {args.name}; there is {listed(known)}")
-    order = OrderBook(folder / "orders.json").give(args.name, what, _person(args.by), args.reason)
+        raise RunError(f"{args.run} knows no {args.name}; there is {listed(sorted(known))}")
+    order = OrderBook(folder.path / "orders.json").give(args.name, what, _person(args.by), args.reason)
     Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
     return 0
 
