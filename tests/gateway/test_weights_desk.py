@@ -269,6 +269,30 @@ def test_a_learner_may_publish_a_rounded_form_alone(site: Site) -> None:
     assert kept is not None and (kept[0].form, kept[0].rms_error > 0) == ("bf16", True)
 
 
+def test_a_policy_of_many_tensors_in_three_forms_reaches_robots_and_is_kept(site: Site) -> None:
+    """Its tables of tensors are too long for one offer: they travel apart."""
+    draw = np.random.default_rng(0)
+    arrays = {f"layers.{n:04d}.attention.weight": draw.normal(size=(4, 4)).astype(np.float32) for n in range(1000)}
+    with site.serving():
+        publisher = site.publisher(PublishConfig(forms=("exact", "bf16", "int8")))
+        with Robot(site, "one") as one:
+            publish(publisher, dict(arrays), 1, one)
+            name = next(iter(arrays))
+            arrays[name] = np.ones((4, 4), np.float32)
+            publish(publisher, dict(arrays), 2, one)
+            assert publisher.settle(120)
+            with Robot(site, "late") as late:
+                until(lambda: late.acts_with(2), "a latecomer has it")
+        robot = Robot(site, "one")
+    with robot:
+        assert robot.acts_with(2), "it starts with what it kept"
+        found = robot.swapper.policy.weights  # type: ignore[attr-defined]
+        assert found.keys() == arrays.keys()
+        np.testing.assert_array_equal(found[name], arrays[name])
+    kept = newest(Shelf(site.run / "weights").open())
+    assert kept is not None and kept[0].version == 2 and len(kept[0].tensors) == 1000
+
+
 def test_a_damaged_file_is_passed_over(site: Site) -> None:
     with site.serving():
         publisher = site.publisher()

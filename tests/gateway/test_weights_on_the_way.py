@@ -13,11 +13,11 @@ from user_sys.messages import WeightsGone, WeightsGrains, WeightsMessage, Weight
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.offers import fitting_offer
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.records import NO_VERSION, Manifest, Order
+from user_sys.weights.records import NO_VERSION, TABLE, Manifest, Order
 from user_sys.weights.serve import answers
-from user_sys.weights.shelf import Shelf
+from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import Signer, new_signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -160,6 +160,27 @@ def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_la
     assert counter.asked[0].parcel == parcel.info.id, "robots that have the first wait for it"
     counter.answer()
     assert sorted(info.codec for info in counter.desk._catalogue.infos() if info.version == 2) == ["delta", "full"]
+
+
+def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(counter: Counter) -> None:
+    def many(number: int) -> State:
+        return build_state({f"layers.{n:04d}.weight": np.full(4, number + n, np.float32) for n in range(1000)})
+
+    def tables() -> list[int]:
+        return sorted(info.version for info in counter.desk._catalogue.infos() if info.codec == TABLE)
+
+    for version in range(1, 8):
+        state = many(version)
+        counter.offer(version, state, full_parcel(state, version), table_parcel(state, version))
+        assert counter.desk.version == version - 1 or version == 1, "not before the table is here"
+        counter.answer()
+        found, offer = counter.offered("one")
+        assert found == version and [info.version for info in offer.parcels if info.codec == TABLE] == [version]
+    assert tables() == counter.desk._catalogue.versions() and len(tables()) == 2, "as many as are kept"
+    again = Counter(counter.shelf.folder, counter.signer)
+    assert again.offered("one")[0] == 7
+    kept = newest(Shelf(counter.shelf.folder).open())
+    assert kept is not None and kept[1].digest == state.digest
 
 
 def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: Counter) -> None:

@@ -312,9 +312,12 @@ def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench
     assert [published.updates for published in bench.published] == [1, 5]
 
 
-def test_a_policy_of_more_tensors_than_an_offer_can_name_is_refused_at_the_start(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match=r"tensors in the forms exact"):
-        bench.learner(replace(CONFIG, algorithm=replace(SMALL, actor_hidden=(1,) * 2500)))
+def test_a_policy_of_more_tensors_than_travel_ends_the_learner_at_the_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.weights.state.MAX_TENSORS", 3)
+    with pytest.raises(WireError, match="at most 3 and"):
+        bench.train(CONFIG)
     assert bench.published == [] and latest(bench.folder / "a") is None
 
 

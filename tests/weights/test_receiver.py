@@ -19,7 +19,7 @@ from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsR
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.fetch import STALL_S
 from user_sys.weights.forms import convert
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, Signed
 from user_sys.weights.serve import answers
@@ -247,6 +247,71 @@ def test_a_run_that_began_since_is_newer_whatever_its_numbers(world: World, numb
     world.receiver.offered(published(world, number + 1, seed=4, unix_ns=201))
     world.run()
     assert world.receiver.version == number + 1 and world.receiver.refused == 0
+
+
+def many(number: int) -> dict[str, Array]:
+    """Weights whose table of tensors is too long for a manifest."""
+    rng = np.random.default_rng(number)
+    return {f"layers.{n:04d}.attention.weight": rng.normal(size=(4, 4)).astype(np.float32) for n in range(1000)}
+
+
+def test_a_table_of_tensors_that_travels_apart_comes_first_and_is_checked(world: World) -> None:
+    states = [build_state(many(0))]
+    states.append(build_state(states[0].tensors | {"layers.0007.attention.weight": np.ones((4, 4), np.float32)}))
+    world.add(*version_of(states[0], 0, world.signer), full_parcel(states[0], 0), table_parcel(states[0], 0))
+    difference = delta_parcel(0, states[0], 1, states[1])
+    assert difference is not None
+    world.add(*version_of(states[1], 1, world.signer), difference, table_parcel(states[1], 1))
+    for version, state in enumerate(states):
+        assert not world.catalogue.manifests["exact", version][0].entire
+        before = world.sent_bytes
+        world.receiver.offered(world.offer(version))
+        world.run()
+        manifest, loaded = world.loaded[-1]
+        assert manifest.version == version and manifest.tensors == state.entries
+        assert all(np.array_equal(loaded[name], array) for name, array in state.tensors.items())
+    table_bytes = world.catalogue.manifests["exact", 1][0].table_bytes
+    assert world.sent_bytes - before == difference.info.size_bytes + table_bytes, "the base is held"
+    assert world.receiver.refused == 0
+
+
+def test_a_table_that_is_not_what_was_signed_is_given_up_for_another(world: World) -> None:
+    state = build_state(many(0))
+    world.add(*version_of(state, 1, world.signer), full_parcel(state, 1))
+    (lie, table) = table_parcel(build_state(many(1)), 1), table_parcel(state, 1)
+    world.catalogue.parcels |= {lie.info.id: lie}
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.receiver.refused == 1 and world.receiver.version == NO_VERSION
+    world.catalogue.parcels |= {table.info.id: table}
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.receiver.version == 1 and world.receiver.refused == 1
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_full_parcel_of_another_size_than_its_tensors_leaves_what_acts_and_the_next_way_is_taken(
+    world: World, apart: bool
+) -> None:
+    """While an earlier version is under way, whose parcel is not offered any more."""
+    weights = many if apart else random_weights
+    first, second = (build_state(weights(number)) for number in (1, 2))
+    world.add(*version_of(first, 1, world.signer), full_parcel(first, 1), *([table_parcel(first, 1)] * apart))
+    world.receiver.offered(world.offer(1))
+    world.receiver.step()
+    world.catalogue = Catalogue()
+    parcel = full_parcel(second, 2)
+    short = build_state(random_weights(3, rows=8))
+    lie = full_parcel(State(second.form, short.entries, short.tensors, short.digest), 2)
+    world.add(*version_of(second, 2, world.signer), lie, *([table_parcel(second, 2)] * apart))
+    world.receiver.offered(world.offer(2))
+    world.queue.clear()
+    world.run()
+    assert world.receiver.version == NO_VERSION and world.receiver.refused == 1 and not world.receiver.busy
+    world.catalogue.parcels |= {parcel.info.id: parcel}
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert world.receiver.version == 2
 
 
 def test_a_version_that_comes_in_no_form_that_is_taken_is_refused(world: World) -> None:

@@ -27,7 +27,7 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.catalogue import Catalogue, cheapest, reachable
+from user_sys.weights.catalogue import Catalogue, cheapest, reachable, table_of
 from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
@@ -329,16 +329,18 @@ class WeightsDesk:
     def _missing(self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]) -> list[ParcelInfo]:
         """What leads our robots to the version, and then what leads latecomers there, as far as it is not here."""
         ours = self._catalogue.infos()
-        here = {info.id for info in ours}
         wanted: dict[bytes, ParcelInfo] = {}
         for form, (manifest, _) in manifests.items():
+            if not manifest.entire and (table := table_of(offer.parcels, manifest)) is not None:
+                wanted[table.id] = table
             ready = reachable(ours, form)
             known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
             held = {m.version: m.digest for m in known if m.version in ready}
             for bases in (held, {}):
                 way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
-                wanted |= {info.id: info for info in (way.parcels if way else ()) if info.id not in here}
-        return list(wanted.values())
+                wanted |= {info.id: info for info in (way.parcels if way else ())}
+        here = {info.id for info in ours}
+        return [info for info in wanted.values() if info.id not in here]
 
     def _collect(self) -> None:
         """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""

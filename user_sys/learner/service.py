@@ -34,7 +34,6 @@ from user_sys.replay.sampler_config import SamplerConfig
 from user_sys.replay.shapes import Transitions
 from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
-from user_sys.weights.offers import require_room
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.state import NotFinite, build_state
 
@@ -134,7 +133,7 @@ class Learner:
             clock: monotonic seconds.
 
         Raises:
-            ConfigError: settings that do not fit the robot, or a policy of more tensors than an offer can name.
+            ConfigError: settings that do not fit the robot.
             WireError: the checkpoint is of other settings or another robot.
         """
         from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
@@ -143,7 +142,6 @@ class Learner:
         self._sink, self._report_scalars = publish, report
         self._publishing = Publishing(config.publish, publish, clock)
         self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed, device=device)
-        require_room(self._algorithm.policy_weights(), config.publish.forms)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
         self._mix = DemoOnline(spec.embodiment, config.demo_fraction)  # what counts, whatever is drawn from

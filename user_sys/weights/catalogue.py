@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from user_sys.weights.parcel import Parcel
-from user_sys.weights.records import NO_VERSION, Form, Manifest, ParcelInfo, Signed
+from user_sys.weights.records import NO_VERSION, TABLE, Form, Manifest, ParcelInfo, Signed
 
 Cost = Callable[[ParcelInfo], float]
 
@@ -32,13 +32,13 @@ def cheapest(
     held: Mapping[int, bytes],
     cost: Cost = size_of,
 ) -> Way | None:
-    """The cheapest way to version `target` of `form`, or None where there is none.
+    """The cheapest way to the tensors of version `target` of `form`, or None where there is none.
 
     Args:
         held: digest of each version of this form that the receiver has; a difference from another base is of no use.
     """
     ways: dict[int, Way] = {version: Way() for version in held}
-    for info in sorted((p for p in parcels if p.form == form and p.version <= target), key=lambda p: p.version):
+    for info in _ascending(p for p in parcels if p.form == form and p.version <= target):
         before = Way() if info.base == NO_VERSION else ways.get(info.base)
         if before is None or held.get(info.base, info.base_digest) != info.base_digest:
             continue
@@ -49,12 +49,26 @@ def cheapest(
 
 
 def reachable(parcels: Iterable[ParcelInfo], form: Form) -> set[int]:
-    """The versions of `form` to which parcels lead from nothing."""
+    """The versions of `form` to whose tensors parcels lead from nothing."""
     found: set[int] = set()
-    for info in sorted((p for p in parcels if p.form == form), key=lambda p: p.version):
+    for info in _ascending(p for p in parcels if p.form == form):
         if info.base == NO_VERSION or info.base in found:
             found.add(info.version)
     return found
+
+
+def table_of(parcels: Iterable[ParcelInfo], manifest: Manifest) -> ParcelInfo | None:
+    """The parcel with the table of the tensors of `manifest`; None where there is none."""
+    return next((info for info in parcels if info.codec == TABLE and _described(info) == _described(manifest)), None)
+
+
+def _described(told: ParcelInfo | Manifest) -> tuple[Form, int, int]:
+    size_bytes = told.table_bytes if isinstance(told, Manifest) else told.size_bytes
+    return told.form, told.version, size_bytes
+
+
+def _ascending(parcels: Iterable[ParcelInfo]) -> list[ParcelInfo]:
+    return sorted((info for info in parcels if info.codec != TABLE), key=lambda info: info.version)
 
 
 @dataclass
@@ -69,13 +83,11 @@ class Catalogue:
 
     def versions(self) -> list[int]:
         """Those of which everything is there, in one form at least, ascending."""
-        here = {form: reachable(self.infos(), form) for form in {form for form, _ in self.manifests}}
-        return sorted({version for form, version in self.manifests if version in here[form]})
+        return sorted({version for _, version in self._whole()})
 
     def forms(self, version: int) -> list[Form]:
         """The forms in which everything of `version` is there."""
-        infos = self.infos()
-        return [of for of, v in self.manifests if v == version and version in reachable(infos, of)]
+        return [form for form, of in self._whole() if of == version]
 
     def retain(self, versions: Iterable[int], since: int) -> list[Parcel]:
         """Drops what is needed neither for one of `versions` nor for a receiver that has `since` or newer.
@@ -88,8 +100,20 @@ class Catalogue:
             if version in wanted and (way := cheapest(infos, form, version, {})) is not None:
                 needed |= {info.id for info in way.parcels}
         needed |= {info.id for info in infos if info.base >= since and info.base != NO_VERSION}
+        needed |= {info.id for info in infos if info.codec == TABLE and info.version in wanted}
         dropped = [self.parcels.pop(info.id) for info in infos if info.id not in needed]
         for form, version in list(self.manifests):
             if version not in wanted and version < since:
                 del self.manifests[form, version]
         return dropped
+
+    def _whole(self) -> list[tuple[Form, int]]:
+        """Forms of versions of which everything is there."""
+        infos = self.infos()
+        here = {form: reachable(infos, form) for form in {form for form, _ in self.manifests}}
+        tables = {_described(info) for info in infos if info.codec == TABLE}
+        return [
+            (form, version)
+            for (form, version), (manifest, _) in self.manifests.items()
+            if version in here[form] and (manifest.entire or _described(manifest) in tables)
+        ]

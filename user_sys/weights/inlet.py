@@ -18,7 +18,7 @@ from user_sys.tunnel.wire import Envelope
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
-from user_sys.weights.parcel import full_parcel
+from user_sys.weights.parcel import full_parcel, table_parcel
 from user_sys.weights.receiver import Held, Receiver
 from user_sys.weights.records import NO_VERSION, Manifest
 from user_sys.weights.shelf import Shelf, newest
@@ -190,10 +190,13 @@ class WeightsInlet:
         if self._shelf is None or held is None or held.manifest == self._kept:
             return
         version = held.manifest.version
-        parcel = full_parcel(held.state, version, self._governor.breathe)
+        parcels = [full_parcel(held.state, version, self._governor.breathe)]
+        if held.manifest.table_bytes:
+            parcels.append(table_parcel(held.state, version))
         key = held.manifest.form, version
         try:
-            self._shelf.keep(Catalogue({key: (held.manifest, held.signed)}, {parcel.info.id: parcel}))
+            kept = {parcel.info.id: parcel for parcel in parcels}
+            self._shelf.keep(Catalogue({key: (held.manifest, held.signed)}, kept))
             self._kept = held.manifest
         except OSError as error:
             _log.warning("weights.not_kept version=%d: %s", version, error)

@@ -19,12 +19,23 @@ from user_sys.weights.records import (
     CRC_BYTES,
     MAX_GRAINS,
     NO_VERSION,
+    TABLE,
     Codec,
     Manifest,
     ParcelInfo,
     TensorEntry,
 )
-from user_sys.weights.state import SLICE_BYTES, Breathe, State, at_once, dtype_of, raw_bytes, slices, verified_state
+from user_sys.weights.state import (
+    SLICE_BYTES,
+    Breathe,
+    State,
+    at_once,
+    dtype_of,
+    encode_table,
+    raw_bytes,
+    slices,
+    verified_state,
+)
 
 GRAIN_BYTES = 64 << 10
 EASY_GRAINS = 1024
@@ -66,6 +77,12 @@ def delta_parcel(base_version: int, base: State, version: int, new: State, breat
         return None
     codec, payload = encoded
     return _parcel(new, version, base_version, base.digest, codec, np.frombuffer(payload, np.uint8), breathe)
+
+
+def table_parcel(state: State, version: int) -> Parcel:
+    """What the tensors are, and their digests, for a manifest that is without."""
+    table = np.frombuffer(encode_table(state.form, state.entries), np.uint8)
+    return _parcel(state, version, NO_VERSION, b"", TABLE, table, at_once)
 
 
 def assemble(

@@ -19,7 +19,7 @@ from user_sys.weights.forms import convert
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.records import NO_VERSION, Form
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer
@@ -236,6 +236,8 @@ class Publisher:
             state = build_state(arrays, form, former, breathe)
             manifest = describe(state, version, snapshot.updates, unix_ns, errors)
             fresh += self._parcels(former_version, former, version, state)
+            if not manifest.entire:
+                fresh.append(table_parcel(state, version))
             self._states[form] = (version, state)
             with self._changed:
                 self._catalogue.manifests[form, version] = (manifest, self._signer.sign(manifest))

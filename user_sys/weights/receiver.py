@@ -13,18 +13,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as with_fields
 
 from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer
-from user_sys.weights.catalogue import Way, cheapest
+from user_sys.weights.catalogue import Way, cheapest, table_of
 from user_sys.weights.fetch import Ask, Fetcher
 from user_sys.weights.forms import restore
 from user_sys.weights.parcel import RunningDigests, assemble
-from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed
+from user_sys.weights.records import NO_VERSION, TABLE, Form, Manifest, Order, ParcelInfo, Signed
 from user_sys.weights.signing import Trust
-from user_sys.weights.state import Breathe, State, at_once
+from user_sys.weights.state import Breathe, State, at_once, with_table
 
 PATIENCE_S = 5.0
 """A form that takes longer than this to arrive makes room for a less exact one, where the policy allows it."""
@@ -50,7 +52,8 @@ class Held:
 class _Target:
     """The version under way: its manifest, what is to be fetched, and when it was first heard of.
 
-    `digests` are of the first parcel, where that is a full one; they are taken while it comes.
+    The first of `way` is the table of the manifest's tensors, as long as these are not there. `digests` are of the
+    first parcel, where that is a full one; they are taken while it comes.
     """
 
     manifest: Manifest
@@ -185,12 +188,31 @@ class Receiver:
 
     def step(self) -> float:
         """Asks for more, or completes a version; returns after how many seconds to call again at the latest."""
-        if self._target is not None and self._fetcher.complete:
+        self._take_table()
+        if self._target is not None and self._target.manifest.entire and self._fetcher.complete:
             self._complete(self._target)
         wait_s = self._fetcher.pump()
         if self._target is not None:
             self._verify_ahead(self._target)
         return wait_s
+
+    def _take_table(self) -> None:
+        """Once the table of its tensors has come, what follows of the version under way can be verified."""
+        target = self._target
+        if target is None or target.manifest.entire or self._fetcher.missing_bytes(target.way[0]):
+            return
+        table, *way = target.way
+        blamed = table.id
+        try:
+            manifest = with_table(target.manifest, self._fetcher.payload(table))
+            self._fetcher.drop([table])
+            blamed = way[0].id if way else table.id
+            digests = self._digests(manifest, way)
+        except WireError as error:
+            self._refuse(str(error))
+            self._give_up({blamed})
+            return
+        self._target = replace(target, manifest=manifest, way=tuple(way), digests=digests)
 
     def _verify_ahead(self, target: _Target) -> None:
         if target.digests is not None:
@@ -240,15 +262,27 @@ class Receiver:
             if sum(self._cost(target.manifest)(info) for info in target.way) < way.cost:
                 return
             self.abandoned += 1
+        ids = {info.id for info in way.parcels}
         try:
             self._fetcher.want(way.parcels, {info.id for info in offered.parcels})
-            full = way.parcels[0] if way.parcels and way.parcels[0].codec == "full" else None
-            digests = None if full is None else RunningDigests(manifest, self._fetcher.payload(full))
         except WireError as error:
             self._refuse(str(error))
-            self._useless |= {info.id for info in way.parcels}
+            self._useless |= ids
+            return
+        self._target = None
+        try:
+            digests = self._digests(manifest, way.parcels)
+        except WireError as error:
+            self._refuse(str(error))
+            self._fetcher.drop(way.parcels)
+            self._give_up(ids)
             return
         self._target = _Target(manifest, offered.manifests[manifest.form][1], way.parcels, offered.heard_s, digests)
+
+    def _digests(self, manifest: Manifest, way: Sequence[ParcelInfo]) -> RunningDigests | None:
+        """Of the first parcel of `way`, where that is a full one. Raises WireError: it has not the manifest's size."""
+        first = way[0] if way else None
+        return RunningDigests(manifest, self._fetcher.payload(first)) if first and first.codec == "full" else None
 
     def _best(self, offered: _Offered) -> tuple[Manifest, Way] | None:
         """The most exact form that comes within `PATIENCE_S`, or else the one that comes first."""
@@ -256,12 +290,28 @@ class Receiver:
         infos = [info for info in offered.parcels if info.id not in self._useless]
         for form in self._forms:
             if form in offered.manifests:
-                manifest = offered.manifests[form][0]
-                way = cheapest(infos, form, offered.version, self._bases(manifest), self._cost(manifest))
+                manifest = self._known(offered.manifests[form][0])
+                way = self._way(infos, manifest)
                 if way is not None:
                     found.append((manifest, way))
         soon = [(manifest, way) for manifest, way in found if way.cost <= PATIENCE_S]
         return soon[0] if soon else min(found, key=lambda option: option[1].cost, default=None)
+
+    def _known(self, manifest: Manifest) -> Manifest:
+        """`manifest`, with its tensors where these are here."""
+        for other in () if manifest.entire else (self._held, self._target):
+            if other is not None and other.manifest.digest == manifest.digest and other.manifest.entire:
+                return with_fields(manifest, tensors=other.manifest.tensors)
+        return manifest
+
+    def _way(self, infos: Sequence[ParcelInfo], manifest: Manifest) -> Way | None:
+        """The cheapest to a version, with the table of its tensors first, where these are not here."""
+        cost = self._cost(manifest)
+        way = cheapest(infos, manifest.form, manifest.version, self._bases(manifest), cost)
+        if way is None or manifest.entire:
+            return way
+        table = table_of(infos, manifest)
+        return None if table is None else Way((table, *way.parcels), cost(table) + way.cost)
 
     def _bases(self, manifest: Manifest) -> dict[int, bytes]:
         if self._held is None or self._held.manifest.form != manifest.form:
@@ -335,4 +385,6 @@ class Receiver:
 
 def _plausible(info: ParcelInfo, manifest: Manifest) -> bool:
     """No parcel is much larger than all that it leads to: who says otherwise wants our memory."""
+    if info.codec == TABLE:
+        return info.size_bytes == manifest.table_bytes
     return info.size_bytes <= 2 * manifest.size_bytes + ANY_SLACK

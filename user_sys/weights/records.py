@@ -16,11 +16,17 @@ from hal.undecodable import UNDECODABLE
 from user_sys.errors import WireError
 
 Form: TypeAlias = Literal["exact", "bf16", "int8"]
-Codec: TypeAlias = Literal["full", "delta", "parts"]
+Codec: TypeAlias = Literal["full", "delta", "parts", "table"]
 
 NO_VERSION = -1
 MAX_PARCEL_BYTES = 1 << 34
 MAX_GRAINS = 4096
+MAX_TENSORS = 1 << 15
+"""of a version, in each of its forms; the scales of integers count."""
+MAX_TABLE_BYTES = 16 << 20
+INLINE_TABLE_BYTES = 32 << 10
+"""A manifest whose table of tensors is longer is without it; the table travels as a parcel of its own."""
+TABLE: Literal["table"] = "table"
 CRC_BYTES = 4
 DIGEST_BYTES = 32
 
@@ -43,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         version: grows with each publication of a run, and over restarts of its learner.
         updates: how many updates the learner had made.
         form: ``exact``; or ``bf16`` / ``int8`` for inference, rounded at the source.
-        tensors: in the order of their names.
+        tensors: in the order of their names; none where their table travels apart, as a parcel of `table_bytes`.
         digest: of `form` and `tensors`, so of every byte.
         size_bytes: of all tensors.
         published_unix_ns: the learner's clock.
@@ -57,8 +63,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     size_bytes: int
     published_unix_ns: int
+    table_bytes: int = 0
     max_error: float = 0.0
     rms_error: float = 0.0
+
+    @property
+    def entire(self) -> bool:
+        """Whether `tensors` are there."""
+        return bool(self.tensors) or not self.table_bytes
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +101,7 @@ class ParcelInfo(msgspec.Struct, frozen=True, array_like=True):
         base: the version that it changes; `NO_VERSION` for a full one.
         base_digest: of that version's manifest; empty for a full one.
         codec: ``full``: every tensor; ``parts``: whole tensors, only those that changed; ``delta``: changed bits too.
+            ``table``: no tensor, but what they are and their digests, for a manifest that is without.
         grain_bytes: it is checked, and asked for, in grains of so many bytes; the last one may be shorter.
         crcs: CRC32C of each grain, little-endian, one after the other.
     """
@@ -119,12 +132,12 @@ def decode_record(raw: bytes, kind: type[Record]) -> Record:
 def check_parcel(info: ParcelInfo) -> None:
     """Whether a parcel's description is within its bounds, before anything is allocated for it. Raises WireError."""
     sound = (
-        0 < info.size_bytes <= MAX_PARCEL_BYTES
+        0 < info.size_bytes <= (MAX_TABLE_BYTES if info.codec == TABLE else MAX_PARCEL_BYTES)
         and 0 < info.grain_bytes
         and info.grains <= MAX_GRAINS
         and len(info.crcs) == CRC_BYTES * info.grains
         and len(info.id) == DIGEST_BYTES
-        and (info.base == NO_VERSION) == (info.codec == "full") == (not info.base_digest)
+        and (info.base == NO_VERSION) == (info.codec in ("full", TABLE)) == (not info.base_digest)
         and NO_VERSION <= info.base < info.version
     )
     if not sound:

@@ -14,10 +14,10 @@ import msgspec
 
 from hal.durable import remove_durably, replace_durably
 from user_sys.errors import WireError
-from user_sys.weights.catalogue import Catalogue, cheapest
+from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.parcel import Parcel, assemble, crc_of
 from user_sys.weights.records import Manifest, ParcelInfo, Signed, check_parcel, decode_record
-from user_sys.weights.state import State
+from user_sys.weights.state import State, with_table
 
 INDEX = "index"
 ORDER = "order"
@@ -135,15 +135,25 @@ def newest(catalogue: Catalogue) -> tuple[Manifest, State] | None:
     for version in sorted({version for _, version in catalogue.manifests}, reverse=True):
         for form in ("exact", "bf16", "int8"):
             if (form, version) in catalogue.manifests and form in catalogue.forms(version):
-                manifest = catalogue.manifests[form, version][0]
                 try:
-                    return manifest, state_of(catalogue, manifest)
+                    manifest = _entire(catalogue, catalogue.manifests[form, version][0])
+                    return manifest, _state_of(catalogue, manifest)
                 except WireError as error:
                     _log.warning("weights.damaged version=%d: %s", version, error)
     return None
 
 
-def state_of(catalogue: Catalogue, manifest: Manifest) -> State:
+def _entire(catalogue: Catalogue, manifest: Manifest) -> Manifest:
+    """`manifest` with its tensors. Raises WireError: their table is not there, or damaged."""
+    if manifest.entire:
+        return manifest
+    table = table_of(catalogue.infos(), manifest)
+    if table is None:
+        raise WireError(f"the table of version {manifest.version} ({manifest.form}) is not here")
+    return with_table(manifest, catalogue.parcels[table.id].payload)
+
+
+def _state_of(catalogue: Catalogue, manifest: Manifest) -> State:
     """The state that `manifest` describes, from the catalogue. Raises WireError: it is not there, or damaged."""
     way = cheapest(catalogue.infos(), manifest.form, manifest.version, {})
     if way is None:

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import DTYPES, Array
 from user_sys.errors import UserSysError, WireError
-from user_sys.weights.records import Form, Manifest, TensorEntry
+from user_sys.weights.records import (
+    INLINE_TABLE_BYTES,
+    MAX_TABLE_BYTES,
+    MAX_TENSORS,
+    Form,
+    Manifest,
+    TensorEntry,
+)
 
 SLICE_BYTES = 4 << 20
 """Bulk work is done in slices of this size: some hundred microseconds, after which it can make room for others."""
 BF16 = np.dtype([("bfloat16", "<u2")])
 """numpy has no bfloat16: its bits, under a name, so that nothing takes them for integers."""
 
+_Table = tuple[Form, Annotated[tuple[TensorEntry, ...], msgspec.Meta(max_length=MAX_TENSORS)]]
 Breathe = Callable[[int], None]
 """Told after each slice how many bytes were worked on; may wait, to leave the machine to others."""
 
@@ -58,7 +68,7 @@ def build_state(
 
     Raises:
         NotFinite: an array of floats holds NaN or infinity.
-        WireError: a dtype that does not travel.
+        WireError: a dtype that does not travel, or more tensors than `MAX_TENSORS`.
     """
     entries, tensors = [], {}
     spoiled: list[str] = []
@@ -77,7 +87,13 @@ def build_state(
         tensors[name] = given
     if spoiled:
         raise NotFinite(f"weights are not finite in {spoiled[:4]}: they are not published")
-    return State(form, tuple(entries), tensors, digest_of(form, tuple(entries)))
+    table = encode_table(form, tuple(entries))
+    if len(entries) > MAX_TENSORS or len(table) > MAX_TABLE_BYTES:
+        raise WireError(
+            f"weights of {len(entries)} tensors with a table of {len(table)} bytes: at most {MAX_TENSORS} and "
+            f"{MAX_TABLE_BYTES} travel; give the policy fewer, larger tensors, with shorter names"
+        )
+    return State(form, tuple(entries), tensors, blake3(table).digest())
 
 
 def verified_state(
@@ -91,7 +107,7 @@ def verified_state(
     Raises:
         WireError: names, dtypes, shapes or digests are not the manifest's, or it contradicts itself.
     """
-    if digest_of(manifest.form, manifest.tensors) != manifest.digest:
+    if blake3(encode_table(manifest.form, manifest.tensors)).digest() != manifest.digest:
         raise WireError(f"the manifest of version {manifest.version} has another digest than its tensors")
     found = {name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     if found != {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}:
@@ -105,23 +121,37 @@ def verified_state(
 
 
 def describe(state: State, version: int, updates: int, unix_ns: int, errors: tuple[float, float]) -> Manifest:
-    """The manifest of `state`; `errors` are those of its rounding (`forms.convert`)."""
+    """The manifest of `state`, without its tensors where their table is long; `errors` are of rounding."""
+    table_bytes = len(encode_table(state.form, state.entries))
+    apart = table_bytes > INLINE_TABLE_BYTES
     return Manifest(
         version=version,
         updates=updates,
         form=state.form,
-        tensors=state.entries,
+        tensors=() if apart else state.entries,
         digest=state.digest,
         size_bytes=state.size_bytes,
         published_unix_ns=unix_ns,
+        table_bytes=table_bytes if apart else 0,
         max_error=errors[0],
         rms_error=errors[1],
     )
 
 
-def digest_of(form: Form, entries: tuple[TensorEntry, ...]) -> bytes:
-    """BLAKE3 of the table of tensors, whose digests cover their bytes."""
-    return blake3(msgspec.msgpack.encode((form, entries))).digest()
+def with_table(manifest: Manifest, table: bytes | memoryview) -> Manifest:
+    """`manifest` with its tensors, which travelled apart. Raises WireError: `table` does not have its digest."""
+    if blake3(table).digest() != manifest.digest:
+        raise WireError(f"the table of version {manifest.version} has not the digest of the manifest")
+    try:
+        _, entries = msgspec.msgpack.decode(table, type=_Table)
+    except UNDECODABLE as error:
+        raise WireError(f"the table of version {manifest.version} is none: {str(error)[:200]}") from None
+    return replace(manifest, tensors=entries)
+
+
+def encode_table(form: Form, entries: tuple[TensorEntry, ...]) -> bytes:
+    """What a manifest's digest is of: what the tensors are, and the digests of their bytes."""
+    return msgspec.msgpack.encode((form, entries))
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
