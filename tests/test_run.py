@@ -230,6 +230,13 @@ def test_a_full_store_is_told_until_there_is_room(monitor: RunMonitor) -> None:
     assert not monitor.progress("training").warning
 
 
+def test_training_that_waits_for_a_persons_order_is_told(monitor: RunMonitor) -> None:
+    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
+    assert "training waits" in monitor.progress("training").warning
+    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
+    assert not monitor.progress("training").warning
+
+
 def test_a_robot_is_behind_its_own_learner_and_no_other(monitor: RunMonitor) -> None:
     monitor.on_metrics(learner(100, 1.0, version=90))
     monitor.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))

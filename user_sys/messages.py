@@ -277,9 +277,13 @@ class WeightsGone(Message, frozen=True, kw_only=True, tag="weights-gone"):
 
 
 class WeightsProgress(Message, frozen=True, kw_only=True, tag="weights-progress"):
-    """To the learner: the oldest version with which a connected robot acts; -1 where none acts with any."""
+    """To the learner: the oldest version with which a connected robot acts, and the one that a person ordered.
+
+    -1 where none acts with any, and where none is ordered.
+    """
 
     oldest: int
+    ordered: int = -1
 
 
 class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"):

@@ -16,6 +16,8 @@ LOST_AFTER_S = 5.0
 RATE_OVER_S = 10.0
 MAX_BETWEEN_REPORTS_S = 1.0
 STORE_FULL = "the experience store's disk is full: robots keep what they record on their own disks; free some space"
+HELD = "training waits: an older version of the weights is ordered, and robots may not be further behind than \
+learner.publish.max_lead; `user-sys weights release` ends the order"
 
 
 @dataclass
@@ -55,6 +57,7 @@ class RunMonitor:
         self.training_s = self._reported_at = 0.0
         self.robots_connected = 0
         self._store_full = False
+        self._held: dict[str, bool] = {}  # each learner: by a person's order
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
@@ -107,6 +110,7 @@ class RunMonitor:
         if not report.node.startswith(LEARNER):
             return
         self._learned[report.node] = report.count
+        self._held[report.node] = bool(report.scalars.get("held_by_order", 0))
         self.updates = sum(self._learned.values())
         self._updates_rate.add(self._clock(), self.updates)
         if "policy_version" in report.scalars:
@@ -159,7 +163,7 @@ class RunMonitor:
             staleness=self._staleness(),
             interventions=self.interventions,
             robots=tuple(self._views()),
-            warning=STORE_FULL if self._store_full else "",
+            warning=STORE_FULL if self._store_full else HELD if any(self._held.values()) else "",
         )
 
     def _staleness(self) -> int:

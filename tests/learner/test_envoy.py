@@ -23,13 +23,13 @@ from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.learner import envoy
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
-from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun
+from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun, WeightsApplied
 from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.records import Manifest
+from user_sys.weights.records import Manifest, Order
 from user_sys.weights.shelf import Shelf
-from user_sys.weights.signing import Trust
+from user_sys.weights.signing import Trust, ensure_signer
 from user_sys.weights.state import NotFinite, build_state
 
 DEADLINE_S = 120.0
@@ -172,6 +172,31 @@ def test_weights_that_are_not_finite_end_the_learner_and_never_leave_it(site: Si
         with pytest.raises(NotFinite):
             learner.publish(weights(3), 3, updates=3)
         assert set(site.digests()) == {1}
+
+
+def test_a_learner_that_waits_for_robots_under_a_persons_order_says_so_once(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = replace(site.setup(), publish=PublishConfig(max_lead=1))
+    shelf, desk = Shelf(site.run / "weights"), site.gateway._weights._desks["learner"]
+    with Envoy(setup, site.stops.append) as learner:
+        for version in (1, 2):
+            learner.publish(weights(version), version, updates=version)
+            assert learner.settle(DEADLINE_S)
+        signer = ensure_signer(site.keys, "learner")
+        shelf.give(signer.sign(Order(serial=1, version=1, by="ada", reason="it shakes", given_unix_ns=0)))
+        until(lambda: learner._status.ordered == 1, "the learner hears of the order")
+        desk.received("panda-0", WeightsApplied(robot="panda-0", version=1, seconds=0.1), None)
+        until(lambda: learner.lead == 1, "and with what the robot acts")
+        assert learner.scalars()["held_by_order"] == 0 and "learner.waits" not in caplog.text
+        for version in (3, 4):
+            learner.publish(weights(version), version, updates=version)
+            assert learner.settle(DEADLINE_S)
+        until(lambda: "learner.waits version=3 ordered=1" in caplog.text, "it says why it waits")
+        assert learner.scalars()["held_by_order"] == 1 and learner.scalars()["versions_ahead"] == 3
+        shelf.give(signer.sign(Order(serial=2, version=-1, by="ada", reason="", given_unix_ns=0)))
+        until(lambda: learner._status.ordered == -1, "the order is taken back")
+        assert learner.scalars()["held_by_order"] == 0 and caplog.text.count("learner.waits") == 1
 
 
 def test_another_layout_is_refused(site: Site) -> None:

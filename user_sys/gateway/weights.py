@@ -77,7 +77,7 @@ class WeightsDesk:
         self._announced: tuple[int, tuple[Form, ...], int] = (NO_VERSION, (), -1)
         self._robots: set[str] = set()
         self._learner = ""
-        self._told: int | None = None  # of the robots' progress, to the learner that is connected
+        self._told: WeightsProgress | None = None  # to the learner that is connected
         self._staleness = Staleness()
         self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
         self._fetcher = Fetcher(self._ask, clock)
@@ -202,6 +202,7 @@ class WeightsDesk:
         self._staleness.offered(self._target, self._clock())
         for name in self._robots:
             self._tell(name)
+        self._tell_progress()
 
     def _due(self, versions: list[int]) -> int:
         """The one of `versions` with which robots are to act."""
@@ -224,9 +225,10 @@ class WeightsDesk:
         self._send(name, offer, None)
 
     def _tell_progress(self) -> None:
-        oldest = self._staleness.oldest
-        if self._learner and oldest != self._told and self._send(self._learner, WeightsProgress(oldest=oldest), None):
-            self._told = oldest
+        ordered = self._target if self._target == self._ordered.version else NO_VERSION
+        progress = WeightsProgress(oldest=self._staleness.oldest, ordered=ordered)
+        if self._learner and progress != self._told and self._send(self._learner, progress, None):
+            self._told = progress
 
     # The thread: fetches from the learner and keeps
 

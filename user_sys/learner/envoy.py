@@ -79,7 +79,7 @@ class Envoy:
         self._told = self._shared = False  # whether the child knows of the newest, and of the memory
         self._earlier = 0  # versions that earlier children made ready
         self._status = Status(NO_VERSION, NO_VERSION, NO_VERSION, 0, 0.0, {})
-        self._confirmed = NO_VERSION
+        self._confirmed = self._said_to_wait = NO_VERSION
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._watch, name="envoy", daemon=True)
 
@@ -189,8 +189,28 @@ class Envoy:
 
     def scalars(self) -> dict[str, float]:
         """For the metrics."""
-        own = {"versions_published": float(self.published), "envoy_restarts": float(self._restarts)}
+        own = {
+            "versions_published": float(self.published),
+            "versions_ahead": float(self.lead),
+            "held_by_order": float(self._held_by_order),
+            "envoy_restarts": float(self._restarts),
+        }
         return own | self._status.scalars
+
+    @property
+    def _held_by_order(self) -> bool:
+        """The learner waits for robots that may not go on: a person has ordered what they act with."""
+        return self._status.ordered != NO_VERSION and 0 < self._setup.publish.max_lead < self.lead
+
+    def _say_why_it_waits(self) -> None:
+        """Once for each order that it waits for."""
+        ordered = self._status.ordered
+        if self._held_by_order and ordered != self._said_to_wait:
+            self._said_to_wait = ordered
+            mend = "`user-sys weights release` lets robots and training go on"
+            log.warning("learner.waits version=%d ordered=%d learner.publish.max_lead: %s", self.version, ordered, mend)
+        if ordered == NO_VERSION:
+            self._said_to_wait = NO_VERSION
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -276,6 +296,7 @@ class Envoy:
         with self._changed:
             if isinstance(word, Status):
                 self._status = word
+                self._say_why_it_waits()
                 self._lent = {slot: version for slot, version in self._lent.items() if version > word.ready}
                 self._confirmed = max(self._confirmed, word.confirmed)
                 if word.failure is not None:
@@ -310,7 +331,7 @@ class Envoy:
             self._child = None
             self._restarts += 1
             self._earlier += self._status.published
-            self._status = replace(self._status, ready=NO_VERSION, oldest=NO_VERSION, published=0)
+            self._status = replace(self._status, ready=NO_VERSION, oldest=NO_VERSION, ordered=NO_VERSION, published=0)
             try:
                 self._launch()
             except OSError as error:

@@ -146,6 +146,7 @@ class _Desk:
                     open_s=publisher.open_s,
                     scalars=publisher.governor.scalars(),
                     failure=None if error is None else Failure(type(error).__name__, str(error)),
+                    ordered=publisher.ordered,
                 )
             )
 

@@ -94,6 +94,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
         published: how many were made ready.
         open_s: when another may follow, by the monotonic clock that all processes of a machine share.
         failure: what ended publishing.
+        ordered: the version that a person ordered; -1 where none is.
     """
 
     ready: int
@@ -103,6 +104,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     open_s: float
     scalars: dict[str, float]
     failure: Failure | None = None
+    ordered: int = -1
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

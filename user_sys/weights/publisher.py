@@ -79,7 +79,7 @@ class Publisher:
 
     Args:
         changed: called by the publisher's threads when a version is ready, was confirmed or could not be published, and
-            when another one is the robots' oldest.
+            when another one is the robots' oldest, or is ordered.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Publisher:
         self._states: dict[Form, tuple[int, State]] = {}
         self._snapshot: _Snapshot | None = None
         self._encoding = False
-        self._asked = self._newest = self._ready = self._confirmed = self._oldest = NO_VERSION
+        self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
         self._aim = NO_VERSION  # the version that the gateway is fetching, or has fetched last
         self._open_s = 0.0
         self._failure: Exception | None = None
@@ -169,6 +169,11 @@ class Publisher:
     def oldest(self) -> int:
         """The oldest with which a connected robot acts; `NO_VERSION` where none acts with any."""
         return self._oldest
+
+    @property
+    def ordered(self) -> int:
+        """The version that a person ordered; `NO_VERSION` where none is."""
+        return self._ordered
 
     @property
     def failure(self) -> Exception | None:
@@ -304,7 +309,7 @@ class Publisher:
                     self._confirmed = max(self._confirmed, version)
                     self._changed.notify_all()
                 self._tell()
-            case WeightsProgress(oldest=oldest):
+            case WeightsProgress(oldest=oldest, ordered=ordered):
                 with self._changed:
-                    self._oldest = oldest
+                    self._oldest, self._ordered = oldest, ordered
                 self._tell()
