@@ -243,6 +243,38 @@ def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: Counter
     assert version == 2 and offer.order is None
 
 
+def test_what_has_rotted_on_the_disk_is_handed_to_nobody_and_fetched_anew(counter: Counter) -> None:
+    parcel = full_parcel(state := counter.full(1), 1)
+    counter.answer()
+    again = Counter(counter.shelf.folder, counter.signer)
+    again.offer(1, state, parcel)
+    assert not again.asked and again.grain("one", parcel, 0), "it is there"
+    (path,) = again.shelf.folder.glob("*.parcel")
+    with open(path, "r+b") as file:
+        file.seek(10)
+        file.write(bytes([parcel.payload[10] ^ 1]))
+    assert not again.grain("one", parcel, 0), "not what was described"
+    again.desk._collect()
+    again.round()
+    assert again.asked, "the learner has it still"
+    again.answer()
+    assert again.desk.version == 1 and again.grain("one", parcel, 0)
+    assert Shelf(again.shelf.folder).open().versions() == [1], "and so has the disk"
+
+
+def test_a_parcel_that_the_learner_hands_out_damaged_is_given_up_for_another(counter: Counter) -> None:
+    state = build_state(arrays(1))
+    good = full_parcel(state, 1)
+    content = bytearray(good.payload)
+    content[0] ^= 1
+    counter.offer(1, state, Parcel(good.info, memoryview(bytes(content))))
+    counter.answer()
+    assert not counter.asked and counter.desk.version == NO_VERSION
+    counter.full(2)
+    counter.answer()
+    assert counter.desk.version == 2
+
+
 def test_a_relay_forgets_the_run_before(counter: Counter) -> None:
     for version in (7, 8):
         counter.full(version, unix_ns=100 + version)

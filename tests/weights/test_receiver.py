@@ -17,7 +17,7 @@ from user_sys.codec import Array
 from user_sys.errors import WireError
 from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
 from user_sys.weights.catalogue import Catalogue
-from user_sys.weights.fetch import STALL_S
+from user_sys.weights.fetch import MOST_DAMAGED, STALL_S
 from user_sys.weights.forms import convert
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
@@ -247,6 +247,53 @@ def test_a_run_that_began_since_is_newer_whatever_its_numbers(world: World, numb
     world.receiver.offered(published(world, number + 1, seed=4, unix_ns=201))
     world.run()
     assert world.receiver.version == number + 1 and world.receiver.refused == 0
+
+
+def spoilt(parcel: Parcel) -> Parcel:
+    """The same with a byte changed: at its source, so that it comes damaged however often it is asked for."""
+    content = bytearray(parcel.payload)
+    content[-1] ^= 1
+    return Parcel(parcel.info, memoryview(bytes(content)))
+
+
+def test_a_parcel_that_comes_damaged_however_often_it_is_asked_for_is_given_up_for_another_way(world: World) -> None:
+    states = chain(world, 2)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    difference = next(parcel for parcel in world.catalogue.parcels.values() if parcel.info.codec == "delta")
+    world.catalogue.parcels[difference.info.id] = spoilt(difference)
+    full = full_parcel(states[1], 1)
+    world.catalogue.parcels |= {full.info.id: full}
+    world.receiver.offered(world.offer(1))
+    world.run(rounds=100)
+    assert world.receiver.version == 1 and world.receiver.damaged == MOST_DAMAGED and world.receiver.refused == 1
+
+
+def test_without_another_way_it_is_tried_again_when_a_session_begins(world: World) -> None:
+    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
+    world.add(manifest, signed, spoilt(parcel))
+    for _ in range(2):
+        world.receiver.offered(world.offer(1))
+        world.run(rounds=100)
+        assert world.receiver.version == NO_VERSION and world.receiver.damaged == MOST_DAMAGED
+    world.add(manifest, signed, parcel)
+    world.receiver.offered(world.offer(1, greeting=True))
+    world.run(rounds=100)
+    assert world.receiver.version == 1
+
+
+def test_what_was_gone_and_is_offered_again_is_asked_for_again(world: World) -> None:
+    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
+    world.add(manifest, signed, parcel)
+    offer = world.offer(1)
+    world.catalogue.parcels.clear()
+    world.receiver.offered(offer)
+    world.run(rounds=100)
+    assert world.receiver.version == NO_VERSION and not world.receiver.busy
+    world.add(manifest, signed, parcel)
+    world.receiver.offered(offer)
+    world.run(rounds=100)
+    assert world.receiver.version == 1
 
 
 def many(number: int) -> dict[str, Array]:

@@ -32,7 +32,7 @@ from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import answers
+from user_sys.weights.serve import answers, is_rotten
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
@@ -70,6 +70,8 @@ class WeightsDesk:
         self.failure: BaseException | None = None
         self._shelf, self._send, self._kept, self._clock = shelf, send, max(1, kept), clock
         self._catalogue = shelf.open()
+        self._read = set(self._catalogue.parcels)  # from a disk, where they may rot
+        self._lost = False  # one of them did, and the learner may have it still
         self._signer = shelf.signer()
         self._unreadable = ""  # what was wrong with the order, as it was told
         self._order, self._ordered = self._read_order()
@@ -144,6 +146,8 @@ class WeightsDesk:
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
                 self._remember(name, message.parcel)
+                if message.parcel in self._read and is_rotten(self._catalogue, message):
+                    self._lose(message.parcel)
                 for found, content in answers(self._catalogue, message):
                     self._send(name, found, content)
             case WeightsApplied():
@@ -168,6 +172,17 @@ class WeightsDesk:
                 aim, _ = self._aims.get(name, (NO_VERSION, 0.0))
                 fresh = max(self._target, known.info.version)
                 self._aims[name] = aim if known.info.version <= aim else fresh, self._clock()
+
+    def _lose(self, parcel: bytes) -> None:
+        """Drops what has rotted on the disk."""
+        with self._lock:
+            if (lost := self._catalogue.parcels.pop(parcel, None)) is None:
+                return
+            logger.error("weights.damaged version=%d: its file has changed since it was read", lost.info.version)
+            self._read.discard(parcel)
+            self._shelf.doubt(parcel)
+            self._announce()
+            self._lost = self._unkept = True
 
     def _put(self, item: _FromLearner) -> None:
         try:
@@ -259,9 +274,15 @@ class WeightsDesk:
                 self._consider(offer)
             case WeightsGrains() as grains if item.payload is not None:
                 self._fetcher.take(grains.parcel, grains.first, memoryview(item.payload))
+                if self._fetcher.hopeless(grains.parcel):
+                    logger.error("weights.given_up peer=%s: a parcel comes damaged again and again", self._learner)
+                    self._give_up(grains.parcel)
             case WeightsGone(parcel=parcel):
-                self._fetcher.gone(parcel)
-                self._look_elsewhere(parcel)
+                self._give_up(parcel)
+
+    def _give_up(self, parcel: bytes) -> None:
+        self._fetcher.gone(parcel)
+        self._look_elsewhere(parcel)
 
     def _ask(self, parcel: bytes, first: int, count: int) -> bool:
         request = WeightsRequest(parcel=parcel, first=first, count=count)
@@ -306,7 +327,7 @@ class WeightsDesk:
             logger.error("weights.order_not_withdrawn: %s", error)
 
     def _look_elsewhere(self, gone: bytes) -> None:
-        """The learner does not have a parcel any more that it offered: the version may be reached by others."""
+        """A parcel that was offered is not to be had from the learner: the version may be reached by others."""
         if self._offered is not None:
             offer, manifests = self._offered
             left = tuple(info for info in offer.parcels if info.id != gone)
@@ -346,6 +367,9 @@ class WeightsDesk:
 
     def _collect(self) -> None:
         """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""
+        if self._lost:
+            self._lost = False
+            self._turn()
         done = [info for info in self._fetcher.wanted if not self._fetcher.missing_bytes(info)]
         if not done:
             return

@@ -27,6 +27,8 @@ FIRST_RATE = 4e6  # bytes/s, until one was measured
 RATE_SMOOTHING = 0.7
 RATE_SAMPLE_S = 0.002
 STALL_S = 2.0
+MOST_DAMAGED = 5
+"""A grain that came damaged so often is no better at its source: its parcel is given up."""
 
 Ask = Callable[[bytes, int, int], bool]
 """Asks the other end for grains of a parcel (id, first grain, count); False where that cannot be sent now."""
@@ -44,6 +46,8 @@ class Partial:
         self._asked = np.zeros(info.grains, np.bool_)
         self._missing_bytes = info.size_bytes
         self._unbroken = 0  # grains from the first on that are here
+        self._failures = np.zeros(info.grains, np.uint8)  # how often each came damaged, up to `MOST_DAMAGED`
+        self.hopeless = False  # whether one came damaged so often
 
     @property
     def missing_bytes(self) -> int:
@@ -76,13 +80,17 @@ class Partial:
         info, answered, damaged = self.info, 0, 0
         for offset in range(0, len(payload), info.grain_bytes):
             grain, piece = first + offset // info.grain_bytes, payload[offset : offset + info.grain_bytes]
-            if not 0 <= grain < info.grains or len(piece) != self._size(grain):
+            if not 0 <= grain < info.grains:
+                return answered, damaged + 1
+            if len(piece) != self._size(grain):
+                self._fail(grain)
                 return answered, damaged + 1
             answered += len(piece) * bool(self._asked[grain])
             self._asked[grain] = False
             if self._here[grain]:
                 continue
             if not crc_of(piece, info, grain):
+                self._fail(grain)
                 damaged += 1
                 continue
             start = grain * info.grain_bytes
@@ -90,6 +98,10 @@ class Partial:
             self._here[grain] = True
             self._missing_bytes -= len(piece)
         return answered, damaged
+
+    def _fail(self, grain: int) -> None:
+        self._failures[grain] = min(MOST_DAMAGED, int(self._failures[grain]) + 1)
+        self.hopeless = self.hopeless or bool(self._failures[grain] == MOST_DAMAGED)
 
     def _size(self, grain: int) -> int:
         return min(self.info.grain_bytes, self.info.size_bytes - grain * self.info.grain_bytes)
@@ -196,6 +208,11 @@ class Fetcher:
         if now - self._sampled_s >= RATE_SAMPLE_S:
             self.rate = self.rate.after(self._sampled_bytes / (now - self._sampled_s))
             self._sampled_s, self._sampled_bytes = now, 0
+
+    def hopeless(self, parcel: bytes) -> bool:
+        """Whether a parcel is not to be had from here: what comes of it is damaged, again and again."""
+        partial = self._partials.get(parcel)
+        return partial is not None and partial.hopeless
 
     def pump(self) -> float:
         """Asks for what the window has room for; returns after how many seconds to call again at the latest."""

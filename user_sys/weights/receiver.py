@@ -110,7 +110,8 @@ class Receiver:
         self._target: _Target | None = None
         self._order = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
         self._not_ours = NO_VERSION  # a version that is sound and that the policy does not take
-        self._useless: set[bytes] = set()  # parcels of which nothing good came, or that are gone, among those offered
+        self._useless: set[bytes] = set()  # parcels of which nothing good came, among those offered
+        self._gone: set[bytes] = set()  # parcels that were not there any more when they were last offered
         self._speeds: dict[str, float] = {}
 
     @property
@@ -154,6 +155,7 @@ class Receiver:
         """A version is there to be fetched. One with a forged signature is refused, and nothing changes."""
         if offer.greeting:
             self._fetcher.restart()
+            self._useless.clear()
         try:
             self._trust.adopt(offer.signer)
             self._obey(offer.order)
@@ -175,6 +177,7 @@ class Receiver:
             heard_s = self._offered.heard_s
         parcels = tuple(p for p in offer.parcels if p.form in allowed and _plausible(p, allowed[p.form][0]))
         self._useless &= {info.id for info in parcels}
+        self._gone.clear()
         self._offered = _Offered(allowed, parcels, version, heard_s)
         self._choose()
 
@@ -182,9 +185,15 @@ class Receiver:
         """Grains, or word that there are none."""
         if isinstance(message, WeightsGrains) and payload is not None:
             self._fetcher.take(message.parcel, message.first, payload)
+            if self._fetcher.hopeless(message.parcel):
+                self._refuse("a parcel comes damaged again and again")
+                self._fetcher.gone(message.parcel)
+                self._give_up({message.parcel})
         elif isinstance(message, WeightsGone):
             self._fetcher.gone(message.parcel)
-            self._give_up({message.parcel})
+            offered = () if self._offered is None else self._offered.parcels
+            self._gone |= {info.id for info in offered if info.id == message.parcel}
+            self._look_elsewhere({message.parcel})
 
     def step(self) -> float:
         """Asks for more, or completes a version; returns after how many seconds to call again at the latest."""
@@ -287,7 +296,7 @@ class Receiver:
     def _best(self, offered: _Offered) -> tuple[Manifest, Way] | None:
         """The most exact form that comes within `PATIENCE_S`, or else the one that comes first."""
         found: list[tuple[Manifest, Way]] = []
-        infos = [info for info in offered.parcels if info.id not in self._useless]
+        infos = [info for info in offered.parcels if info.id not in self._useless | self._gone]
         for form in self._forms:
             if form in offered.manifests:
                 manifest = self._known(offered.manifests[form][0])
@@ -366,8 +375,12 @@ class Receiver:
         self._speeds[codec] = SPEED_SMOOTHING * before + (1 - SPEED_SMOOTHING) * speed
 
     def _give_up(self, parcels: set[bytes]) -> None:
-        """Nothing good comes of these: takes another way, where there is one, and otherwise waits for another offer."""
+        """Nothing good comes of these, for as long as they are offered in this session."""
         self._useless |= parcels
+        self._look_elsewhere(parcels)
+
+    def _look_elsewhere(self, parcels: set[bytes]) -> None:
+        """Takes another way than by these, where there is one, and otherwise waits for another offer."""
         if self._target is not None and parcels & {info.id for info in self._target.way}:
             self._drop_target()
         if self._target is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from user_sys.messages import WeightsGone, WeightsGrains, WeightsRequest
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
+from user_sys.weights.parcel import Parcel, crc_of
 
 Answer = tuple[WeightsGrains, memoryview] | tuple[WeightsGone, None]
 
@@ -16,12 +17,26 @@ def answers(catalogue: Catalogue, request: WeightsRequest) -> list[Answer]:
     nothing.
     """
     parcel = catalogue.parcels.get(request.parcel)
-    if parcel is None or not 0 <= request.first < parcel.info.grains or request.count < 1:
+    if parcel is None or not (asked := _asked(parcel, request)):
         return [(WeightsGone(parcel=request.parcel), None)]
-    end = min(request.first + request.count, parcel.info.grains)
-    end = min(end, request.first + max(1, REQUEST_BYTES // parcel.info.grain_bytes))
     step = max(1, MESSAGE_BYTES // parcel.info.grain_bytes)
     return [
-        (WeightsGrains(parcel=request.parcel, first=first), parcel.grains(first, min(step, end - first)))
-        for first in range(request.first, end, step)
+        (WeightsGrains(parcel=request.parcel, first=first), parcel.grains(first, min(step, asked.stop - first)))
+        for first in asked[::step]
     ]
+
+
+def is_rotten(catalogue: Catalogue, request: WeightsRequest) -> bool:
+    """Whether a grain that `answers` would hand out is not what was described: what lies on a disk may rot."""
+    parcel = catalogue.parcels.get(request.parcel)
+    return parcel is not None and not all(
+        crc_of(parcel.grains(grain, 1), parcel.info, grain) for grain in _asked(parcel, request)
+    )
+
+
+def _asked(parcel: Parcel, request: WeightsRequest) -> range:
+    """The grains that one request brings; none where it asks for what is not there."""
+    if not 0 <= request.first < parcel.info.grains:
+        return range(0)
+    most = max(1, REQUEST_BYTES // parcel.info.grain_bytes)
+    return range(request.first, min(request.first + min(request.count, most), parcel.info.grains))

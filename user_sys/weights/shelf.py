@@ -85,6 +85,10 @@ class Shelf:
             if path not in named:
                 path.unlink(missing_ok=True)
 
+    def doubt(self, parcel: bytes) -> None:
+        """What was read of a parcel has turned out damaged since: the next `keep` that has it writes it anew."""
+        self._whole.discard(parcel)
+
     def signer(self) -> bytes:
         """The public key that `keep` was given."""
         return self._index().signer
