@@ -14,14 +14,16 @@ import pytest
 
 from user_sys.cli import main
 from user_sys.codec import Array
+from user_sys.errors import RunError
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.gateway.weights import thinned
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied, WeightsMessage
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.tunnel.wire import Payload
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
@@ -335,6 +337,32 @@ def test_the_learner_hears_how_far_the_slowest_robot_is_behind(site: Site) -> No
             scalars = site.gateway._weights.scalars()
             assert scalars["staleness_s/one"] == 0 and 0 < scalars["staleness_s/one/up_to_30"] <= 1
         one.client.close()
+
+
+class Silent:
+    """A link on which nothing ever comes."""
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        return False
+
+    def receive_weights(self, timeout_s: float) -> None:
+        return None
+
+
+def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before_it_drives(tmp_path: Path) -> None:
+    """It would trust whoever its gateway names at each start; before, it ended as the first weights came, for ever."""
+    (tmp_path / "no folder").touch()
+    keys, config = tmp_path / "no folder" / "keys", InletConfig()
+
+    def inlet() -> WeightsInlet:
+        return WeightsInlet(Silent(), PolicySwapper(Numbered), config, keys, None, Governor(config.governor))
+
+    with pytest.raises(RunError, match=r"learner\.verify cannot be written .* copy learner\.verify of the run's keys"):
+        inlet()
+    keys = tmp_path / "keys"
+    inlet()
+    ensure_signer(keys, "learner")
+    inlet()
 
 
 def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(site: Site) -> None:

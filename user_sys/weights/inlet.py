@@ -74,7 +74,7 @@ class WeightsInlet:
         governor: Governor,
         greeted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises RunError: the learner's key is damaged."""
+        """Raises RunError: the learner's key is damaged, or not known and could not be kept."""
         self._link, self._swapper, self._governor, self._greeted = link, swapper, governor, greeted
         self._config = config
         self._shelf = None if folder is None else Shelf(folder)
@@ -83,8 +83,10 @@ class WeightsInlet:
         self._failure: Exception | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        trust = Trust(keys / f"{LEARNER}{PUBLIC_SUFFIX}")
+        trust.require_lasting()
         self.receiver = Receiver(
-            Trust(keys / f"{LEARNER}{PUBLIC_SUFFIX}"),
+            trust,
             lambda manifest, arrays, heard_s: swapper.load(manifest.version, arrays, heard_s),
             lambda parcel, first, count: link.send_weights(WeightsRequest(parcel=parcel, first=first, count=count)),
             forms=("exact",) if config.exact_only else type(swapper.policy).forms,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from hal.durable import PRIVATE, replace_durably
+from hal.durable import PRIVATE, make_folder_durably, replace_durably
 from user_sys.errors import RunError, WireError
 from user_sys.weights.records import Record, Signed, decode_record
 
@@ -64,13 +65,25 @@ class Trust:
     """The learner's public key, as a robot knows it: from a file, or else the first that is named, kept in that file.
 
     What names the first one is the gateway, over an encrypted connection to a key that the robot was given. Whoever
-    does not want to trust the gateway with this copies the file beforehand.
+    does not want to trust the gateway with this copies the file beforehand. A key that cannot be kept is not taken:
+    whoever is asked at the next start could name another.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises RunError: the file is damaged."""
         self._path = path
         self._verifier = load_verifier(path) if path.exists() else None
+
+    def require_lasting(self) -> None:
+        """Raises RunError: no key is known, and none could be kept."""
+        if self._verifier is not None:
+            return
+        try:
+            make_folder_durably(self._path.parent)
+            with TemporaryFile(dir=self._path.parent):
+                pass
+        except OSError as error:
+            raise self._unkept(error) from None
 
     def open(self, signed: Signed, kind: type[Record]) -> Record:
         """As `Verifier.open`."""
@@ -79,12 +92,21 @@ class Trust:
         return self._verifier.open(signed, kind)
 
     def adopt(self, public_key: bytes) -> None:
-        """Trusts `public_key` if no other is known. Raises WireError: no key; OSError: it cannot be kept."""
+        """Trusts `public_key` if no other is known. Raises WireError: no key; RunError: it cannot be kept."""
         if self._verifier is not None:
             return
         verifier = verifier_of(public_key)
-        replace_durably(self._path, public_key.hex().encode() + b"\n")
+        try:
+            replace_durably(self._path, public_key.hex().encode() + b"\n")
+        except OSError as error:
+            raise self._unkept(error) from None
         self._verifier = verifier
+
+    def _unkept(self, error: OSError) -> RunError:
+        return RunError(
+            f"whose weights this robot may take is not known, and {self._path} cannot be written ({error.strerror}): "
+            f"copy {self._path.name} of the run's keys folder there, or make the folder writable"
+        )
 
 
 def new_signer() -> Signer:
