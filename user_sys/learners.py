@@ -39,6 +39,11 @@ def learner_from_robot(cards: Sequence[RobotCard]) -> dict[str, str]:
     return {card.robot: names[card.spec.embodiment] for card in cards}
 
 
+def is_learner(name: str) -> bool:
+    """Whether `learners_of` could have named a learner so: a name that is safe for a folder."""
+    return name == LEARNER or bool(re.fullmatch(rf"{LEARNER}-[A-Za-z0-9-]{{1,200}}", name))
+
+
 def folder_of(parent: Path, learner: str) -> Path:
     """Where a learner's files lie: in `parent` itself for the run's first, in a folder of its name for the others."""
     return parent if learner == LEARNER else parent / learner

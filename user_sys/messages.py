@@ -246,6 +246,7 @@ class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
 
     `manifests` hold one `user_sys.weights.records.Manifest` for each form of the version, `order` the newest `Order` of
     a person, where there is one; both are signed by the learner's key.
+    `learner` is the name of whose version it is, and `embodiment` what that learns for: a relay hears of every learner.
     """
 
     manifests: tuple[Signed, ...]
@@ -253,6 +254,8 @@ class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
     signer: bytes  # the learner's public key, for receivers that were given none
     order: Signed | None = None
     greeting: bool = False  # the first of a session: what was asked for in an earlier one will not come
+    learner: str = ""
+    embodiment: str = ""
 
 
 class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):

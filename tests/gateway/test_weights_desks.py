@@ -5,15 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.gateway.desks import EMBODIMENT, WeightsDesks
+from user_sys.gateway.weights import WeightsDesk
 from user_sys.learners import LEARNER, folder_of, learners_of
-from user_sys.messages import WeightsApplied, WeightsAsk, WeightsProgress, WeightsRequest
+from user_sys.messages import (
+    WeightsApplied,
+    WeightsAsk,
+    WeightsGrains,
+    WeightsOffer,
+    WeightsProgress,
+    WeightsRequest,
+)
 from user_sys.robot_cards import RobotCard
 from user_sys.tunnel.session import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
+from user_sys.weights.parcel import full_parcel
+from user_sys.weights.signing import new_signer
+from user_sys.weights.state import build_state, describe
 
 PANDA = RobotSpec(
     model="panda",
@@ -94,6 +106,40 @@ def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
     assert not hall.answered("a")
     hall.desks.opened(Peer("hall", "relay", "key", "nowhere", b"1"))
     assert hall.answered("hall")
+
+
+def take_in(desk: WeightsDesk) -> None:
+    """What the desk's thread would do; it does not run here."""
+    while not desk._inbox.empty():
+        desk._take_in(0.0)
+        desk._collect()
+    desk._fetcher.pump()
+
+
+def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_path: Path) -> None:
+    hall = Hall(tmp_path)
+    hall.desks.opened(Peer("hall", "relay", "key", "nowhere", b"1"))
+    signer, offers = new_signer(), dict[str, WeightsOffer]()
+    for number, (name, spec) in enumerate(((FIRST, PANDA), (SECOND, ARM)), 1):
+        hall.desks.opened(learner(name, spec))
+        state = build_state({"w": np.full(3, number, np.float32)})
+        manifest, parcel = describe(state, number, 1, 0, (0.0, 0.0)), full_parcel(state, number)
+        offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(parcel.info,), signer=signer.public_key)
+        hall.sent.clear()
+        desk = hall.desks._desks[name]
+        desk.received(name, offer, None)
+        take_in(desk)
+        desk.received(name, WeightsGrains(parcel=parcel.info.id, first=0), parcel.payload)
+        take_in(desk)
+        ((_, offers[name]),) = ((who, said) for who, said in hall.sent if who == "hall")
+        hall.sent.clear()
+        hall.desks.received("hall", WeightsRequest(parcel=parcel.info.id, first=0, count=1), None)
+        ((who, answer),) = hall.sent
+        assert who == "hall" and isinstance(answer, WeightsGrains)
+    assert {name: (offer.learner, offer.embodiment) for name, offer in offers.items()} == {
+        FIRST: (FIRST, PANDA.embodiment),
+        SECOND: (SECOND, ARM.embodiment),
+    }
 
 
 def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> None:

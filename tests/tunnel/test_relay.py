@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from tunnel_kit import QUICK, Recorder, Site, chunk, hello, prepare, serving, stored, until
 
+from hal.spec import ArraySpec, RobotSpec
 from sim.link import Link
 from user_sys.codec import Array
 from user_sys.edge.outbox import Outbox
@@ -40,6 +41,13 @@ from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
 
 ROBOTS = ("far-0", "far-1", "far-2", "far-3")
+PANDA = RobotSpec(
+    model="panda",
+    rate_hz=10.0,
+    observation=(),
+    action=ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,)),
+)
+ARM = replace(PANDA, model="so 101")
 
 
 class FarSite:
@@ -49,9 +57,11 @@ class FarSite:
         self.folder, self.relay, self.public = folder, relay, public
         self.clients: list[TunnelClient] = []
 
-    def robot(self, name: str, keys: KeyPair | None = None, outbox: Outbox | None = None) -> TunnelClient:
+    def robot(
+        self, name: str, keys: KeyPair | None = None, outbox: Outbox | None = None, spec: RobotSpec | None = None
+    ) -> TunnelClient:
         pair = keys or load_keypair(self.folder / "keys" / f"{name}.key")
-        said = replace(hello(name, "robot"), holder=f"edge of {name}")
+        said = replace(hello(name, "robot"), holder=f"edge of {name}", spec=spec)
         client = TunnelClient(self.relay.server.endpoint, pair, self.public, said, outbox=outbox, limits=QUICK)
         self.clients.append(client)
         client.start()
@@ -277,6 +287,43 @@ def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> No
             order = Order(serial=1, version=1, by="eve", reason="the second is worse", given_unix_ns=time.time_ns())
             Shelf(cloud.run / "weights").give(signer.sign(order))
             until(lambda: reader.poll() == 1, "the robot goes back")
+
+
+def test_robots_behind_a_relay_have_the_weights_and_the_orders_of_their_own_learner(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    keys, second = tmp_path / "cloud" / "keys", "learner-so-101-x"
+    signer, pair = ensure_signer(keys, "learner"), new_keypair()
+    save_keypair(pair, keys, second)
+    Keyring(keys).allow(pair.public, second, "learner")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far, ExitStack() as stack:
+        panda, arm = (Reader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM)))
+        for number, (name, spec) in enumerate((("learner", PANDA), (second, ARM)), 1):
+            client = _learner(cloud, name, spec)
+            publisher = stack.enter_context(Publisher(client, signer, PublishConfig()))
+            publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
+            assert publisher.settle(120)
+        until(lambda: (panda.poll(), arm.poll()) == (10, 20), "each has its own learner's")
+        assert panda.arrays["w"][0] == 1 and arm.arrays["w"][0] == 2
+        publisher.publish({"w": np.full(10, 3, np.float32)}, 21, updates=2)
+        until(lambda: arm.poll() == 21, "a newer one")
+        order = Order(serial=1, version=20, by="eve", reason="it is worse", given_unix_ns=time.time_ns())
+        Shelf(cloud.run / "weights" / second).give(signer.sign(order))
+        until(lambda: arm.poll() == 20, "the order is for those of the second learner")
+        until(lambda: Shelf(far.folder / "relay" / "weights" / second).open().versions() == [20, 21], "they are kept")
+        assert panda.poll() == 10
+    with relaying(tmp_path / "far", cloud) as far:  # the cloud is away by now
+        panda, arm = (Reader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM)))
+        until(lambda: (panda.poll(), arm.poll()) == (10, 20), "the relay has both on its disk, and the order")
+
+
+def _learner(cloud: Site, name: str, spec: RobotSpec) -> TunnelClient:
+    keys = load_keypair(cloud.run / "keys" / f"{name}.key")
+    said = replace(hello(name, "learner"), spec=spec)
+    client = TunnelClient(cloud.address.endpoint, keys, cloud.address.public_key, said, limits=QUICK)
+    cloud.clients.append(client)
+    client.start()
+    client.wait_open(120)
+    return client
 
 
 def _status(robot: str) -> RobotStatus:

@@ -23,8 +23,9 @@ from rich.console import Console
 from hal.signals import stop_on_signals
 from user_sys.config import load
 from user_sys.errors import Refused, WireError
+from user_sys.gateway.desks import WeightsDesks
 from user_sys.gateway.passage import Passage, Transit
-from user_sys.gateway.weights import WeightsDesk
+from user_sys.learners import LEARNER, is_learner
 from user_sys.messages import (
     PROTOCOL_VERSION,
     ChunkOffer,
@@ -38,9 +39,12 @@ from user_sys.messages import (
     PreviewAck,
     RobotStatus,
     WeightsApplied,
+    WeightsAsk,
     WeightsGone,
     WeightsGrains,
     WeightsOffer,
+    WeightsProgress,
+    WeightsReceived,
     WeightsRequest,
 )
 from user_sys.tunnel.audit import AuditLog
@@ -51,7 +55,6 @@ from user_sys.tunnel.local import require_dialled
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.records import Signed
-from user_sys.weights.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ REPORT_S = 1.0
 TELL_S = 0.5
 GATEWAY = "gateway"  # the cloud's name among the keys
 CLOSE_S = 10.0
+MAX_ASKED = 4096  # parcels under way, or that nothing came of
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,11 @@ class Relay:
         self.server = TunnelServer(
             config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
         )
-        self._shelf = Shelf(folder / "weights")
-        self._order: Signed | None = None
-        self._offered = False  # weights, by the cloud, since the start
-        self._weights = WeightsDesk(self._shelf, self._send, config.weights_kept)
+        self._orders: dict[str, Signed] = {}  # of each learner, that were taken down
+        self._asked: dict[bytes, str] = {}  # parcels that were asked for, and for which learner
+        self._noting = threading.Lock()  # the desks' threads ask
+        self._offered: set[str] = set()  # the learners whose weights the cloud has offered since the start
+        self._weights = WeightsDesks(folder / "weights", self._send, config.weights_kept, self._robots)
         self.uplink = self._client(Hello(protocol=PROTOCOL_VERSION, role="relay", name=config.name))
         self._hellos: dict[str, Hello] = {}
         self._passages: dict[str, Passage] = {}
@@ -148,29 +153,47 @@ class Relay:
             self._upstream, self._keys, self._upstream_key, hello, outbox=transit, limits=self._config.tunnel
         )
 
+    def _robots(self) -> list[Peer]:
+        return list(self.server.peers("robot"))
+
     def _send(self, name: str, message: AnyMessage, payload: Payload | None = None) -> bool:
-        """To a robot of this site; or what the desk asks of its learner, in whose place the cloud's gateway is here."""
-        if name != GATEWAY:
-            return self.server.send(name, message, payload)
-        return isinstance(message, WeightsRequest) and self.uplink.send_weights(message)
+        """To a robot of this site; or what a desk asks of its learner, in whose place the cloud's gateway is here."""
+        if isinstance(message, WeightsRequest):
+            self._note(message.parcel, name)
+            return self.uplink.send_weights(message)
+        if isinstance(message, WeightsAsk | WeightsProgress | WeightsReceived):
+            return False
+        return self.server.send(name, message, payload)
+
+    def _note(self, parcel: bytes, learner: str) -> None:
+        """Which desk a parcel is for, that was asked for now."""
+        with self._noting:
+            while len(self._asked) >= MAX_ASKED and parcel not in self._asked:
+                del self._asked[next(iter(self._asked))]
+            self._asked[parcel] = learner
 
     def _take_weights(self, envelope: Envelope | None) -> None:
         match envelope.message if envelope is not None else None:
             case WeightsOffer() as offer:
-                if offer.greeting or not self._offered:  # what was asked for over an earlier link will not come
-                    self._weights.learner_opened(GATEWAY)
-                self._offered = True
-                if offer.order is not None and offer.order != self._order:
-                    self._take_order(offer.order)
-                self._weights.received(GATEWAY, offer, None)
-            case WeightsGrains() | WeightsGone() as message:
-                self._weights.received(GATEWAY, message, envelope.payload if envelope else None)
+                self._take_offer(offer.learner or LEARNER, offer)
+            case WeightsGrains() | WeightsGone() as message if learner := self._asked.get(message.parcel):
+                self._weights.received(learner, message, envelope.payload if envelope else None)
 
-    def _take_order(self, order: Signed) -> None:
+    def _take_offer(self, learner: str, offer: WeightsOffer) -> None:
+        if not is_learner(learner):
+            logger.error("relay.no_learner name=%r", learner)
+            return
+        if offer.greeting or learner not in self._offered:  # what was asked for over an earlier link will not come
+            self._weights.learner_opened(learner, offer.embodiment)
+        self._offered.add(learner)
+        if offer.order is not None and offer.order != self._orders.get(learner):
+            self._take_order(learner, offer.order)
+        self._weights.received(learner, offer, None)
+
+    def _take_order(self, learner: str, order: Signed) -> None:
         try:
-            self._shelf.give(order)
-            self._order = order
-            self._weights.look_for_order()
+            self._weights.give(learner, order)
+            self._orders[learner] = order
         except OSError as error:  # it comes again with the next offer
             logger.error("relay.order_not_kept: %s", error)
 
@@ -196,7 +219,7 @@ class Relay:
         passage = Passage(self._client(hello, transit), transit, self.server, self._passages.get(peer.name))
         self._passages[peer.name] = passage
         passage.start()
-        self._weights.robot_opened(peer.name)
+        self._weights.opened(peer)
 
     def peer_closed(self, peer: Peer, reason: str) -> None:
         self._passages[peer.name].end()

@@ -155,6 +155,9 @@ class WeightsDesk:
                     self._staleness.acts(name, message.version)
                     self._tell_progress()
 
+    def has(self, parcel: bytes) -> bool:
+        return parcel in self._catalogue.parcels
+
     def look_for_order(self) -> None:
         """Obeys an order that a person left on the shelf since the last look."""
         order, ordered = self._read_order()

@@ -129,7 +129,7 @@ _STATES: dict[type[Message], Callable[[Any], Hashable]] = {
     OperatorCommand: lambda order: ("drive", order.robot, order.operator) if order.order == "drive" else None,
     WatchRequest: lambda request: ("watch", request.robot),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
-    WeightsOffer: lambda offer: (WeightsOffer, offer.greeting),  # a greeting says more than what is newest
+    WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a greeting says more than the newest
     **{kind: type for kind in (WeightsProgress, ChunkAck)},
 }
 
