@@ -3,9 +3,10 @@
 ``python -m benchmarks.gpu_push`` needs a GPU and takes some minutes; without one it runs a small policy on the CPU
 through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``.
 
-A thread pushes without pause: it copies the learner's float32 weights, rounds them to bfloat16 by a kernel of so many
-thread blocks, and copies them to pinned host memory, all on a stream of the lowest priority. Meanwhile this thread
-measures inference and training steps of the same policy, in rounds with and without pushes in turn.
+A thread pushes without pause, as a learner does that publishes nothing but bfloat16: it copies the learner's float32
+weights, rounds them to bfloat16 by a kernel of so many thread blocks, and copies them to host memory, on a stream of
+the lowest priority or in a green context. Meanwhile this thread measures inference and training steps of the same
+policy, in rounds with and without pushes in turn.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.harness import Row, report
+from user_sys.errors import ConfigError
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.gpu.device import Budget, HostCopies, Unbounded
+from user_sys.weights.gpu.device import HostCopies, green_stream
+from user_sys.weights.snapshot import Budget, Unbounded
 
 CTAS = (1, 2, 4, 8, 16, 32)
 GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
@@ -110,24 +112,35 @@ def modes(device: torch.device) -> Iterator[Mode]:
         yield Mode(f"{ctas} thread blocks, governor off", Unbounded(ctas))
     governor = Governor(GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1]))
     yield Mode("governor on", governor, governor)
-    if device.type == "cuda" and torch.cuda.green_contexts.SUPPORTED:
+    if green(device):
         yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", Unbounded(), green_sms=GREEN_SMS)
 
 
+def green(device: torch.device) -> bool:
+    """Whether there are green contexts."""
+    try:
+        green_stream(device, GREEN_SMS)
+    except ConfigError:
+        return False
+    return True
+
+
 @contextmanager
-def pushing(gpu: Gpu, mode: Mode) -> Iterator[list[float]]:
+def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
     """Pushes without pause until the block ends; yields the seconds of each push as they come."""
     times: list[float] = []
     stop, failures = threading.Event(), list[BaseException]()
+    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in copies.layout(gpu.masters).items()}
 
     def push() -> None:
         try:
-            with _stream(gpu.device, 0, mode.green_sms):
-                copies = HostCopies(gpu.device, mode.budget, "bf16")
+            with _stream(gpu.device, 0):
                 while not stop.is_set():
                     started = time.perf_counter()
                     with mode.governor.push() if mode.governor else nullcontext():
-                        copies.snapshot(gpu.masters)()
+                        weights = copies.snapshot(gpu.masters)
+                        weights.wait()
+                        weights.fetch(arrays, mode.budget)
                     times.append(time.perf_counter() - started)
         except Exception as error:  # of any kind: the measurement is to fail, and not to go on without pushes
             failures.append(error)
@@ -144,18 +157,12 @@ def pushing(gpu: Gpu, mode: Mode) -> Iterator[list[float]]:
 
 
 @contextmanager
-def _stream(device: torch.device, priority: int, green_sms: int = 0) -> Iterator[None]:
-    """A stream of this thread's own, in a green context where one is asked for; below 0 it is ahead of others."""
+def _stream(device: torch.device, priority: int) -> Iterator[None]:
+    """A stream of this thread's own; below 0 it is ahead of others."""
     if device.type != "cuda":
         yield
         return
-    with ExitStack() as stack:
-        if green_sms:
-            context: Any = torch.cuda.green_contexts.GreenContext.create(num_sms=green_sms, device_id=device.index or 0)
-            context.set_context()
-            stack.callback(context.pop_context)
-        stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-        stack.enter_context(torch.cuda.stream(stream))
+    with torch.cuda.stream(torch.cuda.Stream(device, priority)):  # type: ignore[no-untyped-call]
         yield
 
 
@@ -180,10 +187,11 @@ def measure(gpu: Gpu, observe: Callable[[float], None]) -> Measured:
 def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     """Idle and pushing in turn; the governor learns from all of it, and settles in a round that does not count."""
     observe = mode.governor.observe if mode.governor else lambda seconds: None
+    copies = HostCopies(gpu.device, "bf16", mode.green_sms)
     pairs, pushes = [], list[float]()
     for counted in (False, *[True] * gpu.scale.rounds):
         idle = measure(gpu, observe)
-        with pushing(gpu, mode) as times:
+        with pushing(gpu, mode, copies) as times:
             busy = measure(gpu, observe)
         if counted:
             pairs.append((idle, busy))

@@ -111,7 +111,7 @@ class Fleet:
         self.algorithm.update(self.batch)
         if push and not envoy.busy:
             self.version += 1
-            envoy.publish(self.algorithm.policy_view(), self.version, self.version)
+            envoy.publish(self.algorithm.policy_snapshot(), self.version, self.version)
         taken_s = time.perf_counter() - started
         envoy.observe(taken_s)
         return taken_s

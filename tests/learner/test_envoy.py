@@ -6,39 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from envoy_site import DEADLINE_S, Site, digest, kill, until, weights
 from msgspec.structs import replace
 
 from user_sys.codec import Array
 from user_sys.errors import RunError, WireError
-from user_sys.gateway import Gateway, GatewayConfig
-from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.learner import envoy
 from user_sys.learner.envoy import Envoy
-from user_sys.learner.envoy_wire import Setup
-from user_sys.messages import PROTOCOL_VERSION, Hello, StopRun, WeightsApplied
-from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
-from user_sys.tunnel.limits import TunnelLimits
+from user_sys.messages import StopRun, WeightsApplied
+from user_sys.tunnel.keys import new_keypair, save_keypair
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.records import Manifest, Order
+from user_sys.weights.records import Order
 from user_sys.weights.shelf import Shelf
-from user_sys.weights.signing import Trust, ensure_signer
-from user_sys.weights.state import NotFinite, build_state
-
-DEADLINE_S = 120.0
-QUICK = TunnelLimits(heartbeat_s=0.1, backoff_min_s=0.01, backoff_max_s=0.1)
-
-
-def weights(number: int, **more: Array) -> dict[str, Array]:
-    rng = np.random.default_rng(number)
-    return {"w": rng.normal(size=(30, 7)).astype(np.float32), "n": np.array(number), "none": np.empty(0), **more}
+from user_sys.weights.signing import ensure_signer
+from user_sys.weights.state import NotFinite
 
 
 def frozen() -> Array:
@@ -47,67 +33,11 @@ def frozen() -> Array:
     return array
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.005)
-
-
-class Site:
-    """A gateway in a thread of the test, and what a learner needs to know of it."""
-
-    def __init__(self, run: Path) -> None:
-        self.run, self.keys, self.stops = run, run / "keys", list[str]()
-        pair = new_keypair()
-        save_keypair(pair, self.keys, "learner")
-        Keyring(self.keys).allow(pair.public, "learner", "learner")
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        stop, self.gateway = threading.Event(), Gateway(GatewayConfig(tunnel=QUICK, report_s=0.05), self.run)
-        thread = threading.Thread(target=self.gateway.run, args=(stop,))
-        thread.start()
-        try:
-            until(lambda: read_address(self.run) is not None, "the gateway listens")
-            yield
-        finally:
-            stop.set()
-            thread.join(DEADLINE_S)
-
-    def setup(self, key: str = "learner.key") -> Setup:
-        address = read_address(self.run)
-        assert isinstance(address, GatewayAddress)
-        hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
-        return Setup(address.endpoint, str(self.keys / key), address.public_key, hello, str(self.keys), PublishConfig())
-
-    def envoy(self) -> Envoy:
-        return Envoy(self.setup(), self.stops.append)
-
-    def digests(self) -> dict[int, bytes]:
-        """Of the versions on the gateway's disk, by number, all of them signed with the learner's key."""
-        trust = Trust(self.keys / "learner.verify")
-        manifests = [
-            trust.open(signed, Manifest) for _, signed in Shelf(self.run / "weights").open().manifests.values()
-        ]
-        return {manifest.version: manifest.digest for manifest in manifests}
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path)
     with site.serving():
         yield site
-
-
-def digest(arrays: Mapping[str, Array]) -> bytes:
-    return build_state({name: array.copy() for name, array in arrays.items()}).digest
-
-
-def kill(learner: Envoy, number: int) -> None:
-    child = learner._child
-    assert child is not None
-    child.process.send_signal(number)
 
 
 def test_what_is_published_is_on_the_gateways_disk_bit_for_bit_and_the_run_can_be_stopped(site: Site) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
 
-from user_sys.weights.forms import narrow
-from user_sys.weights.gpu.device import HostCopies, Unbounded, as_array
+from user_sys.algorithms.conformance import brought
+from user_sys.codec import Array
+from user_sys.errors import ConfigError
+from user_sys.weights.forms import convert, narrow
+from user_sys.weights.gpu.device import DeviceCopy, HostCopies, as_array, host_copies, packing
 from user_sys.weights.gpu.packing import narrow_in_torch, narrow_tensor
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import Unbounded
 from user_sys.weights.state import BF16
 
 GPU = pytest.mark.gpu
@@ -36,32 +44,89 @@ def values(count: int = 10_000) -> torch.Tensor:
     return torch.from_numpy(np.concatenate((CORNERS, random[np.isfinite(random)])))
 
 
+def fetched(weights: DeviceCopy) -> tuple[Mapping[str, Array], tuple[float, float, float]]:
+    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in weights.layout.items()}
+    weights.wait()
+    return arrays, weights.fetch(arrays, Unbounded())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ctas", [1, 3, 32])
 def test_packing_rounds_as_the_learner_does_with_any_number_of_thread_blocks(device: str, ctas: int) -> None:
     source = values()
-    packed = narrow_tensor(source.to(device), ctas).cpu()
+    packed = narrow_tensor(source.to(device), ctas)[0].cpu()
     assert np.array_equal(as_array(packed).view(np.uint16), narrow(source.numpy()).view(np.uint16))
     assert torch.equal(narrow_in_torch(source).view(torch.int16), packed.view(torch.int16))
 
 
+@pytest.mark.parametrize("green_sms", [0, pytest.param(8, marks=GPU)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_snapshot_is_of_the_moment_at_which_it_was_taken(device: str) -> None:
+def test_a_snapshot_is_of_the_moment_at_which_it_was_taken(device: str, green_sms: int) -> None:
     weights = {"w": torch.randn(300, 70, device=device), "b": torch.zeros(0, device=device)}
     weights["half"] = weights["w"].to(torch.bfloat16)[:, ::2]
+    weights["n"] = torch.tensor(7, device=device)
     expected = {name: tensor.cpu().clone() for name, tensor in weights.items()}
-    fetch = HostCopies(torch.device(device), Unbounded(ctas=2, chunk_bytes=4096)).snapshot(weights)
+    snapshot = HostCopies(torch.device(device), green_sms=green_sms).snapshot(weights)
     for tensor in weights.values():
-        tensor.add_(1.0)
-    found = fetch()
+        tensor.add_(1)
+    found = brought(snapshot)
     assert found["half"].dtype == BF16
     assert all(torch.equal(torch.from_numpy(found[n].view(np.int16)), expected[n].view(torch.int16)) for n in ["half"])
-    assert all(np.array_equal(found[name], expected[name].numpy()) for name in ("w", "b"))
+    assert all(np.array_equal(found[name], expected[name].numpy()) for name in ("w", "b", "n"))
+
+
+@dataclass
+class Counted:
+    """A budget of four values a copy at first, and twice as many after each."""
+
+    ctas: int = 2
+    chunk_bytes: int = 16
+    done: list[int] = field(default_factory=list)
+
+    def breathe(self, done_bytes: int) -> None:
+        self.done.append(done_bytes)
+        self.chunk_bytes *= 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_fetched_in_pieces_of_what_the_budget_allows_at_the_time(device: str) -> None:
+    weights = {"w": torch.arange(10.0, device=device).view(2, 5), "b": torch.ones(20, device=device)}
+    snapshot, budget = HostCopies(torch.device(device)).snapshot(weights), Counted()
+    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in snapshot.layout.items()}
+    snapshot.wait()
+    snapshot.fetch(arrays, budget)
+    assert budget.done == [16, 24, 64, 16]
+    assert arrays["w"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]] and (arrays["b"] == 1).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_packed_on_the_device_is_what_the_learner_would_have_published(device: str) -> None:
-    weights = {"w": torch.randn(64, 33, device=device), "steps": torch.arange(3, device=device)}
-    found = HostCopies(torch.device(device), pack="bf16").snapshot(weights)()
-    assert found["w"].dtype == BF16 and found["w"].tobytes() == narrow(weights["w"].cpu().numpy()).tobytes()
-    assert found["steps"].tolist() == [0, 1, 2], "what is no float32 stays as it is"
+    weights = {"w": torch.randn(64, 333, device=device), "steps": torch.arange(3, device=device)}
+    weights["empty"] = torch.empty(0, 4, device=device)
+    exact = {name: tensor.cpu().numpy() for name, tensor in weights.items()}
+    found, rounding = fetched(HostCopies(torch.device(device), pack="bf16").snapshot(weights))
+    expected, errors = convert(exact, "bf16")
+    assert {name: array.tobytes() for name, array in found.items()} == {n: a.tobytes() for n, a in expected.items()}
+    assert found["w"].dtype == BF16 and found["steps"].tolist() == [0, 1, 2], "what is no float32 stays as it is"
+    assert convert(found, "bf16", before=rounding)[1] == pytest.approx(errors, rel=1e-5)
+
+
+def test_weights_are_rounded_on_the_device_where_no_others_are_published() -> None:
+    weights = {"w": torch.ones(3)}
+    for forms, packed in ((("bf16",), True), (("exact", "bf16"), False), (("exact",), False), (("int8",), False)):
+        copies = HostCopies(torch.device("cpu"), packing(forms))  # type: ignore[arg-type]
+        assert (copies.snapshot(weights).layout["w"][0] == BF16) is packed
+
+
+def test_a_learner_on_the_processor_needs_no_copies_and_has_no_multiprocessors_to_set_aside() -> None:
+    assert host_copies("cpu", PublishConfig()) is None
+    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
+        host_copies("cpu", PublishConfig(green_sms=8))
+    with pytest.raises(ConfigError, match="green_sms"):
+        PublishConfig(green_sms=-1)
+
+
+@GPU
+def test_more_multiprocessors_than_there_are_are_refused() -> None:
+    with pytest.raises(ConfigError, match="green_sms is 100000, and torch"):
+        host_copies("cuda", PublishConfig(green_sms=100_000))

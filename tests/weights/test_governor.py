@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from user_sys.errors import ConfigError
-from user_sys.weights.governor import ENOUGH, Governor, GovernorConfig
+from user_sys.weights.governor import ENOUGH, Allowance, Governor, GovernorConfig
 
 CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, link_bytes_per_s=1e6)
 DECIDING = """
@@ -193,6 +193,43 @@ def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
         found.append((governor.ctas, governor.chunk_bytes))
     assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20)))]
     assert Machine(replace(CONFIG, enabled=False, most_ctas=4)).governor.ctas == 4
+
+
+def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_told() -> None:
+    told, now, rests = [1.0], [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        rests.append(seconds)
+        now[0] += seconds
+
+    allowance = Allowance(replace(CONFIG, most_ctas=16), lambda: told[0], lambda: now[0], sleep)
+    governor, found = Machine(replace(CONFIG, most_ctas=16)).governor, []
+    for share in (1.0, 0.5, 0.25):
+        told[0] = governor.share = share
+        assert (allowance.ctas, allowance.chunk_bytes) == (governor.ctas, governor.chunk_bytes)
+        now[0] += 0.01
+        allowance.breathe(1)
+        found.append(allowance.worked_s)
+    assert rests == pytest.approx([0.01, 0.03]) and found == pytest.approx([0.01, 0.02, 0.03])
+    off = Allowance(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25, lambda: now[0], sleep)
+    now[0] += 1.0
+    off.breathe(1)
+    assert off.ctas == 4 and off.worked_s == 1.0 and len(rests) == 2
+
+
+def test_what_another_process_does_for_a_push_counts_as_its_own() -> None:
+    machine, other = Machine(), Machine()
+    for m in (machine, other):
+        m.governor.share = 0.5
+        m.governor.observe(0.01)
+    with machine.governor.push():
+        machine.now_s += 0.2
+    other.governor.begin()
+    for _ in range(2):
+        other.governor.observe(0.03)
+    other.now_s += 0.2
+    other.governor.end(0.2)
+    assert other.governor.pause() == machine.governor.pause() == pytest.approx(0.21)
 
 
 def test_switched_off_it_takes_nothing() -> None:

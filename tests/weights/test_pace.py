@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd
@@ -15,6 +16,7 @@ from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.learner.publishing import Publishing
 from user_sys.policies.conformance import example_spec
+from user_sys.weights.gpu.device import HostCopies
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.staleness import Staleness
 
@@ -113,10 +115,12 @@ def test_settings_that_publish_nothing_are_refused(wrong: dict[str, object]) -> 
         PublishConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_how_far_a_policy_has_moved_is_zero_at_first_and_grows() -> None:
+@pytest.mark.parametrize("fetched", [False, True])
+def test_how_far_a_policy_has_moved_is_zero_at_first_and_grows(fetched: bool) -> None:
     spec, batch = example_spec(), example_batch(np.random.default_rng(0), 64)
-    algorithm = Rlpd(RlpdConfig(actor_hidden=(16,), critic_hidden=(8,), critics=2, acting_rate=1.0), spec, seed=0)
-    former = algorithm.policy_weights()
+    config = RlpdConfig(actor_hidden=(16,), critic_hidden=(8,), critics=2, acting_rate=1.0)
+    algorithm = Rlpd(config, spec, seed=0, copies=HostCopies(torch.device("cpu")) if fetched else None)
+    former = algorithm.policy_snapshot() if fetched else algorithm.policy_weights()
     assert algorithm.policy_kl(former, batch) == pytest.approx(0.0, abs=1e-6)
     found = []
     for _ in range(3):

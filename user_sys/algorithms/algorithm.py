@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from hal.spec import Array
+from user_sys.weights.snapshot import PolicySnapshot
 
 
 class Transitions(Protocol):
@@ -38,7 +39,7 @@ class Transitions(Protocol):
 
 
 class Algorithm(ABC):
-    """One thread calls it. Every method computes to its end before it returns."""
+    """One thread calls it. Every method computes to its end before it returns, but for what a snapshot's says."""
 
     @abstractmethod
     def update(self, batch: Transitions) -> None:
@@ -53,10 +54,14 @@ class Algorithm(ABC):
 
     @abstractmethod
     def policy_weights(self) -> dict[str, Array]:
-        """Copies of what the policy's `load` takes; not checked for finiteness."""
+        """Copies, in host memory, of what the policy's `load` takes; not checked for finiteness."""
 
-    def policy_view(self) -> dict[str, Array]:
-        """As `policy_weights`, until the next update only: where they lie in host memory nothing is copied."""
+    def policy_snapshot(self) -> PolicySnapshot:
+        """The weights of this moment, to be published; names and order as in `policy_weights`. Does not wait.
+
+        Where they lie in host memory: the arrays themselves, which hold them until the next update only. Else what is
+        fetched later, by another thread, and then gives what `policy_weights` would have given now.
+        """
         return self.policy_weights()
 
     @abstractmethod

@@ -39,7 +39,8 @@ from user_sys.policies.mlp import (
     bounds_affine,
     feature_specs,
 )
-from user_sys.weights.gpu.device import HostCopies, as_array
+from user_sys.weights.gpu.device import DeviceCopy, HostCopies, as_array
+from user_sys.weights.snapshot import PolicySnapshot
 
 LAST_LAYER_GAIN = 0.01
 GENERATOR = "generator"
@@ -50,11 +51,22 @@ class Rlpd(Algorithm):
     """See the file's head. Float32 on one device; draws from its own generators only."""
 
     def __init__(
-        self, config: RlpdConfig, spec: RobotSpec, *, features: Sequence[str] = (), seed: int, device: str = "cpu"
+        self,
+        config: RlpdConfig,
+        spec: RobotSpec,
+        *,
+        features: Sequence[str] = (),
+        seed: int,
+        device: str = "cpu",
+        copies: HostCopies | None = None,
     ) -> None:
-        """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`."""
+        """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`.
+
+        Args:
+            copies: takes snapshots on `device`, to be fetched later; None where it is the host's memory.
+        """
         self._config, self._device = config, torch.device(device)
-        self._host = HostCopies(self._device)
+        self._host = copies
         self._generator = torch.Generator(self._device).manual_seed(seed)
         specs = feature_specs(spec, features)
         self._features = tuple(s.name for s in specs)
@@ -180,13 +192,14 @@ class Rlpd(Algorithm):
 
     def policy_weights(self) -> dict[str, Array]:
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
-        return self._host.snapshot({**self._acting, **self._affine})()
+        return _copies({**self._acting, **self._affine})
 
-    def policy_view(self) -> dict[str, Array]:
-        """See `Algorithm.policy_view`."""
-        if self._device.type != "cpu":
-            return self.policy_weights()
-        return {name: as_array(tensor) for name, tensor in {**self._acting, **self._affine}.items()}
+    def policy_snapshot(self) -> PolicySnapshot:
+        """See `Algorithm.policy_snapshot`."""
+        weights = {**self._acting, **self._affine}
+        if self._host is not None:
+            return self._host.snapshot(weights)
+        return {name: as_array(tensor) for name, tensor in weights.items()}
 
     def td_errors(self) -> Array:
         """|y - Q_i(s, a)| of each sample of the newest update, before it, the mean over i: float32 (n,), a copy.
@@ -197,18 +210,23 @@ class Rlpd(Algorithm):
         return errors
 
     @torch.no_grad()
-    def policy_kl(self, former: Mapping[str, Array], batch: Transitions) -> float:
-        """Mean KL(acting policy || the one with `former` weights) over the batch's observations, in nats.
+    def policy_kl(self, former: PolicySnapshot, batch: Transitions) -> float:
+        """Mean KL(acting policy || the one of the snapshot `former`) over the batch's observations, in nats.
 
         Of the Gaussians before squashing, which both undergo alike.
         """
         x = self._inputs(batch.observation)
         mean, log_std = actor_forward(self._acting, x)
-        earlier = {name: torch.from_numpy(former[name]).to(self._device) for name in self._acting}
-        mean0, log_std0 = actor_forward(earlier, x)
+        mean0, log_std0 = actor_forward(self._earlier(former), x)
         ratio = (2 * (log_std - log_std0)).exp()
         distance = ((mean - mean0) / log_std0.exp()).square()
         return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
+
+    def _earlier(self, former: PolicySnapshot) -> Parameters:
+        if isinstance(former, DeviceCopy):
+            return {name: former.tensors[name] for name in self._acting}
+        assert isinstance(former, Mapping)  # these are the two that `policy_snapshot` gives
+        return {name: torch.from_numpy(former[name]).to(self._device) for name in self._acting}
 
     def state_dict(self) -> dict[str, Array]:
         """See `Algorithm.state_dict`."""

@@ -1,8 +1,9 @@
 """The learner's envoy: a process of its own that speaks with the gateway for it, and publishes its weights.
 
 What is heavy about publishing, and all of the tunnel, runs there, so that it takes neither the learner's interpreter
-nor its thread. The learner copies its weights into shared memory and goes on. An envoy that ends is replaced by a new
-one, which publishes the newest version again; one whose learner ends, however, ends at once.
+nor its thread. The learner copies its weights into shared memory and goes on; where they lie on a device a thread of
+its own fetches them there. An envoy that ends is replaced by a new one, which publishes the newest version again; one
+whose learner ends, however, ends at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,7 @@ from user_sys.errors import LinkDown, RunError, UserSysError, WireError
 from user_sys.learner.envoy_wire import (
     SLOTS,
     Farewell,
+    Fetching,
     Line,
     Report,
     Setup,
@@ -37,7 +39,9 @@ from user_sys.learner.envoy_wire import (
     Word,
 )
 from user_sys.messages import MetricsReport
+from user_sys.weights.governor import Allowance
 from user_sys.weights.records import NO_VERSION
+from user_sys.weights.snapshot import DeviceWeights, PolicySnapshot, layout_of
 from user_sys.weights.state import NotFinite
 
 log = logging.getLogger(__name__)
@@ -58,6 +62,16 @@ class _Child:
     line: Line
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Weights to be fetched into one of the `slots`."""
+
+    weights: DeviceWeights
+    version: int
+    updates: int
+    slots: Slots
+
+
 class Envoy:
     """Works from `start` to `close`. A `publishing.WeightsSink`; one thread calls it, `stopped` comes from another.
 
@@ -76,6 +90,10 @@ class Envoy:
         self._lent: dict[int, int] = {}  # slots that the child was told of, with the version there, until that is ready
         self._frozen: dict[str, Array] = {}  # read-only arrays of the newest snapshot, which are not written again
         self._newest: Snapshot | None = None
+        self._asked = NO_VERSION
+        self._order: _Order | None = None  # until its weights lie in their slot
+        self._fetcher: threading.Thread | None = None  # there is one as soon as something is to be fetched
+        self._fetched: dict[str, float] = {}  # what is told of the newest fetch
         self._told = self._shared = False  # whether the child knows of the newest, and of the memory
         self._earlier = 0  # versions that earlier children made ready
         self._status = Status(NO_VERSION, NO_VERSION, NO_VERSION, 0, 0.0, {})
@@ -90,12 +108,16 @@ class Envoy:
         self._thread.start()
 
     def close(self) -> None:
-        """Has what waits sent, and ends the process; kills it where that takes longer than `CLOSE_S`."""
+        """Has what waits fetched and sent, and ends the process; kills it where that takes longer than `CLOSE_S`."""
         with self._changed:
+            self._await_fetch(CLOSE_S)
             self._closing.set()
+            self._changed.notify_all()
             child = self._child
         if child is not None:
             self._end(child)
+        if self._fetcher is not None:
+            self._fetcher.join(KILL_S)
         if self._slots is not None:
             self._slots.close()
 
@@ -119,27 +141,34 @@ class Envoy:
 
     # What the learner's thread calls
 
-    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        """Copies `arrays` and returns, at once but where `SLOTS` earlier snapshots wait to be read.
+    def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
+        """Takes `weights` and returns, at once but where earlier ones are being fetched, or `SLOTS` wait to be read.
 
-        An array that is read-only and the same object each time is known to be unchanged, and neither copied nor
-        looked at (frozen parts of a policy).
+        Arrays are copied before it returns. What lies on a device is fetched by a thread of the envoy's, within what
+        the governor allows; the learner is `busy` meanwhile. An array that is read-only and the same object each time
+        is known to be unchanged, and neither copied nor looked at (frozen parts of a policy).
 
         Raises:
             NotFinite: an earlier snapshot held NaN or infinity; it was not published.
             WireError: a snapshot cannot travel, or has another layout than those before.
-            RunError: the envoy ends again and again, or does not read.
+            RunError: the envoy ends again and again, or does not read; or earlier weights could not be fetched.
         """
         with self._changed:
+            if not self._await_fetch(SLOT_S):
+                raise RunError(f"weights could not be fetched within {SLOT_S:.0f} s")
             self._raise_failure()
+            layout = layout_of(weights)
             if self._slots is None:
-                self._slots = Slots.of(arrays)
-            if not self._slots.fits(arrays):
+                self._slots = Slots.of(layout)
+            if not self._slots.fits(layout):
                 raise WireError(f"version {version}: its names, dtypes or shapes are not those of the version before")
-            slot = self._free_slot()
-            unchanged = self._write(self._slots.views[slot], arrays)
-            self._newest, self._told = Snapshot(slot, version, updates, unchanged), False
-            self._catch_up()
+            if isinstance(weights, Mapping):
+                slot = self._free_slot(range(SLOTS))
+                unchanged = self._write(self._slots.views[slot], weights)
+                self._hand_over(Snapshot(slot, version, updates, unchanged))
+            else:
+                self._send_for(_Order(weights, version, updates, self._slots))
+            self._asked = version
 
     def observe(self, seconds: float) -> None:
         """How long a training step took, with all that was done to publish: the governor keeps it within its budget."""
@@ -165,7 +194,7 @@ class Envoy:
     @property
     def version(self) -> int:
         """The newest that was given to `publish`."""
-        return NO_VERSION if self._newest is None else self._newest.version
+        return self._asked
 
     @property
     def published(self) -> int:
@@ -195,7 +224,7 @@ class Envoy:
             "held_by_order": float(self._held_by_order),
             "envoy_restarts": float(self._restarts),
         }
-        return own | self._status.scalars
+        return own | self._status.scalars | self._fetched
 
     @property
     def _held_by_order(self) -> bool:
@@ -216,9 +245,9 @@ class Envoy:
         if self._failure is not None:
             raise self._failure
 
-    def _free_slot(self) -> int:
+    def _free_slot(self, among: Iterable[int]) -> int:
         def free() -> list[int]:
-            return [slot for slot in range(SLOTS) if slot not in self._lent]
+            return [slot for slot in among if slot not in self._lent]
 
         self._changed.wait_for(lambda: free() or self._failure is not None, SLOT_S)
         self._raise_failure()
@@ -236,6 +265,62 @@ class Envoy:
                 views[name][...] = array
         self._frozen = {name: array for name, array in arrays.items() if not array.flags.writeable}
         return tuple(unchanged)
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        """Has the child know of what lies in its slot."""
+        self._newest, self._told = snapshot, False
+        self._catch_up()
+
+    # Weights that lie on a device, and the thread that fetches them
+
+    def _await_fetch(self, timeout_s: float) -> bool:
+        """Whether nothing is being fetched any more, or will never be."""
+        return self._changed.wait_for(lambda: self._order is None or self._failure is not None, timeout_s)
+
+    def _send_for(self, order: _Order) -> None:
+        self._order = order
+        if self._fetcher is None:
+            self._fetcher = threading.Thread(target=self._fetch_all, name="weights-fetch", daemon=True)
+            self._fetcher.start()
+        self._changed.notify_all()
+
+    def _fetch_all(self) -> None:
+        while (order := self._next_order()) is not None:
+            try:
+                self._fetch(order)
+            except UserSysError as error:
+                self._fail(error)
+            except Exception as error:  # of any kind: the learner must hear of it, and does at its next call
+                log.exception("weights.not_fetched")
+                self._fail(RunError(f"version {order.version} could not be fetched from its device: {error}"))
+
+    def _next_order(self) -> _Order | None:
+        """None once there will be none any more."""
+        with self._changed:
+            while self._order is None and self._failure is None and not self._closing.is_set():
+                self._changed.wait(WAIT_S)
+            return None if self._failure is not None or self._closing.is_set() else self._order
+
+    def _fetch(self, order: _Order) -> None:
+        order.weights.wait()
+        with self._changed:
+            # Not over the newest: an envoy that has to be replaced now would be told of it again.
+            slot = self._free_slot([slot for slot in range(SLOTS) if self._newest is None or slot != self._newest.slot])
+            if self._child is not None:
+                self._child.line.send(Fetching())
+        started, allowance = time.monotonic(), Allowance(self._setup.publish.governor, lambda: self._status.share)
+        rounding = order.weights.fetch(order.slots.views[slot], allowance)
+        with self._changed:
+            self._frozen = {}
+            self._fetched = {
+                "fetch_ms": 1e3 * (time.monotonic() - started),
+                "fetch_worked_ms": 1e3 * allowance.worked_s,
+                "governor/ctas": float(allowance.ctas),
+                "governor/chunk_bytes": float(allowance.chunk_bytes),
+            }
+            self._hand_over(Snapshot(slot, order.version, order.updates, rounding=rounding, fetch_s=allowance.worked_s))
+            self._order = None
+            self._changed.notify_all()
 
     # The child, and the thread that listens to it
 

@@ -20,6 +20,7 @@ from user_sys.errors import LinkDown, Refused, RunError, UserSysError
 from user_sys.learner.envoy_wire import (
     Failure,
     Farewell,
+    Fetching,
     Line,
     Memory,
     Report,
@@ -96,6 +97,7 @@ class _Desk:
         self._line, self._client, self._at_once = line, client, at_once
         self._told, self._told_s = NO_VERSION, 0.0  # the newest version that was told to be ready, and when
         self._untold = False
+        self._fetching, self._told_share = False, 1.0
         self._slots: Slots | None = None
         self._former: dict[str, Array] = {}
         self._telling = threading.Lock()  # so that the last status that is told is the newest
@@ -106,7 +108,11 @@ class _Desk:
                 self.publisher.observe(seconds)
             case Memory() if descriptor is not None:
                 self._slots = Slots(descriptor, word)
+            case Fetching() if not self._fetching:
+                self._fetching = True
+                self.publisher.governor.begin()
             case Snapshot() if self._slots is not None:
+                self._fetched(word.fetch_s)
                 self._publish(word, self._slots)
             case Report(report=report):
                 self._client.send(report)
@@ -129,14 +135,20 @@ class _Desk:
 
     def tell_rest(self) -> None:
         """Tells what has changed since it told last, if that is some time ago."""
-        if self._untold and time.monotonic() - self._told_s >= TELL_EVERY_S:
+        moved = self._fetching and self.publisher.governor.share != self._told_share
+        if (self._untold or moved) and time.monotonic() - self._told_s >= TELL_EVERY_S:
             self._tell_status()
+
+    def _fetched(self, worked_s: float) -> None:
+        if self._fetching:
+            self._fetching = False
+            self.publisher.governor.end(worked_s)
 
     def _tell_status(self) -> None:
         with self._telling:
             self._untold, self._told_s = False, time.monotonic()
             publisher, error = self.publisher, self.publisher.failure
-            self._told = publisher.ready
+            self._told, self._told_share = publisher.ready, publisher.governor.share
             self._tell(
                 Status(
                     ready=self._told,
@@ -147,6 +159,7 @@ class _Desk:
                     scalars=publisher.governor.scalars(),
                     failure=None if error is None else Failure(type(error).__name__, str(error)),
                     ordered=publisher.ordered,
+                    share=self._told_share,
                 )
             )
 
@@ -158,7 +171,7 @@ class _Desk:
         }
         self._former = arrays
         if self.publisher.failure is None:
-            self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates)
+            self.publisher.publish(dict(arrays), snapshot.version, snapshot.updates, snapshot.rounding)
         else:
             self._tell_status()
 

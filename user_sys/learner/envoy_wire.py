@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping
 from typing import Self, TypeAlias
 
 import msgspec
@@ -21,7 +20,9 @@ from hal.undecodable import UNDECODABLE
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.messages import Hello, MetricsReport
+from user_sys.weights.forms import NOTHING_ROUNDED, Rounding
 from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import Layout, layout_of
 from user_sys.weights.state import dtype_name, dtype_of
 
 SLOTS = 2
@@ -52,13 +53,24 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: int
 
 
+class Fetching(msgspec.Struct, frozen=True, tag=True):
+    """The next snapshot is being fetched from a device: a push is under way, and the governor's share is wanted."""
+
+
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """A version to publish lies in `slot`, but for the tensors (by their place in the layout) that are `unchanged`."""
+    """A version to publish lies in `slot`, but for the tensors (by their place in the layout) that are `unchanged`.
+
+    Attributes:
+        rounding: what was done to tensors on the device that they come from.
+        fetch_s: how long fetching it from there took, without rests.
+    """
 
     slot: int
     version: int
     updates: int
     unchanged: tuple[int, ...] = ()
+    rounding: Rounding = NOTHING_ROUNDED
+    fetch_s: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +107,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
         open_s: when another may follow, by the monotonic clock that all processes of a machine share.
         failure: what ended publishing.
         ordered: the version that a person ordered; -1 where none is.
+        share: the governor's; while weights are being fetched each change is told.
     """
 
     ready: int
@@ -105,6 +118,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     scalars: dict[str, float]
     failure: Failure | None = None
     ordered: int = -1
+    share: float = 1.0
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +127,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Word: TypeAlias = Setup | Memory | Snapshot | Step | Report | Farewell | Status | Stopped
+Word: TypeAlias = Setup | Memory | Fetching | Snapshot | Step | Report | Farewell | Status | Stopped
 
 
 class Line:
@@ -192,26 +206,27 @@ class Slots:
         tensors = msgspec.msgpack.decode(content[: memory.layout_bytes], type=tuple[_Tensor, ...])
         first = _padded(memory.layout_bytes)
         self.views = tuple(_views(content, tensors, first + slot * memory.slot_bytes) for slot in range(SLOTS))
+        self._kinds = list(layout_of(self.views[0]).items())
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array]) -> Self:
-        """New memory for snapshots like this one. Raises WireError: a dtype does not travel; OSError: no memory."""
-        tensors = tuple(_Tensor(name, dtype_name(a.dtype), a.shape) for name, a in arrays.items())
-        layout = msgspec.msgpack.encode(tensors)
-        memory = Memory(len(layout), sum(_padded(array.nbytes) for array in arrays.values()))
+    def of(cls, layout: Layout) -> Self:
+        """New memory for snapshots like this. Raises WireError: a dtype does not travel; OSError: no memory."""
+        tensors = tuple(_Tensor(name, dtype_name(dtype), shape) for name, (dtype, shape) in layout.items())
+        encoded = msgspec.msgpack.encode(tensors)
+        size = sum(_padded(math.prod(shape) * dtype.itemsize) for dtype, shape in layout.values())
+        memory = Memory(len(encoded), size)
         descriptor = os.memfd_create("weights")
-        os.truncate(descriptor, _padded(len(layout)) + SLOTS * memory.slot_bytes)
-        os.pwrite(descriptor, layout, 0)
+        os.truncate(descriptor, _padded(len(encoded)) + SLOTS * memory.slot_bytes)
+        os.pwrite(descriptor, encoded, 0)
         return cls(descriptor, memory)
 
     def close(self) -> None:
         """Gives the descriptor back; the memory goes when nobody looks at it any more."""
         os.close(self.descriptor)
 
-    def fits(self, arrays: Mapping[str, Array]) -> bool:
-        """Whether these are of the layout, in its order."""
-        found = [(name, array.dtype, array.shape) for name, array in arrays.items()]
-        return found == [(name, view.dtype, view.shape) for name, view in self.views[0].items()]
+    def fits(self, layout: Layout) -> bool:
+        """Whether it is the one that this memory is for, in its order."""
+        return list(layout.items()) == self._kinds
 
 
 def _views(content: mmap.mmap, tensors: tuple[_Tensor, ...], offset: int) -> dict[str, Array]:

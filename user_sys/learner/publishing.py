@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from user_sys.codec import Array
 from user_sys.weights.pace import PublishPace
 from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import PolicySnapshot
 
 
 class WeightsSink(Protocol):
     """Where versions go. `user_sys.learner.envoy.Envoy` is one."""
 
-    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        """Copies `arrays` and returns at once. Raises NotFinite: an earlier version was not."""
+    def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
+        """Copies what is in host memory, has fetched what is not, and returns at once. Raises NotFinite: an earlier
+        version was not.
+        """
 
     def observe(self, seconds: float) -> None:
         """How long an update took with all that was done beside it, publishing included, for the governor."""
@@ -43,7 +45,7 @@ class Publishing:
         self.version = self.limit = 0
         self._config, self._sink = config, sink
         self._pace = PublishPace(config, clock)
-        self._former: Mapping[str, Array] = {}
+        self._former: PolicySnapshot | None = None
         self._episodes = 0
 
     @property
@@ -58,27 +60,38 @@ class Publishing:
             self._pace.episode_ended()
 
     def publish_if_due(
-        self, updates: int, weights: Callable[[], dict[str, Array]], kl: Callable[[Mapping[str, Array]], float]
+        self, updates: int, weights: Callable[[], PolicySnapshot], kl: Callable[[PolicySnapshot], float]
     ) -> None:
         """Publishes what `weights` gives, if that is due after `updates` updates and the version before is ready.
 
         Args:
-            weights: may give the arrays that are trained: they are copied at once.
-            kl: how far the policy has moved from earlier weights.
+            weights: may give the arrays that are trained: they are copied at once. A version's are asked for once.
+            kl: how far the policy has moved from earlier weights: copies of such arrays, or what it gave.
 
         Raises:
             NotFinite: an earlier version was not.
         """
-        if not self._sink.busy and self._pace.due(updates, lambda: kl(self._former) if self._former else float("inf")):
+
+        def moved() -> float:
+            return float("inf") if self._former is None else kl(self._former)
+
+        if not self._sink.busy and self._pace.due(updates, moved):
             self.publish(updates, weights)
 
-    def publish(self, updates: int, weights: Callable[[], dict[str, Array]]) -> None:
+    def publish(self, updates: int, weights: Callable[[], PolicySnapshot]) -> None:
         """Publishes now, unless nothing was learned yet or no number is left. Raises as `publish_if_due`."""
         if not updates or self.version >= self.limit:
             return
         self.version += 1
-        arrays = weights()
+        snapshot = weights()
         if self._config.kl > 0:
-            self._former = {name: array.copy() for name, array in arrays.items()}
-        self._sink.publish(arrays, self.version, updates)
+            self._former = _kept(snapshot)
+        self._sink.publish(snapshot, self.version, updates)
         self._pace.published(updates)
+
+
+def _kept(snapshot: PolicySnapshot) -> PolicySnapshot:
+    """What the next update does not change."""
+    if isinstance(snapshot, Mapping):
+        return {name: array.copy() for name, array in snapshot.items()}
+    return snapshot

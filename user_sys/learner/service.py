@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from hal.spec import RobotSpec
 from user_sys.algorithms.rlpd_config import RlpdConfig
-from user_sys.codec import Array
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
 from user_sys.learner.device import CPU, Device
@@ -35,6 +34,7 @@ from user_sys.replay.shapes import Transitions
 from user_sys.replay.where import Where
 from user_sys.store.store import StoreReader
 from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import PolicySnapshot
 from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
@@ -133,15 +133,17 @@ class Learner:
             clock: monotonic seconds.
 
         Raises:
-            ConfigError: settings that do not fit the robot.
+            ConfigError: settings that do not fit the robot or the device.
             WireError: the checkpoint is of other settings or another robot.
         """
         from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
+        from user_sys.weights.gpu.device import host_copies
 
         self._config, self._reader, self._clock = config, reader, clock
         self._sink, self._report_scalars = publish, report
         self._publishing = Publishing(config.publish, publish, clock)
-        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed, device=device)
+        copies = host_copies(device, config.publish)
+        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed, device=device, copies=copies)
         here = Where(embodiments=frozenset({spec.embodiment}))
         self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
         self._mix = DemoOnline(spec.embodiment, config.demo_fraction)  # what counts, whatever is drawn from
@@ -209,13 +211,13 @@ class Learner:
                 self._update()
             else:
                 stop.wait(IDLE_WAIT_S)
-            self._publishing.publish_if_due(self._updates, self._algorithm.policy_view, self._moved)
+            self._publishing.publish_if_due(self._updates, self._algorithm.policy_snapshot, self._moved)
             if checkpoint.due():
                 self._checkpoint()
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
-        self._publishing.publish(self._updates, self._algorithm.policy_view)
+        self._publishing.publish(self._updates, self._algorithm.policy_snapshot)
         self._report()
         self._checkpoint(wait=True)
 
@@ -230,7 +232,7 @@ class Learner:
             self._sampler.feedback(self._batch, self._algorithm.td_errors())
         self._updates += 1
 
-    def _moved(self, former: Mapping[str, Array]) -> float:
+    def _moved(self, former: PolicySnapshot) -> float:
         return self._algorithm.policy_kl(former, self._batch)
 
     def _count_time(self, trained: bool, seconds: float) -> None:

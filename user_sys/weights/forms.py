@@ -8,6 +8,7 @@ integers of [-127, 127] and one scale for each index of the last axis (largest m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,25 +21,55 @@ SCALES = "|int8.scales"
 _ROUNDED_ELEMENTS = 1 << 20  # converted at a time, so that temporary arrays stay in the cache
 
 
+class Rounding(NamedTuple):
+    """What rounding did to floats: the largest error, the sum of the errors' squares, and that of the values'."""
+
+    largest: float = 0.0
+    error_squared: float = 0.0
+    total_squared: float = 0.0
+
+    def with_more(self, other: Rounding) -> Rounding:
+        """Of both."""
+        squares = self.error_squared + other.error_squared, self.total_squared + other.total_squared
+        return Rounding(max(self.largest, other.largest), *squares)
+
+    @property
+    def rms(self) -> float:
+        """The errors' root mean square, relative to that of the values."""
+        return (self.error_squared / self.total_squared) ** 0.5 if self.total_squared else 0.0
+
+
+NOTHING_ROUNDED = Rounding()
+
+
 def convert(
-    arrays: Mapping[str, Array], form: Form, breathe: Callable[[int], None] = at_once
+    arrays: Mapping[str, Array],
+    form: Form,
+    breathe: Callable[[int], None] = at_once,
+    before: Rounding = NOTHING_ROUNDED,
 ) -> tuple[dict[str, Array], tuple[float, float]]:
-    """`arrays` in another form, and its (largest, relative root-mean-square) error over all floats."""
+    """`arrays` in another form, and its (largest, relative root-mean-square) error over all floats.
+
+    Args:
+        before: of those that come rounded to ``bf16`` already.
+    """
     if form == "exact":
         return dict(arrays), (0.0, 0.0)
     converted: dict[str, Array] = {}
-    largest = error_squared = total_squared = 0.0
+    found = before
     for name, array in arrays.items():
         parts = _rounded(name, array, form)
         converted |= parts
         if array.dtype.kind == "f":
             restored = restore(parts, form)[name]
             error = np.subtract(restored, array, dtype=np.float64)
-            largest = max(largest, float(np.abs(error).max(initial=0.0)))
-            error_squared += float(np.sum(error**2))
-            total_squared += float(np.sum(np.square(array, dtype=np.float64)))
+            squares = float(np.sum(error**2)), float(np.sum(np.square(array, dtype=np.float64)))
+            found = found.with_more(Rounding(float(np.abs(error).max(initial=0.0)), *squares))
         breathe(array.nbytes)
-    return converted, (largest, (error_squared / total_squared) ** 0.5 if total_squared else 0.0)
+    return converted, (
+        found.largest,
+        (found.error_squared / found.total_squared) ** 0.5 if found.total_squared else 0.0,
+    )
 
 
 def restore(arrays: Mapping[str, Array], form: Form) -> dict[str, Array]:

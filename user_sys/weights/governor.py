@@ -127,17 +127,25 @@ class Governor:
     @contextmanager
     def push(self) -> Iterator[None]:
         """Whoever works on a push does it inside this."""
-        with self._lock:
-            self._pushes += 1
+        self.begin()
         self._work.since_s = self._clock()
         try:
             yield
         finally:
-            now = self._clock()
-            with self._lock:
-                self._pushes -= 1
-                self._settled_s = now + SETTLE_S
-                self._worked_s += max(0.0, now - self._work.since_s)
+            self.end(max(0.0, self._clock() - self._work.since_s))
+
+    def begin(self) -> None:
+        """Somebody else, whose `Allowance` has this governor's share, works on a push from now on until `end`."""
+        with self._lock:
+            self._pushes += 1
+
+    def end(self, worked_s: float) -> None:
+        """... and has worked for so long, without rests."""
+        now = self._clock()
+        with self._lock:
+            self._pushes -= 1
+            self._settled_s = now + SETTLE_S
+            self._worked_s += worked_s
 
     def breathe(self, done_bytes: int) -> None:
         """Called by bulk work after each slice: rests as long as its share says."""
@@ -147,7 +155,7 @@ class Governor:
         worked_s = max(0.0, now - getattr(self._work, "since_s", now))
         with self._lock:
             self._worked_s += worked_s
-        self._sleep(min(LONGEST_REST_S, worked_s * (1.0 / self.share - 1.0)))
+        self._sleep(rest_s(worked_s, self.share))
         self._work.since_s = self._clock()
 
     def pause(self) -> float:
@@ -174,12 +182,12 @@ class Governor:
     @property
     def ctas(self) -> int:
         """Thread blocks that a kernel of a push may have now."""
-        return max(1, round(self.share * self._config.most_ctas)) if self._config.enabled else self._config.most_ctas
+        return ctas_at(self.share, self._config)
 
     @property
     def chunk_bytes(self) -> int:
         """What a GPU's copy engines may copy at once now."""
-        return max(LEAST_CHUNK_BYTES, int(self.share * LARGEST_CHUNK_BYTES))
+        return chunk_bytes_at(self.share)
 
     def scalars(self) -> dict[str, float]:
         """The newest decision, for the metrics."""
@@ -211,6 +219,61 @@ class Governor:
         most_s = OUTLIER * _quantile(idle, USUAL)
         idle_s, pushing_s = (float(np.minimum(times, most_s).mean()) for times in (idle, pushing))
         return idle_s, pushing_s, (pushing_s / max(idle_s, LEAST_S) - 1.0) * self._seen[1] / sum(self._seen)
+
+
+class Allowance:
+    """What a governor in another process lets a push have in this one. One thread works on the push, from the start.
+
+    Attributes:
+        worked_s: so far, without rests.
+
+    Args:
+        share: the governor's newest that is known here.
+    """
+
+    def __init__(
+        self,
+        config: GovernorConfig,
+        share: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.worked_s = 0.0
+        self._config, self._share, self._clock, self._sleep = config, share, clock, sleep
+        self._since_s = clock()
+
+    @property
+    def ctas(self) -> int:
+        """See `Governor.ctas`."""
+        return ctas_at(self._share(), self._config)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """See `Governor.chunk_bytes`."""
+        return chunk_bytes_at(self._share())
+
+    def breathe(self, done_bytes: int) -> None:
+        """See `Governor.breathe`."""
+        worked_s, share = max(0.0, self._clock() - self._since_s), self._share()
+        self.worked_s += worked_s
+        if self._config.enabled and share < 1.0:
+            self._sleep(rest_s(worked_s, share))
+        self._since_s = self._clock()
+
+
+def ctas_at(share: float, config: GovernorConfig) -> int:
+    """Thread blocks of a kernel, at least one; without a governor always the most."""
+    return max(1, round(share * config.most_ctas)) if config.enabled else config.most_ctas
+
+
+def chunk_bytes_at(share: float) -> int:
+    """Bytes of one copy."""
+    return max(LEAST_CHUNK_BYTES, int(share * LARGEST_CHUNK_BYTES))
+
+
+def rest_s(worked_s: float, share: float) -> float:
+    """For how long bulk work rests after so much of it."""
+    return min(LONGEST_REST_S, worked_s * (1.0 / share - 1.0))
 
 
 def _quantile(times: Array, share: float) -> float:

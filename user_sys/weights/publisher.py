@@ -15,7 +15,7 @@ from user_sys.errors import ConfigError, RunError
 from user_sys.messages import WeightsAsk, WeightsOffer, WeightsProgress, WeightsReceived, WeightsRequest
 from user_sys.tunnel.wire import Envelope
 from user_sys.weights.catalogue import Catalogue, cheapest
-from user_sys.weights.forms import convert
+from user_sys.weights.forms import NOTHING_ROUNDED, Rounding, convert
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
@@ -46,6 +46,8 @@ class PublishConfig:
         forms: what robots may choose from: exact, and roundings for links that are too slow for it.
         max_lead: the learner waits while the slowest robot is more than so many versions behind; 0 never waits.
         governor: what publishing may cost the training step.
+        green_sms: multiprocessors of a CUDA green context in which a GPU's weights are packed and copied to the host; 0
+            for none: then on a stream of the lowest priority.
     """
 
     every_s: float = 1.0
@@ -55,6 +57,7 @@ class PublishConfig:
     forms: tuple[Form, ...] = ("exact",)
     max_lead: int = 0
     governor: GovernorConfig = field(default_factory=GovernorConfig)
+    green_sms: int = 0
 
     def __post_init__(self) -> None:
         if min(self.every_s, self.every_updates, self.kl, self.max_lead) < 0:
@@ -63,6 +66,8 @@ class PublishConfig:
             raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
         if not self.forms:
             raise ConfigError("learner.publish: forms names at least one of exact, bf16, int8")
+        if self.green_sms < 0:
+            raise ConfigError("learner.publish: green_sms is a number of multiprocessors, or 0")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class _Snapshot:
     arrays: Mapping[str, Array]
     version: int
     updates: int
+    rounding: Rounding
 
 
 class Publisher:
@@ -121,10 +127,15 @@ class Publisher:
             if thread.is_alive():
                 raise RunError(f"the thread {thread.name} did not end within {CLOSE_TIMEOUT_S:.0f} s")
 
-    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+    def publish(
+        self, arrays: Mapping[str, Array], version: int, updates: int, rounding: Rounding = NOTHING_ROUNDED
+    ) -> None:
         """Takes `arrays` over and returns at once; nobody changes them any more.
 
         An array that is read-only and the same object each time is known to be unchanged (frozen parts of a policy).
+
+        Args:
+            rounding: what was done to arrays that come rounded already.
 
         Raises:
             NotFinite: an earlier snapshot held NaN or infinity; it was not published.
@@ -132,7 +143,7 @@ class Publisher:
         """
         with self._changed:
             self._raise_failure()
-            self._snapshot, self._asked = _Snapshot(arrays, version, updates), version
+            self._snapshot, self._asked = _Snapshot(arrays, version, updates, rounding), version
             self._changed.notify_all()
 
     def settle(self, timeout_s: float) -> bool:
@@ -237,7 +248,7 @@ class Publisher:
         unix_ns = time.time_ns()
         for form in self._config.forms:
             former_version, former = self._states.get(form, (NO_VERSION, None))
-            arrays, errors = convert(snapshot.arrays, form, breathe)
+            arrays, errors = convert(snapshot.arrays, form, breathe, snapshot.rounding)
             state = build_state(arrays, form, former, breathe)
             manifest = describe(state, version, snapshot.updates, unix_ns, errors)
             fresh += self._parcels(former_version, former, version, state)

@@ -1,103 +1,174 @@
 """Weights from a GPU to the host: packed by few thread blocks, copied by the copy engines, beside the training.
 
-Of a version three things are made, each in the order of its stream: a copy in the GPU's memory, on the caller's own
-stream, so that the next update may change the weights at once (900 MB take a millisecond there); a packed form of it,
-where one is asked for, by a kernel of a bounded number of thread blocks; and a copy in pinned host memory, in chunks,
-by the copy engines. The last two run on a stream of the lowest priority. Without a GPU the same calls work in host
-memory.
+Of a version two things are made, each in the order of its stream: a copy in the GPU's memory, on the caller's own
+stream, so that the next update may change the weights at once (900 MB take a millisecond there); and, piece by piece, a
+copy in page-locked host memory by the copy engines, packed before by a kernel of a bounded number of thread blocks
+where that is asked for. The latter runs on a stream of the lowest priority, or on one of a green context: on a few
+multiprocessors that are set aside. Without a GPU the same calls work in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from user_sys.codec import Array
+from user_sys.errors import ConfigError
+from user_sys.weights.forms import NOTHING_ROUNDED, Rounding
+from user_sys.weights.governor import LARGEST_CHUNK_BYTES
 from user_sys.weights.gpu.packing import narrow_tensor
-from user_sys.weights.state import BF16, Breathe, at_once
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.records import Form
+from user_sys.weights.snapshot import Budget, Layout
+from user_sys.weights.state import BF16
 
-CHUNK_BYTES = 32 << 20
-"""One copy of the copy engines; between two the push may rest."""
 Pack = Literal["exact", "bf16"]
 
 
-class Budget(Protocol):
-    """What a push may take of a GPU. `user_sys.weights.governor.Governor` is one."""
-
-    @property
-    def ctas(self) -> int:
-        """Thread blocks of a packing kernel, so at most as many multiprocessors."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one copy."""
-
-    def breathe(self, done_bytes: int) -> None:
-        """See `state.Breathe`."""
-
-
-@dataclass(frozen=True)
-class Unbounded:
-    """As fast as it goes, with `ctas` thread blocks."""
-
-    ctas: int = 32
-    chunk_bytes: int = CHUNK_BYTES
-    breathe: Breathe = at_once
-
-
 class HostCopies:
-    """Takes copies of the tensors of one device. One thread calls `snapshot`, and it or another one what that returns.
+    """Takes copies of the tensors of one device, which are brought to the host one after the other.
 
-    Args:
-        pack: ``bf16`` rounds float32 tensors on the device, as `forms.narrow` does, and halves what is copied.
+    One thread takes them; it or another one fetches.
     """
 
-    def __init__(self, device: torch.device, budget: Budget | None = None, pack: Pack = "exact") -> None:
-        self._device, self._pack = device, pack
-        self._budget: Budget = budget or Unbounded()
-        # 0 is the lowest priority there is, and the default: who wants to be ahead of pushes takes a stream below 0.
-        stream = torch.cuda.Stream
-        self._stream = stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, pack: Pack = "exact", green_sms: int = 0) -> None:
+        """Blocks for the device where a green context is to be made.
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Array]]:
-        """Copies `tensors`, on their device, and returns at once; what it returns brings them to the host, and blocks.
+        Args:
+            pack: ``bf16`` rounds float32 tensors on the device, as `forms.narrow` does, and halves what is copied.
+            green_sms: multiprocessors of the green context in which packing and copying run; 0 for none.
 
-        The caller may change them as soon as this has returned: what its stream does next comes after the copy.
+        Raises:
+            ConfigError: there is no green context of so many multiprocessors.
         """
+        self._device, self._pack = device, pack
+        self._green: object = None
+        self._stream = _stream(device)
+        if green_sms:
+            self._green, self._stream = green_stream(device, green_sms)
+        self._staging: torch.Tensor | None = None
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> DeviceCopy:
+        """Copies `tensors`, on their device, and returns at once: what the caller's stream does next comes after."""
         with torch.no_grad():
             copies = {
                 name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
             }
+        made = None if self._stream is None else _mark(torch.cuda.current_stream(self._device))
+        return DeviceCopy(copies, made, self)
+
+    def layout(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """In which `tensors` come to the host."""
+        kinds = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in {t.dtype for t in tensors.values()}}
+        return {name: (BF16 if self._packs(t) else kinds[t.dtype], (*t.shape,)) for name, t in tensors.items()}
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, Array], budget: Budget) -> Rounding:
+        """See `snapshot.DeviceWeights.fetch`; of `tensors` that `snapshot` took and the device has made."""
+        on_stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+        rounding = NOTHING_ROUNDED
+        with torch.no_grad(), on_stream:
+            for name, tensor in tensors.items():
+                target = into[name].reshape(-1)  # the same memory
+                for part, piece in self._pieces(tensor, budget):
+                    packed, more = narrow_tensor(piece, budget.ctas) if self._packs(piece) else (piece, NOTHING_ROUNDED)
+                    target[part] = as_array(self._hosted(packed))
+                    rounding = rounding.with_more(more)
+                    budget.breathe(packed.nbytes)
+        return rounding
+
+    def _pieces(self, tensor: torch.Tensor, budget: Budget) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Of what one copy may have; the budget is asked before each."""
+        flat, start = tensor.view(-1), 0
+        itemsize = BF16.itemsize if self._packs(tensor) else flat.element_size()
+        while start < flat.numel():
+            count = max(1, min(budget.chunk_bytes, LARGEST_CHUNK_BYTES) // itemsize)
+            part = slice(start, min(start + count, flat.numel()))
+            yield part, flat[part]
+            start = part.stop
+
+    def _packs(self, tensor: torch.Tensor) -> bool:
+        return self._pack == "bf16" and tensor.dtype == torch.float32
+
+    def _hosted(self, piece: torch.Tensor) -> torch.Tensor:
+        """`piece` in host memory, until the next call."""
         if self._stream is None:
-            return lambda: {name: as_array(self._packed(copy)) for name, copy in copies.items()}
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return lambda: self._fetch(copies, self._stream)
+            return piece
+        if self._staging is None:
+            self._staging = torch.empty(LARGEST_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        staged = self._staging[: piece.nbytes].view(piece.dtype)
+        staged.copy_(piece, non_blocking=True)
+        _mark(self._stream).synchronize()
+        return staged
 
-    def _packed(self, copy: torch.Tensor) -> torch.Tensor:
-        return narrow_tensor(copy, self._budget.ctas) if self._wants_packing(copy) else copy
 
-    def _wants_packing(self, copy: torch.Tensor) -> bool:
-        return self._pack == "bf16" and copy.dtype == torch.float32
+@dataclass(frozen=True, eq=False)
+class DeviceCopy:
+    """A `snapshot.DeviceWeights`. Nobody changes its `tensors`, which are contiguous."""
 
-    def _fetch(self, copies: Mapping[str, torch.Tensor], stream: torch.cuda.Stream | None) -> dict[str, Array]:
-        found: dict[str, Array] = {}
-        with torch.cuda.stream(stream):
-            for name, copy in copies.items():
-                packed = self._packed(copy)
-                host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-                self._copy_chunks(host.view(-1), packed.view(-1))
-                found[name] = as_array(host)
-        return found
+    tensors: Mapping[str, torch.Tensor]
+    _made: torch.cuda.Event | None
+    _copies: HostCopies
 
-    def _copy_chunks(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        step = max(1, self._budget.chunk_bytes // source.element_size())
-        for start in range(0, source.numel(), step):
-            host[start : start + step].copy_(source[start : start + step], non_blocking=True)
-            torch.cuda.current_stream(self._device).synchronize()
-            self._budget.breathe(min(step, source.numel() - start) * source.element_size())
+    @property
+    def layout(self) -> Layout:
+        """See `snapshot.DeviceWeights.layout`."""
+        return self._copies.layout(self.tensors)
+
+    def wait(self) -> None:
+        """See `snapshot.DeviceWeights.wait`."""
+        if self._made is not None:
+            self._made.synchronize()
+
+    def fetch(self, into: Mapping[str, Array], budget: Budget) -> Rounding:
+        """See `snapshot.DeviceWeights.fetch`."""
+        return self._copies.fetch(self.tensors, into, budget)
+
+
+def host_copies(device: str, publish: PublishConfig) -> HostCopies | None:
+    """How weights come to the host from what torch calls `device`; None where they lie there.
+
+    Raises:
+        ConfigError: `publish` asks for a green context that cannot be made.
+    """
+    place = torch.device(device)
+    if place.type == "cpu" and not publish.green_sms:
+        return None
+    return HostCopies(place, packing(publish.forms), publish.green_sms)
+
+
+def packing(forms: Collection[Form]) -> Pack:
+    """Whether weights that are published in `forms` may be rounded on their device: where nothing needs exact ones."""
+    return "bf16" if set(forms) == {"bf16"} else "exact"
+
+
+def green_stream(device: torch.device, sms: int) -> tuple[object, torch.cuda.Stream]:
+    """A CUDA green context, and a stream whose work runs on its multiprocessors alone; the context is to live as long.
+
+    Args:
+        sms: how many multiprocessors; the driver rounds up to what the GPU hands out together.
+
+    Raises:
+        ConfigError: not a GPU, or this torch, driver or GPU makes none of so many.
+    """
+    what = f"learner.publish.green_sms is {sms}"
+    if device.type != "cuda":
+        raise ConfigError(f"{what}, and the learner trains on the processor: leave it 0, or train on a GPU")
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        torch.cuda.synchronize(device)  # the GPU's own context is to be there before
+        index = torch.cuda.current_device() if device.index is None else device.index
+        context: Any = GreenContext.create(num_sms=sms, device_id=index)
+        return context, context.Stream()  # the first torch that had green contexts had no streams of theirs
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{what}, and torch {torch.__version__} makes no such green context on this GPU: {error}; it takes a torch "
+            "and a driver for CUDA 12.8 or newer, and no more multiprocessors than the GPU has"
+        ) from error
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -105,3 +176,17 @@ def as_array(tensor: torch.Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(BF16)
     return tensor.numpy()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    # 0 is the lowest priority there is, and the default: who wants to be ahead of pushes takes a stream below 0.
+    return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Of all that `stream` has to do now; whoever waits for it sleeps meanwhile."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
