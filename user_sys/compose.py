@@ -40,6 +40,8 @@ class RobotConfig:
             instead; it follows the clock all the same while a person drives.
         realtime: with `real_time`, the driver process asks for SCHED_FIFO and locked memory; where that is refused it
             goes on without, and log and console say so. ``off`` does not ask.
+        explore: until its first weights have come the policy acts at random (``on``), or the robot holds (``off``);
+            ``auto``: only a simulated one explores.
         cpus: processors that the driver process then keeps to; empty for all.
         frame_stride: without real time, pictures are taken in every so-many-th control period.
         options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
@@ -56,6 +58,7 @@ class RobotConfig:
     task: str = "lift"
     real_time: bool = False
     realtime: Literal["auto", "off"] = "auto"
+    explore: Literal["auto", "on", "off"] = "auto"
     cpus: tuple[int, ...] = ()
     frame_stride: int = 5
     options: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +71,11 @@ class RobotConfig:
     def simulated(self) -> bool:
         """Needs no hardware, so it can run anywhere."""
         return self.driver in ("sim", "fake")
+
+    @property
+    def explores(self) -> bool:
+        """A policy without weights may move it."""
+        return self.simulated if self.explore == "auto" else self.explore == "on"
 
     def __post_init__(self) -> None:
         if self.frame_stride < 1:

@@ -54,6 +54,7 @@ def prepare(
             seed=config.seed,
             real_time=robot.real_time,
             realtime=robot.realtime,
+            explore=robot.explores,
             outbox=config.outbox,
             recorder=config.recorder,
             policy=config.policy,

@@ -14,6 +14,7 @@ from hal.robot import StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
 from robots.fake import GRIPPER_M, STEP_M, FakeTask
+from user_sys.compose import RobotConfig
 from user_sys.edge.authority import SILENCE_S, Authority, State
 from user_sys.edge.driver import NOTHING, Driver, Tick
 from user_sys.edge.pilots import GRIPPER_SETTLES_STEPS, MAX_PENDING_ORDERS, PolicyPilot, SessionPilot
@@ -118,10 +119,10 @@ class Session:
 
 @pytest.fixture
 def make() -> Callable[..., Session]:
-    swapper = PolicySwapper(Marching)
-    publish(swapper, 1)
-
-    def session(max_steps: int = 50, **options: Any) -> Session:
+    def session(max_steps: int = 50, learned: bool = True, **options: Any) -> Session:
+        swapper = PolicySwapper(Marching)
+        if learned:
+            publish(swapper, 1)
         robot = WatchedRobot()
         driver = Driver(robot, FakeTask(radius_m=1e-9), SafetyKernel(robot.spec))
         driver.connect()
@@ -372,3 +373,32 @@ def test_each_inference_is_timed(make: Callable[..., Session]) -> None:
     for _ in range(2 * LENGTH):
         session.acted()
     assert len(times) == 2 and min(times) > 0
+
+
+def test_a_robot_holds_until_something_was_learned(make: Callable[..., Session]) -> None:
+    session = make(learned=False)
+    assert session.pilot.awaits_weights
+    assert [session.period() for _ in range(3)] == [(None, None)] * 3
+    assert session.robot.commands == [] and set(session.robot.stops) == {StopLevel.HOLD}
+    session.order("take-over")
+    session.order("drive", (0.5, 0, 0, 0))
+    assert session.acted().phase is Phase.TELEOP, "the policy has done nothing that could be corrected"
+    session.order("hand-back")
+    assert session.period() == (None, None), "nothing was learned of it yet"
+    publish(session.swapper, 1)
+    assert session.period() == (None, None), "they come in while it holds"
+    assert session.acted().policy_version == 1 and not session.pilot.awaits_weights
+
+
+def test_a_robot_that_may_explore_does_so_before_anything_was_learned(make: Callable[..., Session]) -> None:
+    session = make(learned=False, explore=True)
+    assert not session.pilot.awaits_weights
+    assert session.acted().policy_version == -1 and len(session.robot.commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "explore", "explores"),
+    [("sim", "auto", True), ("sim", "off", False), ("ur", "auto", False), ("ur", "on", True), ("point", "auto", False)],
+)
+def test_only_what_is_simulated_explores_unasked(driver: str, explore: Any, explores: bool) -> None:
+    assert RobotConfig(driver=driver, explore=explore).explores is explores

@@ -269,3 +269,28 @@ def test_a_session_with_a_wrong_setting_says_so_in_one_line(site: Site) -> None:
     assert session.process.wait(END_S) == 2
     (line,) = error_lines(session.log)
     assert "robott: unknown key; did you mean 'robot'?" in line
+
+
+def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(replace(ROBOT, explore="off"),))
+        site.gateway()
+        site.driver()
+        session = site.session()
+        console, learner = site.client(CONSOLE), site.client(LEARNER)
+        until(lambda: _note(console).startswith("waiting for weights"), "people are told")
+        session.says("session.awaits_weights robot=fake-0")
+        assert site.recorded() == set(), "nothing was done that could be recorded"
+        with Publisher(learner, new_signer(), PublishConfig()) as publisher:
+            publisher.publish(Rlpd(RlpdConfig(), robot_spec(ROBOT), seed=0).policy_weights(), 7, updates=100)
+            until(lambda: site.stored(), "it acts")
+        session.says("session.has_weights robot=fake-0")
+        console.send(StopRun(reason="the test is over"))
+        assert session.process.wait(END_S) == 0
+        require_whole(site)
+        assert all((chunk.columns["policy_version"][:-1] == 7).all() for chunk in site.chunks())
+
+
+def _note(console: TunnelClient) -> str:
+    message = console.receive(1.0)
+    return message.note if isinstance(message, RobotStatus) else ""

@@ -174,6 +174,10 @@ class Authority:
         self._policy_acted = self.state is State.POLICY
         self._mark, self._reset = None, False
 
+    def policy_waits(self) -> None:
+        """The policy could not act in this episode yet: what a person does in it corrects nothing."""
+        self._policy_acted = False
+
     def apply(self, command: OperatorCommand, heard_s: float | None = None) -> OperatorReply:
         """Carries out an order, or refuses it with a reason; never raises for what a person may send.
 

@@ -141,6 +141,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         seed=config.seed,
         real_time=robot.real_time,
         realtime=robot.realtime,
+        explore=robot.explores,
         outbox=config.outbox,
         recorder=config.recorder,
         policy=config.policy,

@@ -17,6 +17,7 @@ from user_sys.episode import Phase
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import Policy
 from user_sys.tunnel.mailbox import Mailbox
+from user_sys.weights.records import NO_VERSION
 from user_sys.weights.swap import PolicySwapper
 
 MAX_HUMAN_STEPS = 6000  # ten minutes at 10 Hz: an episode that a person forgot
@@ -114,7 +115,7 @@ class SessionPilot:
     """A policy, and people who may take over. Orders come in through `order` from any thread.
 
     New weights take over before a chunk, or with `swap_at` ``episode`` before an episode. While they are `too_old` the
-    policy does not act and the robot holds.
+    policy does not act and the robot holds; likewise before the first, unless it may `explore`.
 
     While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
     nothing is recorded. A person's verdict ends the episode with one neutral step.
@@ -134,11 +135,12 @@ class SessionPilot:
         swap_at: SwapAt = "chunk",
         too_old: Callable[[], bool] = lambda: False,
         observe: Callable[[float], object] = lambda seconds: None,
+        explore: bool = False,
     ) -> None:
         self._spec, self.authority, self._max_steps = spec, authority, max_steps
         self._reply, self._rearm, self._leaving = reply, rearm, leaving
         self._swapper, self._swapped = swapper, swapped
-        self._swap_at, self._too_old = swap_at, too_old
+        self._swap_at, self._too_old, self._explore = swap_at, too_old, explore
         self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
         self._orders: Mailbox[_Order] = Mailbox(MAX_PENDING_ORDERS)
         self._neutral = np.array(spec.neutral, np.float32)
@@ -147,6 +149,11 @@ class SessionPilot:
     def people_matter(self) -> bool:
         """A person drives, or the robot holds or is stopped: the clock is obeyed."""
         return self.authority.state is not State.POLICY
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Nothing that was learned has come yet, and the policy may not explore."""
+        return not self._explore and self._swapper.version == NO_VERSION
 
     def order(self, command: OperatorCommand, turn: int = 0) -> None:
         """Takes an order from the console; of a person's inputs the newest alone waits.
@@ -182,9 +189,8 @@ class SessionPilot:
         if self._mark or self._reset or self._leaving():
             return Decision(action=self._rest(), phase=self.authority.phase)
         if state is State.POLICY:
-            if self._too_old():
-                self._policy.interrupt()
-                self._swap()
+            if self.awaits_weights or self._too_old():
+                self._wait_for_weights()
                 return None
             self._policy_steps += 1
             return self._policy.decide(tick)
@@ -193,6 +199,12 @@ class SessionPilot:
         if self._swap_at == "chunk":
             self._swap()  # no chunk is under way: a learner that waits for the robots need not wait for people
         return self._hand() if state is State.HUMAN else None
+
+    def _wait_for_weights(self) -> None:
+        if self.awaits_weights:
+            self.authority.policy_waits()
+        self._policy.interrupt()
+        self._swap()
 
     def judge(self, after: Tick, steps: int) -> Verdict:
         if self._mark:

@@ -68,6 +68,7 @@ INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
 SWITCH_S = 0.0005  # how long another thread of this process may keep the control loop from going on
 DRIVER_RETRY_S = 1.0
+WAITING_FOR_WEIGHTS = "waiting for weights, and holds: nothing was learned yet; take over to show the task"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SessionConfig:
         seed: of the episodes' starts, together with the robot's name and a count that survives restarts.
         real_time: obey the clock also while the policy drives.
         realtime: with `real_time`, ask for SCHED_FIFO for the control loop; ``off`` does not ask.
+        explore: a policy without weights acts, at random; without this the robot holds until the first have come.
     """
 
     robot: str = "panda-0"
@@ -93,6 +95,7 @@ class SessionConfig:
     seed: int = 0
     real_time: bool = False
     realtime: Literal["auto", "off"] = "auto"
+    explore: bool = False
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -145,6 +148,7 @@ class Session:
             swap_at=config.weights.swap_at,
             too_old=self._weights.too_old,
             observe=self._governor.observe,
+            explore=config.explore,
         )
         self._scribe = Scribe(blocked=lambda: self._publisher.publish())
         self._starts = (_start(config, outbox.next_sequence, count) for count in itertools.count())
@@ -162,6 +166,7 @@ class Session:
             self._weights.scalars,
         )
         self._note = ""
+        self._waits = False  # for its first weights, as was logged
         self._dropped_before = outbox.dropped.episodes
 
     def run(self, lease: LeaseKeeper) -> None:
@@ -230,8 +235,12 @@ class Session:
         )
 
     def _pace(self, tick: Tick, decision: Decision | None) -> None:
-        self._driver.real_time = self._config.real_time or self._pilot.people_matter
+        waits = self._pilot.awaits_weights
+        self._driver.real_time = self._config.real_time or self._pilot.people_matter or waits
         self._driver.reduced = self._pilot.people_matter
+        if waits != self._waits:
+            self._waits = waits
+            log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
 
     def _keep(self, packet: bytes) -> None:
         """Makes a chunk durable, in the scribe's thread.
@@ -252,6 +261,8 @@ class Session:
     def _said(self) -> str:
         if self._note:
             return self._note
+        if not self._pilot.people_matter and self._pilot.awaits_weights:
+            return WAITING_FOR_WEIGHTS
         if not self._pilot.people_matter and self._weights.too_old():
             return "holds: its weights are older than weights.hold_behind allows, and newer ones are awaited"
         if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
