@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.hardware import arm, kernel_rows
+from benchmarks.hardware import arm, joint_arm, kernel_rows
 from benchmarks.harness import Row, report
 from hal.errors import HardwareLost, LeaseError, StaleObservation
 from hal.lease import Fence
@@ -41,6 +41,7 @@ PAIRS = 7
 PERIODS_BEFORE = 20  # the commander drives before it is stopped
 DEADLINE_S = 120.0
 ROUNDING = 1e-6  # of a value to float32
+LEAD_S = 0.5  # how far a joint target may be ahead, at the joint's greatest speed
 HOSTILE = (np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45)
 TOOL = slice(14, 17)
 DRIVERS = {"fake": ("reach", {}), "sim": ("reach", {"cameras": []}), "point": ("upright", {})}
@@ -57,11 +58,11 @@ class Clock:
         return self.now_ns
 
 
-def hostile_action(rng: np.random.Generator, number: int) -> Any:
+def hostile_action(rng: np.random.Generator, number: int, size: int = 4) -> Any:
     """NaN, infinite, huge, of another dtype or shape, or merely far too large: by turns."""
-    action: Any = (rng.standard_normal(4) * 10.0 ** rng.integers(-3, 3)).astype(np.float32)
+    action: Any = (rng.standard_normal(size) * 10.0 ** rng.integers(-3, 3)).astype(np.float32)
     if number % 8 == 0:
-        action[rng.integers(4)] = HOSTILE[rng.integers(len(HOSTILE))]
+        action[rng.integers(size)] = HOSTILE[rng.integers(len(HOSTILE))]
     elif number % 8 == 1:
         action = action.astype(("f8", "f2", "i4", "O", "U8", "?")[rng.integers(6)])
     elif number % 8 == 2:
@@ -123,8 +124,44 @@ def _admitted(fence: Fence, token: int) -> bool:
     return True
 
 
+def broken_targets(spec: RobotSpec, applied: Array, base: Array, measured: Array) -> bool:
+    """Whether joint targets break a limit: each is written down a second time here. `base` are the targets before."""
+    limits = spec.limits
+    if applied.dtype != np.float32 or not np.isfinite(applied).all():
+        return True
+    fastest = np.array(limits.joint_velocity_max)
+    low, high = np.minimum(limits.joint_low, base), np.maximum(limits.joint_high, base)
+    outside = (applied < low - ROUNDING) | (applied > high + ROUNDING)
+    too_fast = np.abs(applied - base) > fastest * spec.period_s + ROUNDING
+    run_away = np.abs(applied - measured) > np.maximum(LEAD_S * fastest, np.abs(base - measured)) + ROUNDING
+    return bool((outside | too_fast | run_away).any())
+
+
+def attack_joints(rounds: int) -> tuple[int, int]:
+    """As `attack`, by targets of joints of which one never moves and each other one is held up half of the time."""
+    rng, spec, clock = np.random.default_rng(1), joint_arm(), Clock()
+    kernel, joints = SafetyKernel(spec, clock), len(spec.joint_target)
+    measured, target, admitted, violations = np.zeros(joints), None, 0, 0
+    for number in range(rounds):
+        observation = Observation({STATE: measured.astype(np.float32)}, clock.now_ns)
+        clock.now_ns += 10**8
+        verdict = kernel.filter(hostile_action(rng, number, joints), observation)
+        if verdict.applied is None:
+            target = None
+            continue
+        admitted += 1
+        violations += broken_targets(spec, verdict.applied, measured if target is None else target, measured)
+        target = verdict.applied.astype(np.float64)
+        moved = rng.random(joints) < 0.5
+        moved[0] = False
+        measured = np.where(moved, target, measured)
+    return admitted, violations
+
+
 def attack_rows(rounds: int) -> list[Row]:
-    admitted, violations = attack(rounds)
+    """A quarter of the actions are joint targets, the others steps of a tool."""
+    found = attack(rounds - rounds // 4), attack_joints(rounds // 4)
+    admitted, violations = (sum(counts) for counts in zip(*found, strict=True))
     peers: Mapping[str, float | str] = {"proposed": float(rounds), "became commands": float(admitted)}
     name = "hostile actions: commands beyond a limit or under an old token"
     return [Row(21, name, "commands", float(violations), 0.0, None, 0.0, violations == 0, dict(peers))]

@@ -17,10 +17,14 @@ from hal.spec import STATE, Array, RobotSpec
 _UNSET = np.nan  # an element without a neutral value, or never applied
 _SKIN_M = 1e-6  # a way ends this far before a forbidden box, so that a step, rounded to float32, does not end in it
 _ROUNDED_M = 2e-7  # a tool this deep in one is at its face: a position of up to 2 m, rounded to float32
+LEAD_S = 0.5  # a joint's target may be so far ahead of the joint, at its greatest speed; two control periods at least
 
 
 class Reason(enum.IntFlag):
-    """Why the applied action differs from the proposed one; fits uint16. 0 where they are equal."""
+    """Why the applied action differs from the proposed one; fits uint16. 0 where they are equal.
+
+    SPEED is also said of a joint that does not keep up: its target may not run away from it.
+    """
 
     SHAPE = 1
     DTYPE = 2
@@ -153,6 +157,7 @@ class _Motion:
                 (3, limits.tool_jerk_max, limits.joint_jerk_max, "joint_jerk_max"),
             )
         )
+        self._lead = self._speed[self._first_joint :] * max(LEAD_S / period_s, 2.0)
         bounds = np.maximum(np.abs(spec.action.low), np.abs(spec.action.high))
         self._speed[: self._first_joint] = bounds[deltas]
         if not (self._speed > 0).all() or not (self._acceleration > 0).all() or not (self._jerk > 0).all():
@@ -171,13 +176,13 @@ class _Motion:
         if not len(self._moving):
             return NO_REASON
         self._earlier = self._step
-        angle = state[self._angles] if self.needs_state else _EMPTY
+        measured = angle = state[self._angles] if self.needs_state else _EMPTY
         if len(self.targets):
             target = last[self.targets]
-            angle = self._base[self._first_joint :] = np.where(np.isnan(target), angle, target)
+            angle = self._base[self._first_joint :] = np.where(np.isnan(target), measured, target)
         wanted = within[self._moving] - self._base
         step, reasons = wanted, NO_REASON
-        for reason, low, high in self._intervals(share, angle):
+        for reason, low, high in self._intervals(share, angle, measured):
             if _outside(step, low, high):
                 reasons |= reason
                 step = np.clip(step, low, high)
@@ -185,8 +190,11 @@ class _Motion:
         within[self._moving[changed]] = (self._base + step)[changed]
         return reasons
 
-    def _intervals(self, share: float, angle: Array) -> list[tuple[Reason, Array, Array]]:
-        """For each limit, the steps that it allows from joints at `angle`; 0 is always among them."""
+    def _intervals(self, share: float, angle: Array, measured: Array) -> list[tuple[Reason, Array, Array]]:
+        """For each limit, the steps that it allows from joints at `angle`; 0 is always among them.
+
+        `measured` is where the joints are, which `angle` is not where they lag behind their targets.
+        """
         fastest, goes_on = self._speed * share, self._step + self._change
         found = [
             (Reason.SPEED, -fastest, fastest),
@@ -202,6 +210,11 @@ class _Motion:
             low[self._first_joint :] = np.minimum(self._reach_low - angle, 0.0)
             high[self._first_joint :] = np.maximum(self._reach_high - angle, 0.0)
             found.append((Reason.JOINT_POSITION, low, high))
+        if len(self.targets):  # one that is held up is not pressed on; nor is its target drawn back by its giving way
+            low, high = np.full(len(self._moving), -np.inf), np.full(len(self._moving), np.inf)
+            low[self._first_joint :] = np.minimum(measured - self._lead - angle, 0.0)
+            high[self._first_joint :] = np.maximum(measured + self._lead - angle, 0.0)
+            found.append((Reason.SPEED, low, high))
         return found
 
     def remember(self, applied: Array) -> None:

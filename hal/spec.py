@@ -153,9 +153,12 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tool_delta: action elements that move the tool by a Cartesian step (x, y, z), m.
-        joint_delta: action elements that move the joints by a step, rad, in the order of ``limits.joint_position``.
+        joint_delta: action elements that move the joints by a step, rad, in the order of ``limits.joint_position``. A
+            driver that adds steps up does not let the sum run away from a joint that is held up, and reports what it
+            cut off: from where a step counts is its own knowledge.
         joint_target: action elements that are the joint angles to be reached at the end of the control period, in that
-            order; rad, or the unit that the action spec states, the limits on joints alike. Excludes `joint_delta`.
+            order; rad, or the unit that the action spec states, the limits on joints alike. The safety kernel keeps
+            them within half a second's motion of where the joints are measured. Excludes `joint_delta`.
         gripper: index of the action's gripper element; -1 where there is none.
         neutral: the action that keeps the robot where it is. What it says of the gripper is left to the caller; what
             it says of joint targets has no meaning, see `rest_action`.

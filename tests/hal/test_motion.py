@@ -158,6 +158,19 @@ def test_after_a_stop_joint_targets_start_from_the_measured_angles() -> None:
     assert applied(filtered(kernel, (1, 0, 0), 0.9, 0))[0] == pytest.approx(0.96, abs=ROUNDING)
 
 
+def test_the_target_of_a_joint_that_is_held_up_does_not_run_away_from_it() -> None:
+    kernel = kernel_of(JOINTS)
+    targets = [applied(filtered(kernel, (2, -1, 0), 0.5, 0.25))[:2] for _ in range(30)]
+    np.testing.assert_allclose(targets[-1], (0.5 + 1.0, 0.25 - 0.5), atol=ROUNDING)  # 2 and 1 rad/s for half a second
+    assert filtered(kernel, (1.51, -0.26, 0), 0.5, 0.25).reasons == Reason.SPEED
+    given_way = filtered(kernel, (2, -1, 0), 0.4, 0.25)
+    np.testing.assert_allclose(applied(given_way)[:2], targets[-1], atol=ROUNDING)
+    back = filtered(kernel, (0.4, 0.25, 0), 0.4, 0.25)
+    assert (applied(back)[:2] * (1, -1) < targets[-1] * (1, -1)).all(), "it may come back at once"
+    free = [applied(filtered(kernel, (2, -1, 0), *targets[-1]))[0] for _ in range(5)]
+    assert free[-1] > targets[-1][0], "and goes on once the joint is free"
+
+
 def test_a_joint_out_of_its_range_may_come_back() -> None:
     kernel = kernel_of(JOINTS)
     assert applied(filtered(kernel, (3, 0, 0), 2.5, 0))[0] == pytest.approx(2.5)
@@ -253,6 +266,8 @@ class JointWatch:
         low, high = np.minimum((-2, -1), base), np.maximum((2, 1), base)
         assert ((target >= low - ROUNDING) & (target <= high + ROUNDING)).all()
         assert (np.abs(step) <= np.array((0.2, 0.1)) * share + ROUNDING).all()
+        ahead, was_ahead = np.abs(target - measured), np.abs(base - measured)
+        assert (ahead <= np.maximum((1.0, 0.5), was_ahead) + ROUNDING).all()
         outward, braking = np.sign(step), np.abs(step) <= np.abs(self.step) + ROUNDING
         turned = step * self.step < -ROUNDING
         grows = outward * (step - self.step)
@@ -263,7 +278,8 @@ class JointWatch:
 
 
 def attack(seed: int, rounds: int) -> int:
-    """Hostile joint targets, stops and modes in turn; returns how many were let through after checking each."""
+    """Hostile joint targets, stops, modes and joints that are held up or pushed, in turn; returns how many targets were
+    let through after checking each."""
     rng, kernel, watch, admitted = np.random.default_rng(seed), kernel_of(JOINTS), JointWatch(), 0
     measured = np.zeros(2)
     for number in range(rounds):
@@ -279,7 +295,10 @@ def attack(seed: int, rounds: int) -> int:
             watch.stopped()
             continue
         watch.check(verdict.applied[:2].astype(np.float64), measured, 0.5 if kernel.reduced else 1.0)
-        measured = verdict.applied[:2].astype(np.float32).astype(np.float64)
+        if number % 300 < 100:
+            measured = verdict.applied[:2].astype(np.float64)
+        elif number % 300 > 200:
+            measured = (measured + rng.normal(0, 0.05, 2)).astype(np.float32).astype(np.float64)
         admitted += 1
     return admitted
 
