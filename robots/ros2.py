@@ -237,6 +237,9 @@ class Ros2Robot(Robot):
         topic = self.config.estop_topic
         if topic and self._link.node.count_publishers(topic) == 0:
             raise HardwareLost(f"nobody says any more on {topic} whether the stop button is pressed")
+        silent_s = self._button.silent_s
+        if 0 < self.config.estop_timeout_s < silent_s:
+            raise HardwareLost(f"{topic} has not said for {silent_s:.3f} s whether the stop button is pressed")
         if self._button.tell():
             raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
 

@@ -133,19 +133,27 @@ class StopButton:
         heard: its topic has said something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
         self.heard = False
         self._pressed = self._untold = False
+        self._clock, self._heard_s = clock, clock()
         self._lock = threading.Lock()
 
     def take(self, pressed: bool) -> None:
         """What a message says; the same may be said again and again."""
         with self._lock:
             self._untold |= pressed and not self._pressed
-            self._pressed, self.heard = pressed, True
+            self._pressed, self.heard, self._heard_s = pressed, True, self._clock()
 
     def tell(self) -> bool:
         """Whether it is pressed, or was since this was asked last."""
         with self._lock:
             told, self._untold = self._untold, False
             return told or self._pressed
+
+    @property
+    def silent_s(self) -> float:
+        """For how long its topic has said nothing."""
+        with self._lock:
+            return self._clock() - self._heard_s

@@ -86,6 +86,8 @@ class Ros2Config:
     instead_of: controllers that are deactivated when ours is activated.
     estop_topic: std_msgs/msg/Bool, true while a stop button of the cell is pressed; kept by its publisher (transient
         local) or repeated.
+    estop_timeout_s: the robot is lost once nothing was said on `estop_topic` for so long, which only a publisher that
+        repeats it allows; 0 does not ask for that. One that is gone makes the robot lost in any case.
     stop_service: std_srvs/srv/Trigger that a safe stop calls besides.
     clock: what the stamps of messages mean; see `robots.ros2_readings.Clock`.
     domain: ROS 2 domain; by default ``ROS_DOMAIN_ID``.
@@ -117,6 +119,7 @@ class Ros2Config:
     activate: bool = True
     instead_of: tuple[str, ...] = ()
     estop_topic: str = ""
+    estop_timeout_s: float = 0.0
     stop_service: str = ""
     clock: Clock = "shared"
     domain: int | None = None
@@ -133,6 +136,8 @@ class Ros2Config:
             raise ValueError(f"joints names each joint once, not {list(self.joints)}")
         if self.rate_hz <= 0 or not 0 < self.speed_share <= 1:
             raise ValueError(f"rate_hz is above 0 and speed_share in (0, 1], not {self.rate_hz}, {self.speed_share}")
+        if self.estop_timeout_s < 0 or (self.estop_timeout_s and not self.estop_topic):
+            raise ValueError("estop_timeout_s is a time, or 0, and means something with an estop_topic only")
         kinds = {self.kind} | ({self.gripper.kind} if self.gripper else set())
         if not self.manager and "position" in kinds:
             raise ValueError("a forward controller is asked for the order of its joints: it needs its `manager`")

@@ -1,15 +1,21 @@
 """A SpaceMouse on the robot's own computer: ``pip install 'user-sys[devices]'`` for pyspacemouse's table of devices.
 
 Its reports are read from the kernel (``/dev/hidraw*``), which whoever runs the driver must be allowed to read. A cap
-that is let go springs back: that is its dead-man switch, and a `hold` button can be asked for besides.
+that is let go springs back: that is its dead-man switch, and a `hold` button can be asked for besides. A deflected cap
+is reported every 8 ms, or 16 by a wireless mouse; one of which nothing more is heard, as when that drops out, counts as
+let go.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hal.errors import HardwareLost, SpecError
 from hal.spec import RobotSpec
@@ -32,6 +38,7 @@ class SpaceMouseConfig:
     open, close: buttons of the gripper.
     hold: a button that must be held; -1: none, the deflected cap is enough.
     dead_zone: the share of an axis's way that counts as none.
+    silent_s: a deflection that was not reported again for so long counts as let go.
     """
 
     device: str = ""
@@ -41,6 +48,7 @@ class SpaceMouseConfig:
     close: int = 1
     hold: int = -1
     dead_zone: float = 0.1
+    silent_s: float = 0.2
 
 
 class HidRaw:
@@ -72,12 +80,13 @@ class HidRaw:
 
 
 class SpaceMouse(Teleoperator):
-    def __init__(self, config: SpaceMouseConfig, spec: RobotSpec) -> None:
+    def __init__(self, config: SpaceMouseConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SpecError for an axis or an element that there is not."""
-        self.config = config
+        self.config, self._clock = config, clock
         self._bindings = Bindings(config.axes or in_order(AXES, moving_elements(spec)), AXES, spec)
         self._gripper = spec.gripper
         self._device: Any = None
+        self._newest, self._heard_s = -1.0, 0.0  # report, by pyspacemouse's time and by ours
 
     def connect(self) -> None:
         if self._device is not None:
@@ -102,7 +111,11 @@ class SpaceMouse(Teleoperator):
             if state.t == before:
                 break
             before, state = state.t, self._device.read()
+        if state.t != self._newest:
+            self._newest, self._heard_s = state.t, self._clock()
         twist = self._bindings.twist({name: getattr(state, name) for name in AXES}, self.config.dead_zone)
+        if twist.any() and self._clock() - self._heard_s > self.config.silent_s:
+            return TeleopInput(np.zeros_like(twist), False)
         pressed = [bool(each) for each in state.buttons]
         opening, closing, hold = (
             0 <= number < len(pressed) and pressed[number]

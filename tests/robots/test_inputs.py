@@ -249,3 +249,30 @@ def test_the_cap_moves_the_robot_and_stops_it_when_it_springs_back(puck: Keys) -
             device.read()
     finally:
         device.close()
+
+
+def test_a_deflected_cap_of_which_nothing_more_is_heard_counts_as_let_go(puck: Keys) -> None:
+    """A wireless mouse that drops out leaves its receiver, and with it the device, where it was."""
+    now_s = 100.0
+    config = SpaceMouseConfig(device=str(puck.path), model="SpaceNavigator", silent_s=0.2)
+    device = SpaceMouse(config, SPEC, clock=lambda: now_s)
+    device.connect()
+    try:
+        for _ in range(5):
+            puck.write(report(1, 0, -350, 0))
+            assert device.read().engaged
+            now_s += 0.15
+            assert device.read().engaged, "the reports come without a pause, and a late one does not matter"
+        now_s += 0.1
+        reading = device.read()
+        assert not reading.engaged and not reading.twist.any()
+        puck.write(report(3, 1, 0, 0))  # the button that opens the gripper; it says nothing of the cap
+        assert device.read().engaged
+        now_s += 0.3
+        assert not device.read().engaged
+        puck.write(report(1, 0, 0, 0))
+        assert device.read().twist.tolist() == [0, 0, 0, 1], "a button that is held down is not reported again"
+        now_s += 10
+        assert device.read().twist.tolist() == [0, 0, 0, 1]
+    finally:
+        device.close()

@@ -266,6 +266,12 @@ def test_a_fault_of_the_hardware_is_not_cleared(peer: Ros2Peer) -> None:
         Ros2Robot(PLAIN).connect()
 
 
+def test_a_stop_button_of_which_nothing_more_is_heard_makes_the_robot_lost(peer: Ros2Peer) -> None:
+    """The peer says its state once; one that promises to repeat it and does not has hung."""
+    with Ros2Robot(replace(PLAIN, estop_topic="/stop_button", estop_timeout_s=0.5)) as robot:
+        await_raise(HardwareLost, lambda: robot.command(HOME), "/stop_button has not said for")
+
+
 def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, estop_topic="/stop_button")) as robot:
         robot.command(HOME)

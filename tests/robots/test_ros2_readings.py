@@ -97,3 +97,13 @@ def test_a_press_of_the_stop_button_is_told_though_it_is_over_and_told_once() ->
         assert button.tell()
     button.take(False)
     assert not button.tell(), "released, and told before"
+
+
+def test_how_long_the_topic_of_the_stop_button_is_silent_is_known() -> None:
+    now_s = 5.0
+    button = StopButton(clock=lambda: now_s)
+    button.take(False)
+    now_s += 0.5
+    assert button.silent_s == 0.5
+    button.take(False)
+    assert button.silent_s == 0.0
