@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 10.0
 MAX_NAME_CHARS = 128
+DEVICE = "device."  # how the names of locks begin that keep a device, and not a robot; no robot is called so
 _NS = 1_000_000_000
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 
@@ -309,6 +310,14 @@ def runtime_folder() -> Path:
     if session := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(session) / "user-sys"
     return Path(f"/tmp/user-sys-{os.getuid()}")
+
+
+def driven(runtime_dir: Path | None = None) -> dict[str, str]:
+    """The robots that programs of this machine, and user, drive now, and by whom; see `MachineLock.owner`."""
+    names = [path.name.removesuffix(".lock") for path in (runtime_dir or runtime_folder()).glob("*.lock")]
+    robots = [name for name in names if _NAME.fullmatch(name) and not name.startswith(DEVICE)]
+    owners = {name: MachineLock(name, runtime_dir=runtime_dir).owner() for name in robots}
+    return {name: owner for name, owner in owners.items() if owner}
 
 
 def _make_private(folder: Path) -> None:

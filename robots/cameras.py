@@ -18,9 +18,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from hal.camera import Camera, Frame
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
 from hal.spec import Array, CameraSpec
 from hal.station import StationRequest
+from robots.alone import DeviceLock, camera_place
 
 CONNECT_DEADLINE_S = 20.0
 CLOSE_DEADLINE_S = 2.0
@@ -91,6 +92,7 @@ class LocalCamera(Camera):
 
     def __init__(self, spec: CameraSpec, config: CameraConfig) -> None:
         self.spec, self.config = spec, config
+        self._alone = DeviceLock(camera_place(config.kind, config.device))
         self._reader: _Reader | None = None
 
     def connect(self) -> None:
@@ -101,7 +103,12 @@ class LocalCamera(Camera):
         """
         if self._reader is None:
             reader = _Reader(self._name, _SOURCES[self.config.kind](self.config), self.spec.shape)
-            reader.start()
+            self._alone.acquire()
+            try:
+                reader.start()
+            except HalError:
+                self._alone.release()
+                raise
             self._reader = reader
 
     def read(self) -> Frame:
@@ -117,6 +124,7 @@ class LocalCamera(Camera):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.end()
+            self._alone.release()
 
     @property
     def _name(self) -> str:

@@ -22,7 +22,7 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
-from robots.alone import DeviceLock
+from robots.alone import DeviceLock, devices_in
 from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
 from robots.homing import require_home, walk_home
@@ -95,7 +95,7 @@ class LerobotRobot(Robot):
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
         require_home(self.spec, config.home, self._low, self._high)
-        self._alone = DeviceLock(str(config.settings.get("port") or ""))
+        self._alone = DeviceLock(*devices_in(config.settings))
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
@@ -321,11 +321,13 @@ class LerobotCamera(Camera):
         self._settings = dict(settings)
         self._type = str(self._settings.pop("type", "opencv"))
         self._device = build("camera", self._type, self._settings)
+        self._alone = DeviceLock(*devices_in(self._settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
         if self._thread is not None:
             return
+        self._alone.acquire()
         self._thread = DeviceThread(f"camera {self.spec.name}")
         try:
             self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S)
@@ -358,6 +360,7 @@ class LerobotCamera(Camera):
         except HardwareLost as error:  # as of one that was never connected
             log.warning("lerobot.disconnect %s", error)
         thread.end()
+        self._alone.release()
 
     def _latest(self) -> Array:
         image: Array = self._device.read_latest(max_age_ms=round(STALE_FRAME_S * 1000))

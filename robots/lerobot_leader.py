@@ -14,6 +14,7 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
+from robots.alone import DeviceLock, devices_in
 from robots.device_thread import DeviceThread
 from robots.lerobot_features import FeatureConfig, Features
 from robots.lerobot_plugins import build
@@ -57,11 +58,13 @@ class LerobotLeader(Teleoperator):
         if units != spec.action.units:
             raise SpecError(f"{config.type} speaks in {units}, {spec.model} in {spec.action.units}")
         self._low, self._high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
+        self._alone = DeviceLock(*devices_in(config.settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
         if self._thread is not None:
             return
+        self._alone.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
         self._patience_s = CONNECT_DEADLINE_S
         try:
@@ -92,6 +95,7 @@ class LerobotLeader(Teleoperator):
         except HardwareLost as error:
             log.warning("lerobot.disconnect %s", error)
         thread.end()
+        self._alone.release()
 
     def _disconnect(self) -> None:
         if self._device.is_connected:

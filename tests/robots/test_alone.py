@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from hal.errors import HardwareLost
-from robots.alone import DeviceLock
+from hal.spec import CameraSpec
+from robots.alone import DeviceLock, camera_place, devices_in
+from robots.cameras import CameraConfig, LocalCamera
 
 
 def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> None:
@@ -30,3 +32,44 @@ def test_a_robot_without_a_port_needs_no_lock() -> None:
     for lock in locks:
         lock.acquire()
         lock.release()
+
+
+def test_of_several_devices_all_are_had_or_none() -> None:
+    camera, arm = DeviceLock("/dev/video61"), DeviceLock("/dev/ttyACM61", "/dev/video61")
+    other = DeviceLock("/dev/ttyACM61")
+    camera.acquire()
+    with pytest.raises(HardwareLost, match="/dev/video61 is in use already"):
+        arm.acquire()
+    other.acquire()
+    for lock in (camera, other):
+        lock.release()
+    arm.acquire()
+    arm.acquire()
+    arm.release()
+
+
+def test_two_names_do_not_have_one_camera() -> None:
+    numbered = LocalCamera(CameraSpec(name="top", height=48, width=64, rate_hz=30), CameraConfig(device=61))
+    lock = DeviceLock(camera_place("opencv", "/dev/video61"))
+    lock.acquire()
+    try:
+        with pytest.raises(HardwareLost, match="/dev/video61 is in use already"):
+            numbered.connect()
+    finally:
+        lock.release()
+        numbered.close()
+    assert (camera_place("opencv", "http://10.0.0.9/stream.mjpg"), camera_place("realsense", "")) == ("", "")
+
+
+def test_the_devices_that_a_plugins_settings_name() -> None:
+    settings = {
+        "left_arm_port": "/dev/ttyACM1",
+        "id": "left",
+        "port": 5555,
+        "cameras": {
+            "top": {"type": "opencv", "index_or_path": 2, "fps": 30},
+            "wrist": {"type": "intelrealsense", "serial_number_or_name": "839112060123"},
+        },
+        "gripper": {"device": "/dev/ttyUSB0"},
+    }
+    assert list(devices_in(settings)) == ["/dev/ttyACM1", "/dev/video2", "realsense-839112060123", "/dev/ttyUSB0"]
