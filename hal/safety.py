@@ -5,10 +5,11 @@ and not safety-rated: it does not replace the robot's own limits, its brakes or 
 
 A proposed action is either applied, reduced to the nearest action within all limits, or answered by a stop. What can
 be met by reducing it (`hal.motion.ActionLimits`): the action spec's bounds, as float32; ``action_rate_max`` around the
-last applied action; speed, acceleration and jerk of the tool's steps and of joint targets; the workspace, forbidden
-boxes and the force on the tool. Going back to rest is never limited, because a stop does the same: a robot may always
-brake. A tool or a joint that is out of its range may come back and not go farther. The first gripper command after
-`settle` is free, since nobody knows where it stands.
+last applied action; speed, acceleration and jerk of the tool's steps and of joint targets; how far a target is ahead of
+a joint that is held up (half a second at its greatest speed); the workspace, forbidden boxes and the force on the tool.
+Going back to rest is never limited, because a stop does the same: a robot may always brake. A tool or a joint that is
+out of its range may come back and not go farther. The first gripper command after `settle` is free, since nobody knows
+where it stands.
 
 Limits that cannot be met so (a measured joint at its limit or too fast, a reading that is stale or broken) lead to a
 stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to one
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -200,6 +202,11 @@ class SafetyKernel:
         self._stopped = EmergencyStop(by=by, why=why, unix_ns=time.time_ns())
         logger.warning("estop.latched by=%s why=%s", by, why)
         self._persist(self._stopped)
+
+    def pressed_elsewhere(self) -> bool:
+        """Whether the e-stop was latched on the disk without the kernel: `heed_latch` takes that up. Costs a look into
+        a folder or two, some microseconds."""
+        return self._stopped is None and any(os.path.exists(path) for path in self._latch_paths)
 
     def heed_latch(self) -> None:
         """Takes up an e-stop that is latched on the disk: from before the start, or by somebody else since."""

@@ -48,7 +48,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for verb in ("train", "cloud", "edge", "relay", "evaluate", "record", "keys", "store", "hardware"):
+    for verb in ("train", "cloud", "edge", "relay", "evaluate", "record", "stop", "keys", "store", "hardware"):
         assert f"\n    {verb} " in done.stdout
 
 
@@ -58,6 +58,7 @@ def test_help_imports_nothing_heavy() -> None:
         ["train"],
         ["evaluate", "runs/latest"],
         ["record", "c.yaml"],
+        ["stop"],
         ["keys"],
         ["keys", "new"],
         ["store", "inspect"],

@@ -317,12 +317,18 @@ MISTAKES = {
     "robot left: unknown option 'rate'; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
     "nowhere is not a run folder": ["train", "--resume", "nowhere"],
     "nothing is not a run folder": ["evaluate", "nothing"],
+    "robot arm: no scripted expert knows the task 'tidy': say --demonstrations.episodes=0": ["train", "own.yaml"],
+    "no scripted expert knows the task 'tidy': .* [(]docs/people.md[)]": ["record", "own.yaml"],
     "asks for one computer with 9999 processors. The largest computer here, .* has": ["train", "greedy.yaml"],
 }
 
 
+OWN = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\n"  # demonstrations by default
+
+
 def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
     (config.parent / "greedy.yaml").write_text(f"{FAKE}needs: [{{kind: compute, cores: 9999}}]\n")
+    (config.parent / "own.yaml").write_text(f"{FAKE[FAKE.index('console') :]}{OWN}")
     with ExitStack() as stack:
         launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
         for said, launch in launches.items():

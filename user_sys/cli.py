@@ -156,6 +156,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "record": _add_record(verbs),
     }
     _add_evaluate(verbs)
+    _add_stop(verbs)
     add_store(verbs)
     add_hardware(verbs)
     add_node(verbs)
@@ -284,6 +285,19 @@ def _add_evaluate(verbs: Any) -> None:
     )
     verb.add_argument("--json", action="store_true", help="for other programs")
     verb.set_defaults(runs=("user_sys.results", "evaluate_main"))
+
+
+def _add_stop(verbs: Any) -> None:
+    verb = verbs.add_parser(
+        "stop",
+        help="press the e-stop of robots that this computer drives",
+        description="Presses the e-stop of each ROBOT, or of every robot that this computer drives, whatever program "
+        "drives it. A person re-arms it at a run's console.",
+    )
+    verb.add_argument("robots", nargs="*", metavar="ROBOT", help="a robot's name (default: all that are driven)")
+    verb.add_argument("--by", default=None, metavar="NAME", help="who presses (default: who is logged in)")
+    verb.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the e-stop and logged")
+    verb.set_defaults(runs=("user_sys.edge.press", "stop_main"))
 
 
 def _add_weights(verbs: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hal.spec import Array
 from user_sys.compose import PolicyConfig, RobotConfig, build_station, make_policy
 from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.local import give_up_stopped, local_driver
+from user_sys.edge.local import Attend, give_up_stopped, local_driver, nobody_calls
 from user_sys.edge.loop import EpisodeSummary, StepListener, run_episode
 from user_sys.edge.pilots import PolicyPilot
 from user_sys.edge.recorder import Decision
@@ -38,13 +38,14 @@ def evaluate(
     config: EvaluationConfig,
     film: Callable[[Array], None],
     *,
+    attend: Attend = nobody_calls,
     version: int = 0,
     seed: int = 0,
 ) -> Iterator[EpisodeSummary]:
     """Runs `config.episodes` episodes on `robot`, yields each as it ends, and hands pictures of the first to `film`.
 
     The robot is driven through the same driver, safety kernel and loop as in training, in this process. Pictures are
-    uint8 (h, n * w, 3), the cameras side by side.
+    uint8 (h, n * w, 3), the cameras side by side. `attend`: as in `local_driver`, and called in each control period.
 
     Raises:
         WireError: the weights are not this policy's.
@@ -63,9 +64,10 @@ def evaluate(
             station.task.max_steps,
             deterministic=True,
         )
-        with local_driver(station, robot) as driver:
+        with local_driver(station, robot, attend=attend) as driver:
             listeners: list[StepListener] = [
                 give_up_stopped,
+                lambda tick, decision: attend(),
                 *([filming(film, len(station.cameras))] if filmed else []),
             ]
             yield from _episodes(driver, pilot, range(first, count), seed, listeners)

@@ -25,6 +25,8 @@ from user_sys.compose import probes
 from user_sys.console.hub import ConsoleHub
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
+from user_sys.edge.local import ending_between_periods
+from user_sys.edge.press import pressing_aside
 from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
 from user_sys.learners import LEARNER, learner_from_robot, learners_of
@@ -111,14 +113,15 @@ def _run(args: Namespace, verb: str, config: RunConfig, home: Path, places: Plac
 def _demonstrate(config: RunConfig, folder: RunFolder, console: Console, locked: frozenset[str]) -> None:
     """`locked`: the robots that the run has the locks of, until its driver processes take them over."""
     wanted = config.demonstrations
-    for number, robot in enumerate(config.robots):
-        seed = config.seed + number * SEEDS_PER_ROBOT
-        recorded = record_demonstrations(
-            robot, folder.store, wanted, config.recorder, seed=seed, locked=robot.name in locked
-        )
-        steps = [episode.steps for episode in recorded]
-        if steps:
-            console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
+    with ending_between_periods() as attend:
+        for number, robot in enumerate(config.robots):
+            seed = config.seed + number * SEEDS_PER_ROBOT
+            recorded = record_demonstrations(
+                robot, folder.store, wanted, config.recorder, seed=seed, attend=attend, locked=robot.name in locked
+            )
+            steps = [episode.steps for episode in recorded]
+            if steps:
+                console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
 
 
 class Run:
@@ -138,7 +141,10 @@ class Run:
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
         self._card, self._gang, self._gpus = card, places.gang, places.gpus
         self._client = _console_client(folder, card)
-        self._hub = ConsoleHub(card.name, self._client.send, specs, budget_s=config.learner.max_training_s)
+        real = [robot.name for robot in (*config.robots, *config.guests) if not robot.simulated]
+        ours = {name: f"for {folder.edge(name).resolve()}" for name in real}
+        order = pressing_aside(self._client.send, ours)
+        self._hub = ConsoleHub(card.name, order, specs, budget_s=config.learner.max_training_s)
         self._server = _console_server(self._hub, config.console)
         self._log = logger
         self._metrics = MetricsWriter(folder.path, "run")

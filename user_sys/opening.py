@@ -18,8 +18,9 @@ from hal.placement import place
 from hal.ray_bridge import connect
 from hal.request import Request
 from hal.resource import Kind, local_node
-from user_sys.compose import link_settings, probes, robot_spec
+from user_sys.compose import link_settings, probes
 from user_sys.config import load, save
+from user_sys.edge.demonstrations import require_shown
 from user_sys.errors import RunError
 from user_sys.gang import Gang
 from user_sys.prepare import (
@@ -51,7 +52,7 @@ def read(args: Namespace, verb: str) -> tuple[RunConfig, Path]:
     require_keys(config.gateway.endpoint, args.keys)
     require_let_in(config.guests, args.keys)
     for robot in config.robots:
-        robot_spec(robot)
+        require_shown(robot, config.demonstrations)
         if robot.link:
             link_settings(robot, "", "")
     home = config.runs / (args.name or config.name or default_name(Path(args.config)))

@@ -13,7 +13,8 @@ from rich.progress import track
 
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
-from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, DemonstrationConfig, demonstrate
+from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, DemonstrationConfig, demonstrate, require_shown
+from user_sys.edge.local import Attend, ending_between_periods, nobody_calls
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.episode import Source
@@ -42,10 +43,12 @@ def record_demonstrations(
     recorder: RecorderConfig,
     *,
     seed: int,
+    attend: Attend = nobody_calls,
     locked: bool = False,
 ) -> Iterator[EpisodeSummary]:
-    """Tops the store up to the `wanted` successful demonstrations, yielding each one that is durable. `locked`: see
-    `local_driver`.
+    """Tops the store up to the `wanted` successful demonstrations, yielding each one that is durable.
+
+    `attend` and `locked`: see `demonstrate`.
 
     Raises:
         ConfigError: the task has no scripted expert, or the expert fails too often.
@@ -61,7 +64,7 @@ def record_demonstrations(
                 writer.append(chunk)
             writer.sync()
 
-        yield from demonstrate(config, wanted, there, keep, recorder, seed=seed, locked=locked)
+        yield from demonstrate(config, wanted, there, keep, recorder, seed=seed, attend=attend, locked=locked)
 
 
 def record_main(args: Namespace) -> int:
@@ -69,10 +72,13 @@ def record_main(args: Namespace) -> int:
     config = load(RunConfig, args.config, args.overrides)
     output = Path(args.output)
     wanted = replace(config.demonstrations, episodes=args.episodes)
-    for number, robot in enumerate(config.robots):
-        seed = config.seed + number * SEEDS_PER_ROBOT
-        keep_card(output / CARDS, robot.name, robot_spec(robot))
-        recorded = record_demonstrations(robot, output, wanted, config.recorder, seed=seed)
-        steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=args.episodes)]
-        Console().print(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")
+    for robot in config.robots:
+        require_shown(robot, wanted)
+    with ending_between_periods() as attend:
+        for number, robot in enumerate(config.robots):
+            seed = config.seed + number * SEEDS_PER_ROBOT
+            keep_card(output / CARDS, robot.name, robot_spec(robot))
+            recorded = record_demonstrations(robot, output, wanted, config.recorder, seed=seed, attend=attend)
+            steps = [s.steps for s in track(recorded, f"recording {robot.name}", total=args.episodes)]
+            Console().print(f"{robot.name}: {len(steps)} new demonstrations, {sum(steps)} steps, in {output}")
     return 0

@@ -14,6 +14,7 @@ from rich.progress import track
 
 from hal.spec import Array
 from user_sys.compose import RobotConfig, robot_spec
+from user_sys.edge.local import ending_between_periods
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.errors import RunError
 from user_sys.evaluate import EvaluationConfig, evaluate
@@ -65,17 +66,19 @@ def run_evaluation(
     manifest, weights = newest_weights(folder, learner)
     pictures: list[Array] = []
     settings = replace(config.evaluation, episodes=episodes)
-    ran = evaluate(
-        robot or config.robots[0],
-        config.policy,
-        weights,
-        settings,
-        pictures.append,
-        version=manifest.version,
-        seed=config.seed,
-    )
-    label = f"evaluating version {manifest.version}"
-    return list(track(ran, label, total=episodes, console=console, transient=True)), pictures, manifest
+    with ending_between_periods() as attend:
+        ran = evaluate(
+            robot or config.robots[0],
+            config.policy,
+            weights,
+            settings,
+            pictures.append,
+            version=manifest.version,
+            seed=config.seed,
+            attend=attend,
+        )
+        label = f"evaluating version {manifest.version}"
+        return list(track(ran, label, total=episodes, console=console, transient=True)), pictures, manifest
 
 
 def conclude(

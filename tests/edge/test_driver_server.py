@@ -186,7 +186,7 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) 
 def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
     latch_emergency(tmp_path / "e-stop.json", "ada", "the driver did not answer")
-    assert not site.client.hold().stopped
+    assert site.client.hold().stopped, "in the next control period, before anybody attaches"
     site.client.attach()
     assert site.client.hold().stopped
     assert site.client.rearm("ada") and not (tmp_path / "e-stop.json").exists()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import numpy as np
 import pytest
 from edge_kit import STILL, WatchedRobot
 
 import user_sys.edge.local
 from hal.errors import EmergencyStopped, LeaseHeld
 from hal.lease import MachineLock
+from hal.robot import Robot, StopLevel
 from hal.safety import latch_emergency
+from hal.spec import Array
 from hal.station import Station, StationRequest
 from robots.fake import FakeTask, make_station
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver_wire import shared_latch
-from user_sys.edge.local import Pace, give_up_stopped, local_driver
+from user_sys.edge.local import Pace, ending_between_periods, give_up_stopped, local_driver
+from user_sys.edge.press import press
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -91,3 +98,72 @@ def test_a_robot_that_stops_by_a_button_of_its_own_is_given_up_and_stays_stopped
     with pytest.raises(EmergencyStopped, match="button at the door"), local_driver(station, REAL):
         robot.command(STILL)
     assert len(robot.commands) == 1
+
+
+class Homing(FakeTask):
+    """A reset in which the robot moves by itself; a person presses when it is on its way."""
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        for period in range(10):
+            robot.attend()
+            if period == 3:
+                press("arm-0", "ada")
+        raise AssertionError("it went on")
+
+
+def test_a_press_beside_the_program_ends_the_way_to_a_start() -> None:
+    robot = WatchedRobot()
+    with local_driver(Station("arm-0", robot, Homing()), REAL) as driver:
+        tick = driver.reset(0)
+        assert tick.stopped and robot.stops and set(robot.stops) == {StopLevel.SAFE}
+        assert driver.hold().stopped and set(robot.stops) == {StopLevel.SAFE}
+
+
+class Pressed(WatchedRobot):
+    """Somebody presses Ctrl-C, or closes the terminal, in the middle of the third command, and again while it stops."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number, self.whole, self.closed = number, 0, False
+
+    def command(self, action: Array) -> Array:
+        if self.whole == 2:
+            os.kill(os.getpid(), self._number)
+        applied = super().command(action)
+        self.whole += 1
+        return applied
+
+    def close(self) -> None:
+        os.kill(os.getpid(), self._number)
+        super().close()
+        self.closed = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_ends_a_program_between_two_control_periods_and_the_robot_is_stopped(number: signal.Signals) -> None:
+    robot = Pressed(number)
+    before = signal.signal(number, signal.default_int_handler)  # whoever runs the tests may have it ignored
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            ending_between_periods() as attend,
+            local_driver(Station("arm-0", robot, FakeTask()), REAL, attend=attend) as driver,
+        ):
+            for _ in range(10):
+                driver.command(STILL)
+                attend()
+        assert robot.whole == 3 and robot.closed
+        assert signal.getsignal(number) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt), ending_between_periods():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_program_that_shall_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_between_periods():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

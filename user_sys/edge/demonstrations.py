@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hal.station import Expert, Station
 from user_sys.compose import RobotConfig, build_station
-from user_sys.edge.local import give_up_stopped, local_driver
+from user_sys.edge.local import Attend, give_up_stopped, local_driver, nobody_calls
 from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.pilots import ExpertPilot
 from user_sys.edge.recorder import Recorder, RecorderConfig
@@ -29,6 +30,24 @@ class DemonstrationConfig:
     noise: float = 0.1
 
 
+def require_expert(station: Station, task: str) -> Callable[[int, float], Expert]:
+    """The scripted expert of `station`, which was built for `task`. Raises ConfigError: there is none."""
+    if station.expert is None:
+        raise ConfigError(
+            f"robot {station.name}: no scripted expert knows the task {task!r}: say --demonstrations.episodes=0, and "
+            "show it by hand in the run, or bring demonstrations from elsewhere (docs/people.md)"
+        )
+    return station.expert
+
+
+def require_shown(config: RobotConfig, wanted: DemonstrationConfig) -> None:
+    """Looks, before anything is made, whether the robot's station can be built and, where demonstrations are wanted,
+    has an expert for them; connects nothing. Raises ConfigError."""
+    station = build_station(config, cameras=False)
+    if wanted.episodes > 0:
+        require_expert(station, config.task)
+
+
 def demonstrate(
     config: RobotConfig,
     wanted: DemonstrationConfig,
@@ -37,7 +56,7 @@ def demonstrate(
     recorder: RecorderConfig,
     *,
     seed: int,
-    attend: Callable[[], None] = lambda: None,
+    attend: Attend = nobody_calls,
     locked: bool = False,
 ) -> Iterator[EpisodeSummary]:
     """Has the expert show what is missing of `wanted`, and yields each success, after `keep` has taken its chunks.
@@ -57,20 +76,15 @@ def demonstrate(
     if missing <= 0:
         return
     station = build_station(config)
-    if station.expert is None:
-        raise ConfigError(
-            f"no scripted expert knows the task {config.task!r}: with --demonstrations.episodes=0 a person shows it"
-        )
-    with local_driver(station, config, config.frame_stride, locked=locked) as driver:
-        driver.robot.attend = attend
+    expert_of = require_expert(station, config.task)
+    with local_driver(station, config, config.frame_stride, attend=attend, locked=locked) as driver:
         listeners = [give_up_stopped, lambda tick, decision: attend()]
         chunks: list[bytes] = []
         task = station.task
         record = Recorder(driver.spec, config.name, task.name, task.sentence, chunks.append, recorder)
         for attempt in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
             start = DEMONSTRATION_SEED + 1000 * seed + there + attempt
-            expert = station.expert(start, wanted.noise)
-            pilot = ExpertPilot(expert, task.max_steps)
+            pilot = ExpertPilot(expert_of(start, wanted.noise), task.max_steps)
             summary = run_episode(driver, pilot, record, source=Source.DEMO, seed=start, listeners=listeners)
             if summary.success:
                 keep(chunks)

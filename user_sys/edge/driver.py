@@ -127,6 +127,7 @@ class Driver:
 
     def reset(self, seed: int) -> Tick:
         """Brings robot and scene to a start; an e-stop meanwhile leaves them where they are, as a latched one does."""
+        self.heed_latch()
         if self.kernel.emergency is None:
             try:
                 self.task.reset(self.robot, np.random.default_rng(seed))
@@ -140,6 +141,7 @@ class Driver:
     def command(self, action: Array) -> Tick:
         if self._newest is None:
             raise RuntimeError("the driver is not connected")
+        self.heed_latch()
         if self.kernel.too_old(self._newest):  # this process was kept from looking; the robot may be in order
             self._look()
         verdict = self.kernel.filter(action, self._newest)
@@ -166,6 +168,7 @@ class Driver:
             self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
 
     def hold(self) -> Tick:
+        self.heed_latch()
         verdict = self.kernel.hold()
         self.robot.stop(verdict.stop or StopLevel.HOLD)
         return self._tick(applied=None, reasons=verdict.reasons, t_command_ns=0, judged=False)
@@ -182,12 +185,36 @@ class Driver:
             self.kernel.emergency_stop(person)
         self.guard()
 
+    def heed_latch(self) -> None:
+        """Stops the robot where its e-stop was pressed elsewhere: by a program that does not drive it.
+
+        Raises:
+            HardwareLost: the robot went away; the e-stop is latched all the same.
+        """
+        if self.kernel.pressed_elsewhere():
+            try:
+                self.robot.stop(StopLevel.SAFE)
+            finally:
+                self.kernel.heed_latch()
+
+    def attend(self) -> None:
+        """For the periods of a motion that the robot makes by itself, see `hal.robot.Robot.attend`.
+
+        Raises:
+            EmergencyStopped: the e-stop is pressed, and the robot was told to stop.
+            HardwareLost: the robot went away.
+        """
+        self.heed_latch()
+        if (stopped := self.kernel.emergency) is not None:
+            raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
+
     def guard(self) -> None:
         """One control period without a command: the robot holds or safe-stops, as the kernel says.
 
         Raises:
             HardwareLost: the robot went away.
         """
+        self.heed_latch()
         verdict = self.kernel.tick()
         self.robot.stop(verdict.stop if verdict and verdict.stop else StopLevel.HOLD)
         self._look()

@@ -27,7 +27,7 @@ from pathlib import Path
 import zmq
 
 from hal.durable import make_folder_durably
-from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleToken
+from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError, StaleToken
 from hal.lease import Fence, MachineLock, runtime_folder
 from hal.safety import Reason, SafetyKernel
 from hal.signals import stop_on_signals
@@ -165,7 +165,7 @@ class DriverServer:
         if request.order == "re-arm":
             return self._rearm(request), {}
         if request.order == "attach":
-            kernel.heed_latch()
+            self._driver.heed_latch()
             log.info("session.attached robot=%s %s token=%d", self._station.name, request.session, request.token)
             return self._card(), {}
         return self._advance(request, arrays, socket)
@@ -225,8 +225,7 @@ class DriverServer:
         """See `hal.robot.Robot.attend`. Never waits."""
         while (request := self._next_request(socket, self._clock())) is not None:
             self._answer_in_period(*request, socket)
-        if (stopped := self._driver.kernel.emergency) is not None:
-            raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
+        self._driver.attend()
         if self.stop.is_set():
             raise HalError(f"the driver of {self._station.name} ends")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 from hal.errors import EmergencyStopped, LeaseHeld
 from hal.lease import MachineLock
@@ -17,6 +19,13 @@ from user_sys.edge.recorder import Decision
 
 LOCK_WITHIN_S = 10.0  # a run's driver process, which has just been told to end, may have the robot still
 ASK_EVERY_S = 0.1
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Attend = Callable[[], None]
+
+
+def nobody_calls() -> None:
+    """An `Attend` that lets everything go on."""
 
 
 class Pace:
@@ -40,14 +49,54 @@ class Pace:
 
 
 @contextmanager
+def ending_between_periods() -> Iterator[Attend]:
+    """Keeps Ctrl-C, SIGTERM and the end of the terminal from breaking into what a robot is being told.
+
+    What is given, and called in each control period, raises KeyboardInterrupt once one of them has come, and leaving
+    does so too. Closing the robot's driver, which stops the robot, is interrupted by none of them. The main thread
+    alone enters it.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    def attend() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+        del before[signal.SIGHUP]
+    try:
+        for number in before:
+            signal.signal(number, ask)
+        yield attend
+        attend()
+    finally:
+        for number in before:
+            signal.signal(number, before[number])
+
+
+@contextmanager
 def local_driver(
-    station: Station, config: RobotConfig, frame_stride: int = 1, *, locked: bool = False
+    station: Station,
+    config: RobotConfig,
+    frame_stride: int = 1,
+    *,
+    attend: Attend = nobody_calls,
+    locked: bool = False,
 ) -> Iterator[Driver]:
     """A connected driver of `station`, which was built from `config`; closed at the end.
 
     It follows the clock where the robot does, but for a simulated one: that goes as fast as the machine allows. Any
     other is locked on this machine meanwhile (`locked`: the caller has seen to that), and is not moved under an e-stop
-    that somebody has pressed on it.
+    that somebody has pressed on it, be it now (``user-sys stop``).
+
+    Args:
+        attend: called before and after connecting, and in each period of a motion that the robot makes by itself; what
+            it raises passes through.
 
     Raises:
         LeaseHeld: another process of this machine drives the robot, and has not let go of it within `LOCK_WITHIN_S`.
@@ -57,12 +106,15 @@ def local_driver(
         if not config.simulated and not locked:
             lock = MachineLock(config.name, "for demonstrations or an evaluation")
             stack.callback(lock.release)
-            _await_lock(lock)
+            _await_lock(lock, attend)
+        attend()
         kernel = SafetyKernel(station.robot.spec, shared_latch=shared_latch(config.name, config.simulated))
         _require_armed(config, kernel)
         driver = Driver(station.robot, station.task, kernel, station.cameras, frame_stride=frame_stride)
         stack.callback(driver.close)
+        driver.robot.attend = lambda: _attend(driver, attend)
         driver.connect()
+        attend()
         driver.real_time = config.real_time and not config.simulated
         driver.pace = Pace(station.robot.spec.period_s)
         yield driver
@@ -77,7 +129,12 @@ def give_up_stopped(tick: Tick, decision: Decision | None) -> None:
         raise EmergencyStopped("the robot was stopped, and a person must re-arm it")
 
 
-def _await_lock(lock: MachineLock) -> None:
+def _attend(driver: Driver, attend: Attend) -> None:
+    driver.attend()
+    attend()
+
+
+def _await_lock(lock: MachineLock, attend: Attend) -> None:
     until_s = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -86,6 +143,7 @@ def _await_lock(lock: MachineLock) -> None:
         except LeaseHeld:
             if time.monotonic() > until_s:
                 raise
+        attend()
         time.sleep(ASK_EVERY_S)
 
 

@@ -25,9 +25,9 @@ from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.lease import MachineLock
 from hal.resource import local_node
 from hal.signals import stop_on_signals
-from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
 from user_sys.config import as_dict, load, read, settle
-from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate
+from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate, require_shown
 from user_sys.edge.outbox import Outbox, OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
@@ -126,7 +126,7 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
     load_public_key(keys / f"{GATEWAY}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
-        robot_spec(robot)
+        require_shown(robot, config.demonstrations)
         with MachineLock(robot.name, "user-sys edge"):
             pass  # nobody else drives it on this computer
 
