@@ -37,9 +37,9 @@ class RobotConfig:
         driver: which driver drives it: one of ours, or one that an installed package offers (`hal.station`).
         task: what it is asked to do.
         real_time: the control period follows the clock. A simulated robot may run as fast as the machine allows
-            instead; it follows the clock all the same while a person drives.
-        realtime: with `real_time`, the driver process asks for SCHED_FIFO and locked memory; where that is refused it
-            goes on without, and log and console say so. ``off`` does not ask.
+            instead; it follows the clock all the same while a person drives. None is what suits the driver.
+        realtime: where the clock is followed, the driver process asks for SCHED_FIFO and locked memory; where that is
+            refused it goes on without, and log and console say so. ``off`` does not ask.
         explore: until its first weights have come the policy acts at random (``on``), or the robot holds (``off``);
             ``auto``: only a simulated one explores.
         cpus: processors that the driver process then keeps to; empty for all.
@@ -56,7 +56,7 @@ class RobotConfig:
     name: str = "panda-0"
     driver: str = "sim"
     task: str = "lift"
-    real_time: bool = False
+    real_time: bool | None = None
     realtime: Literal["auto", "off"] = "auto"
     explore: Literal["auto", "on", "off"] = "auto"
     cpus: tuple[int, ...] = ()
@@ -77,9 +77,19 @@ class RobotConfig:
         """A policy without weights may move it."""
         return self.simulated if self.explore == "auto" else self.explore == "on"
 
+    @property
+    def follows_clock(self) -> bool:
+        """A step is allowed for by the control period: a real robot that is commanded more often goes too fast."""
+        return not self.simulated if self.real_time is None else self.real_time
+
     def __post_init__(self) -> None:
         if self.frame_stride < 1:
             raise ConfigError(f"robot {self.name}: frame_stride must be at least 1")
+        if self.driver in _BUILT_IN and not self.simulated and not self.follows_clock:
+            raise ConfigError(
+                f"robot {self.name}: with real_time: false a robot goes as fast as the machine computes, which only a "
+                f"simulated one may; the driver {self.driver} moves a real one: leave real_time out"
+            )
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"robot name {self.name!r}: use letters, digits, '-' and '_'")
 

@@ -52,7 +52,7 @@ def prepare(
             keys=folder.keys.resolve(),
             state=state.resolve(),
             seed=config.seed,
-            real_time=robot.real_time,
+            real_time=robot.follows_clock,
             realtime=robot.realtime,
             explore=robot.explores,
             outbox=config.outbox,

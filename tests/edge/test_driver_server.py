@@ -109,6 +109,17 @@ def during(site: Site, call: Callable[[], Tick]) -> tuple[threading.Thread, list
     return driving, ticks
 
 
+def test_a_robot_that_follows_the_clock_does_so_whatever_its_session_asks_for(site: Site) -> None:
+    site.server.real_time = True
+    asked = threading.Thread(target=lambda: site.client.command(RIGHT))
+    asked.start()
+    until(lambda: len(site.robot.commands) == 1, "the period has begun")
+    assert not site.client.real_time and site.driver.real_time
+    site.now_ns += PERIOD_NS
+    asked.join(60)
+    assert not asked.is_alive()
+
+
 def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Site) -> None:
     driving, ticks = during(site, lambda: site.client.command(RIGHT))
     site.anyone.emergency_stop("ada")

@@ -21,6 +21,7 @@ from user_sys.compose import RobotConfig
 from user_sys.edge.driver_wire import shared_latch
 from user_sys.edge.local import Pace, ending_between_periods, give_up_stopped, local_driver
 from user_sys.edge.press import press
+from user_sys.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -51,10 +52,24 @@ def test_control_periods_follow_a_grid_and_lateness_is_not_made_up_by_haste() ->
 
 def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
     station = make_station(StationRequest("arm-0", "reach", {}))
-    for driver, real_time, paced in (("ur", True, True), ("ur", False, False), ("fake", True, False)):
+    for driver, real_time, paced in (
+        ("ur", True, True),
+        ("ur", None, True),
+        ("an-installed-one", None, True),
+        ("an-installed-one", False, False),
+        ("fake", True, False),
+        ("fake", None, False),
+    ):
         with local_driver(station, RobotConfig(name="arm-0", driver=driver, real_time=real_time)) as found:
             assert found.real_time is paced
             assert found.reset(0).observation
+
+
+@pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
+def test_a_real_robot_cannot_be_told_to_leave_the_clock(driver: str) -> None:
+    assert RobotConfig(name="arm-0", driver=driver).follows_clock
+    with pytest.raises(ConfigError, match=f"robot arm-0: .*the driver {driver} moves a real one: leave real_time out"):
+        RobotConfig(name="arm-0", driver=driver, real_time=False)
 
 
 REAL, SIMULATED = (RobotConfig(name="arm-0", driver=driver) for driver in ("ur", "fake"))

@@ -58,6 +58,7 @@ class DriverServer:
 
     Attributes:
         refused_realtime: what the system refused this process, for those who ask what it drives.
+        real_time: control periods follow the clock whatever a session asks for.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DriverServer:
         self._pressed = self._armed = ("", 0)  # session and turn of the newest e-stop and re-arm
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self.refused_realtime = ""
+        self.real_time = False
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -190,7 +192,7 @@ class DriverServer:
     def _advance(
         self, request: Request, arrays: dict[str, Array], socket: zmq.Socket[bytes]
     ) -> tuple[Reply, dict[str, Array]]:
-        self._driver.real_time = request.real_time
+        self._driver.real_time = self.real_time or request.real_time
         self._driver.kernel.reduced = request.reduced
         self._driver.pace = lambda: self._await_period(socket)
         self._driver.robot.attend = lambda: self._attend(socket)
@@ -318,10 +320,10 @@ def _run(config: RobotConfig, state: Path) -> None:
         server = DriverServer(
             driver, station, _fence(config.name, state), endpoint(config.name), owner=str(state.resolve())
         )
-        server.stop = stop
+        server.stop, server.real_time = stop, config.follows_clock
         try:
             driver.connect()
-            if config.real_time and config.realtime == "auto":
+            if config.follows_clock and config.realtime == "auto":
                 server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
             server.run()
         finally:

@@ -115,7 +115,7 @@ def local_driver(
         driver.robot.attend = lambda: _attend(driver, attend)
         driver.connect()
         attend()
-        driver.real_time = config.real_time and not config.simulated
+        driver.real_time = config.follows_clock and not config.simulated
         driver.pace = Pace(station.robot.spec.period_s)
         yield driver
 

@@ -139,7 +139,7 @@ def _session(config: EdgeConfig, robot: RobotConfig, connect: str, keys: Path, f
         keys=keys.resolve(),
         state=folder / robot.name,
         seed=config.seed,
-        real_time=robot.real_time,
+        real_time=robot.follows_clock,
         realtime=robot.realtime,
         explore=robot.explores,
         outbox=config.outbox,
