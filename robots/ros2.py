@@ -170,11 +170,19 @@ class Ros2Robot(Robot):
             missing.append(f"a joint state that is not {age_s:.3f} s old")
         if readings.trouble or (missing and config.clock == "shared" and not readings.missing(config.moved)):
             missing.append(f"{readings.trouble or 'old stamps'}: synchronise the clocks, or set `clock`")
+        if not readings.missing(config.moved) and (silent := self._without_velocity()):
+            missing.append(f"velocities of {silent} on {config.joint_states}: `velocities: false` does without")
         if config.wrench is not None and self._force is None:
             missing.append(config.wrench.topic)
         if config.estop_topic and not self._button.heard:
             missing.append(config.estop_topic)
         return missing
+
+    def _without_velocity(self) -> list[str]:
+        """The arm's joints whose velocity the state is to have, and nobody says."""
+        joints = self.config.joints if self.config.velocities else ()
+        velocities = self._readings.of(self.config.moved)[1]
+        return [name for name, velocity in zip(joints, velocities, strict=False) if not np.isfinite(velocity)]
 
     def _find_controllers(self) -> None:
         config = self.config
@@ -213,8 +221,13 @@ class Ros2Robot(Robot):
     def _release(self) -> None:
         """The part of a safe stop that comes after holding; done once."""
         self._released = True
-        if self._manager is not None:
-            self._manager.switch(off=[each.name for each in self._controllers])
+        try:
+            if self._manager is not None:
+                self._manager.switch(off=[each.name for each in self._controllers])
+        finally:
+            self._call_stop_service()
+
+    def _call_stop_service(self) -> None:
         if self._stopper is not None:
             answer = self._stopper.ask({}, ANSWER_S)
             if not answer.success:

@@ -31,7 +31,7 @@ class RosCamera(Camera):
         self._times = CaptureTimes(config.clock)
 
     def connect(self) -> None:
-        """Blocks until the first picture. Raises HardwareLost where none comes."""
+        """Blocks until the first picture. Raises HardwareLost where none comes, or one that the config does not fit."""
         if self._link.connected:
             return
         kind = "Image" if self._topic.kind == "raw" else "CompressedImage"
@@ -41,6 +41,8 @@ class RosCamera(Camera):
             self._link.sense(f"sensor_msgs/msg/{kind}", self._topic.topic, self._take)
             silent = f"no picture came on {self._topic.topic}"
             self._link.wait(lambda: self._newest is not None, self._config.connect_s, silent)
+            if (newest := self._newest) is not None:
+                self._decode(newest[0])
         except HardwareLost:
             self.close()
             raise
@@ -68,13 +70,15 @@ class RosCamera(Camera):
             self._newest = message, captured_ns
 
     def _decode(self, message: Any) -> Array:
-        image = decode_raw(message) if self._topic.kind == "raw" else decode_compressed(bytes(message.data))
-        if image.shape != self.spec.shape:
+        raw = self._topic.kind == "raw"
+        content = b"" if raw else bytes(message.data)
+        height, width = (int(message.height), int(message.width)) if raw else compressed_size(content)
+        if (height, width) != self.spec.shape[:2]:
             raise HardwareLost(
-                f"camera {self.spec.name} gives pictures of {image.shape[1]}x{image.shape[0]}; "
+                f"camera {self.spec.name} gives pictures of {width}x{height}; "
                 f"the config says {self.spec.width}x{self.spec.height}"
             )
-        return image
+        return decode_raw(message) if raw else decode_compressed(content)
 
 
 def stamp_ns(header: Any) -> int:
@@ -100,6 +104,17 @@ def decode_raw(message: Any) -> Array:
         return np.repeat(pixels, 3, axis=2)
     first = pixels[..., 2::-1] if message.encoding.startswith(("bgr", "8UC3")) else pixels[..., :3]
     return np.ascontiguousarray(first)
+
+
+def compressed_size(content: bytes) -> tuple[int, int]:
+    """Height and width that a JPEG claims, which may be gigabytes; nothing is decoded. Raises HardwareLost."""
+    import simplejpeg
+
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(content)
+    except (ValueError, KeyError) as error:  # KeyError: colours at a resolution that it has no name for
+        raise HardwareLost(f"a compressed picture is no JPEG that can be read: {error!r}") from error
+    return int(height), int(width)
 
 
 def decode_compressed(content: bytes) -> Array:

@@ -5,6 +5,7 @@ Nothing here needs ROS. Callbacks write from the link's thread, the driver reads
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +18,12 @@ from hal.spec import Array
 
 Clock = Literal["shared", "robot", "arrival"]
 """What a header's stamp means. ``shared``: the robot's clock and this computer's are synchronised, as ROS expects.
-``robot``: another clock (an unsynchronised computer, simulated time); its offset is taken from the message that came
-quickest. ``arrival``: stamps mean nothing, and only the time of arrival counts."""
+``robot``: another clock (an unsynchronised computer, a simulation that keeps up); its offset is taken from the message
+that came quickest of late. ``arrival``: stamps mean nothing, and only the time of arrival counts."""
 
 
 AHEAD_NS = 50_000_000  # how far clocks that are called synchronised may be apart
+OFFSET_WINDOW_NS = 10_000_000_000  # clocks that differ by 1e-4 part by 1 ms meanwhile
 
 
 class CaptureTimes:
@@ -38,7 +40,8 @@ class CaptureTimes:
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._clock, self._monotonic_ns, self._wall_ns = clock, monotonic_ns, wall_ns
-        self._offset_ns: int | None = None
+        self._offsets_ns: list[int] = []  # the least of this window, after that of the window before
+        self._since_ns = 0
         self._last_ns = -1
         self.trouble = ""
 
@@ -57,9 +60,14 @@ class CaptureTimes:
         self.trouble, self._last_ns = "", stamp_ns
         if self._clock == "shared":
             return arrival_ns - max(0, age_ns)
-        offset_ns = arrival_ns - stamp_ns
-        self._offset_ns = offset_ns if self._offset_ns is None else min(self._offset_ns, offset_ns)
-        return stamp_ns + self._offset_ns
+        return stamp_ns + self._least_offset_ns(arrival_ns - stamp_ns, arrival_ns)
+
+    def _least_offset_ns(self, offset_ns: int, now_ns: int) -> int:
+        """Of late only: two clocks drift apart, and an old offset would make readings older and older."""
+        if not self._offsets_ns or now_ns - self._since_ns > OFFSET_WINDOW_NS:
+            self._since_ns, self._offsets_ns = now_ns, [*self._offsets_ns[-1:], offset_ns]
+        self._offsets_ns[-1] = min(self._offsets_ns[-1], offset_ns)
+        return min(self._offsets_ns)
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,13 @@ class JointReadings:
         self._lock = threading.Lock()
 
     def add(self, names: Sequence[str], positions: Sequence[float], velocities: Sequence[float], stamp_ns: int) -> None:
-        """Takes in one message; one whose lists differ in length is not a reading and is left out."""
-        wanted = [index for index, name in enumerate(names) if name in self._joints]
+        """Takes in one message; one whose lists differ in length is not a reading and is left out, and so is a joint
+        whose position is not a number: hardware that has not begun to measure says that."""
+        wanted = [
+            index
+            for index, (name, position) in enumerate(zip(names, positions, strict=False))
+            if name in self._joints and math.isfinite(position)
+        ]
         if not wanted or len(positions) != len(names) or len(velocities) not in (0, len(names)):
             return
         with self._lock:

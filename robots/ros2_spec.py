@@ -138,6 +138,9 @@ class Ros2Config:
             raise ValueError(f"rate_hz is above 0 and speed_share in (0, 1], not {self.rate_hz}, {self.speed_share}")
         if self.estop_timeout_s < 0 or (self.estop_timeout_s and not self.estop_topic):
             raise ValueError("estop_timeout_s is a time, or 0, and means something with an estop_topic only")
+        times = (self.connect_s, self.lost_after_s, self.stale_after_s)
+        if any(given is not None and not given > 0 for given in times):
+            raise ValueError(f"connect_s, lost_after_s and stale_after_s are above 0, not {times}")
         kinds = {self.kind} | ({self.gripper.kind} if self.gripper else set())
         if not self.manager and "position" in kinds:
             raise ValueError("a forward controller is asked for the order of its joints: it needs its `manager`")
@@ -283,7 +286,7 @@ def _bounds(joint: str, config: Ros2Config, urdf: Urdf | None) -> tuple[float, f
         described = (found.low, found.high, found.speed_max * config.speed_share)
     chosen = (stated.low, stated.high, stated.speed_max)
     low, high, speed = (b if a is None else a for a, b in zip(chosen, described, strict=True))
-    if not (low < high and speed > 0):
+    if not (-math.inf < low < high < math.inf and 0 < speed < math.inf):
         raise SpecError(
             f"joint {joint} has no usable limits ({low:g} to {high:g} at {speed:g} a second); state them: "
             f"`limits: {{{joint}: {{low: -3.1, high: 3.1, speed_max: 0.5}}}}`, or name its `description`"

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import pi
+from math import nan, pi
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,7 @@ class Peer:
         self.goal: dict[str, float] = {}
         self.counts = {"trajectories": 0, "refused": 0, "forwards": 0, "ignored": 0, "stops": 0, "switches": 0}
         self.force, self.fault, self.skew_s = [0.0, 0.0, 0.0], False, 0.0
+        self.refuses = False
         self.mute: set[str] = set()
         self._manager()
         self._sensors()
@@ -165,7 +166,9 @@ class Peer:
         self.counts["switches"] += 1
         after = {**self.states, **dict.fromkeys(request.deactivate_controllers, "inactive")}
         after.update(dict.fromkeys(request.activate_controllers, "active"))
-        if self.fault and request.activate_controllers:
+        if self.refuses:
+            response.message = "it is busy"
+        elif self.fault and request.activate_controllers:
             response.message = "the hardware component is in an error"
         elif after["arm_controller"] == after["forward"] == "active":
             response.message = "the position interfaces are claimed twice"
@@ -213,8 +216,9 @@ class Peer:
         if "stamps" not in self.mute:
             self.stamp = rclpy.time.Time(nanoseconds=time.time_ns() + round(self.skew_s * 1e9)).to_msg()
         if "joints" not in self.mute:
-            message = JointState(name=list(self.arm.in_states), position=[self.place[n] for n in self.arm.in_states])
-            message.velocity = [self.speed[n] for n in self.arm.in_states]
+            message = JointState(name=list(self.arm.in_states))
+            message.position = [nan if "positions" in self.mute else self.place[n] for n in self.arm.in_states]
+            message.velocity = [nan if "velocities" in self.mute else self.speed[n] for n in self.arm.in_states]
             message.header.stamp = self.stamp
             self.joint_states.publish(message)
         if "wrench" not in self.mute:
@@ -236,8 +240,9 @@ class Peer:
         self.packed.publish(packed)
 
     def obey(self, order: str, *words: str) -> None:
-        """``state``; ``mute WHAT`` and ``speak WHAT`` (joints, stamps, wrench, pictures); ``force X Y Z``;
-        ``press 0|1``; ``put CONTROLLER STATE``; ``fault 0|1``; ``skew SECONDS`` of its clock."""
+        """``state``; ``mute WHAT`` and ``speak WHAT`` (joints, stamps, positions and velocities, which are NaN then,
+        wrench, pictures); ``force X Y Z``; ``press 0|1``; ``put CONTROLLER STATE``; ``fault 0|1``; ``refuse 0|1`` every
+        switch; ``skew SECONDS`` of its clock."""
         if order == "state":
             known = {"place": self.place, "goal": self.goal, "controllers": self.states, "counts": self.counts}
             sys.stdout.write(json.dumps(known) + "\n")
@@ -254,6 +259,8 @@ class Peer:
             self.states[words[0]] = words[1]
         elif order == "fault":
             self.fault = words[0] == "1"
+        elif order == "refuse":
+            self.refuses = words[0] == "1"
         elif order == "skew":
             self.skew_s = float(words[0])
 

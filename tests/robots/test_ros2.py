@@ -67,10 +67,11 @@ def peer(shared_peer: Ros2Peer) -> Ros2Peer:
         "put grip active",
         "press 0",
         "fault 0",
+        "refuse 0",
         "skew 0",
     ):
         shared_peer.say(order)
-    for what in ("joints", "stamps", "wrench", "pictures"):
+    for what in ("joints", "stamps", "velocities", "positions", "wrench", "pictures"):
         shared_peer.say(f"speak {what}")
     shared_peer.say("force 0 0 0")
     shared_peer.say("skew 0")
@@ -94,7 +95,7 @@ def await_raise(kind: type[Exception] | tuple[type[Exception], ...], call: Calla
 
 
 class Conformance(RobotConformance):
-    config = PLAIN
+    config, may_leap = PLAIN, True
 
     @pytest.fixture(autouse=True)
     def _peer(self, peer: Ros2Peer) -> None:
@@ -211,6 +212,15 @@ def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_c
     assert peer.state()["controllers"]["arm_controller"] == "inactive", "closing is a safe stop"
 
 
+def test_a_safe_stop_calls_its_service_though_the_controllers_cannot_be_deactivated(peer: Ros2Peer) -> None:
+    with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
+        stops = peer.state()["counts"]["stops"]
+        peer.say("refuse 1")
+        with pytest.raises(HardwareLost, match="did not activate .* and deactivate"):
+            robot.stop(StopLevel.SAFE)
+        assert peer.state()["counts"]["stops"] == stops + 1
+
+
 def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) -> None:
     options = {
         "joints": list(JOINTS),
@@ -295,6 +305,18 @@ def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
 def test_what_is_not_there_is_named(peer: Ros2Peer, config: Ros2Config, said: str) -> None:
     with pytest.raises(HardwareLost, match=said):
         Ros2Robot(replace(config, connect_s=10.0)).connect()
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [("positions", "shoulder on /joint_states"), ("velocities", "velocities of .*`velocities: false` does without")],
+)
+def test_an_arm_that_says_no_numbers_is_sent_nowhere(peer: Ros2Peer, fate: str, said: str) -> None:
+    peer.say(f"mute {fate}")
+    before = peer.state()["counts"]
+    with pytest.raises(HardwareLost, match=said):
+        Ros2Robot(replace(PLAIN, connect_s=5.0)).connect()
+    assert peer.state()["counts"] == before
 
 
 def test_a_controller_of_velocities_is_refused(peer: Ros2Peer) -> None:
@@ -414,9 +436,10 @@ def test_a_camera_shows_what_the_topic_shows_and_a_frozen_one_is_told_of(peer: R
 
 
 def test_a_camera_of_another_size_than_the_config_says_is_told_of(peer: Ros2Peer) -> None:
-    small = {"front": {"topic": "/camera/image_raw", "height": 32, "width": 32}}
-    camera = make_camera(CAMERA, cameras=small)
-    camera.connect()
-    with pytest.raises(HardwareLost, match="pictures of 64x48; the config says 32x32"):
-        camera.read()
-    camera.close()
+    for topic in (CAMERA, PACKED):
+        small = {"front": {"topic": topic.topic, "kind": topic.kind, "height": 32, "width": 32}}
+        camera = make_camera(topic, cameras=small)
+        with pytest.raises(HardwareLost, match="pictures of 64x48; the config says 32x32"):
+            camera.connect()
+        with pytest.raises(HardwareLost, match="not connected"):
+            camera.read()

@@ -44,6 +44,19 @@ def test_on_a_robots_own_clock_the_quickest_message_gives_the_offset() -> None:
     assert times.of(60 * MS) == clocks.now_ns, "quicker than any before"
 
 
+def test_a_robots_clock_that_drifts_for_an_hour_does_not_make_its_readings_older() -> None:
+    for drift in (-1e-4, 1e-4):
+        clocks = Clocks()
+        times, started_ns, newest_ns = clocks.times("robot"), clocks.now_ns, 0
+        for tenth in range(36_000):
+            sent_ns = tenth * 100 * MS
+            clocks.now_ns = started_ns + sent_ns + (2 + 5 * (tenth % 3)) * MS  # on its way
+            captured_ns = times.of(1 + round(sent_ns * (1 + drift)))
+            assert captured_ns is not None and newest_ns <= captured_ns <= clocks.now_ns
+            assert captured_ns > clocks.now_ns - 20 * MS
+            newest_ns = captured_ns
+
+
 def test_a_stamp_that_stands_still_or_goes_back_says_nothing_new() -> None:
     clocks = Clocks()
     for clock in ("shared", "robot"):
@@ -82,6 +95,16 @@ def test_a_message_whose_lists_do_not_fit_is_left_out() -> None:
     known.add(["a", "b"], [1.0], [], 1)
     known.add(["a"], [1.0], [0.0, 0.0], 1)
     assert known.missing(["a", "b"]) == ["a", "b"]
+
+
+def test_a_joint_that_is_not_measured_yet_is_missing_and_one_that_is_no_more_keeps_its_age() -> None:
+    known = readings()
+    known.add(["a", "b"], [math.nan, 1.0], [math.nan, 0.0], 1)
+    assert known.missing(("a", "b")) == ["a"]
+    known.add(["a", "b"], [0.5, 1.0], [0.0, 0.0], 2)
+    measured_ns = known.of(["a"])[2]
+    known.add(["a", "b"], [math.inf, 1.0], [0.0, 0.0], 3)
+    assert (known.of(["a"])[0].tolist(), known.of(["a", "b"])[2]) == ([0.5], measured_ns)
 
 
 def test_a_press_of_the_stop_button_is_told_though_it_is_over_and_told_once() -> None:

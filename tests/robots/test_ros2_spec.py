@@ -14,7 +14,7 @@ from hal.errors import HardwareLost, SpecError
 from hal.safety import SafetyKernel
 from hal.station import StationRequest
 from robots.ros2 import make_station
-from robots.ros2_camera import decode_compressed, decode_raw
+from robots.ros2_camera import compressed_size, decode_compressed, decode_raw
 
 URDF = """<robot name="two">
   <joint name="a" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 0 1"/>
@@ -81,6 +81,10 @@ def test_reach_is_a_task_of_this_robot() -> None:
         ({"limits": STATED, "joints": ["a", "a"]}, "each joint once"),
         ({"limits": STATED, "kind": "velocity"}, "kind"),
         ({"limits": STATED, "kind": "position", "manager": ""}, "needs its `manager`"),
+        ({"limits": {"*": {**STATED["*"], "speed_max": float("inf")}}}, "joint a has no usable limits"),
+        ({"limits": STATED, "stale_after_s": 0.0}, "stale_after_s are above 0"),
+        ({"limits": STATED, "cameras": {"top": {"topic": "/t", "width": 64, "height": 48, "rate_hz": 0.0}}}, "at 0 Hz"),
+        ({"limits": STATED, "reach": {"tolerance": 0.0}}, "tolerance and step_max are above 0"),
         ({"limits": STATED, "tool": "hand"}, "a link of the description"),
         ({"limits": STATED, "workspace": {"low": [0, 0, 0], "high": [1, 1, 1]}}, "name its link"),
         ({"description": "/nowhere/arm.urdf"}, "cannot be read"),
@@ -126,5 +130,8 @@ def test_a_picture_that_cannot_be_read_is_told_of() -> None:
         decode_raw(short)
     with pytest.raises(HardwareLost, match="no JPEG"):
         decode_compressed(b"nonsense")
+    with pytest.raises(HardwareLost, match="no JPEG"):
+        compressed_size(b"nonsense")
+    assert compressed_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
     image = decode_compressed(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
     assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
