@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,11 +28,10 @@ from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
 from robots.homing import require_home, walk_home
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
-from robots.lerobot_plugins import build, has_setting
+from robots.lerobot_plugins import build, has_setting, persist
 from robots.reaching import REACH, ReachConfig, with_reach
 
 CONNECT_DEADLINE_S = 30.0
-TRIES = 3
 REDUCED_SPEED = 0.25  # while a person drives
 TORQUE_SETTING = "disable_torque_on_disconnect"
 STALE_FRAME_S = 0.5
@@ -75,6 +75,8 @@ class LerobotConfig:
     def __post_init__(self) -> None:
         if self.rate_hz <= 0:
             raise ValueError(f"rate_hz is above 0, not {self.rate_hz:g}")
+        if self.answer_within_s is not None and not self.answer_within_s > 0:
+            raise ValueError(f"answer_within_s is above 0, not {self.answer_within_s:g}")
 
     @property
     def deadline_s(self) -> float:
@@ -129,7 +131,7 @@ class LerobotRobot(Robot):
         raw = self._ask("reading", self._device.get_observation)
         for camera in self.spec.cameras:
             if camera.name in raw:
-                self.images[camera.name] = Frame(np.array(raw[camera.name], np.uint8), captured_ns)
+                self.images[camera.name] = Frame(_picture(raw[camera.name], camera), captured_ns)
         return Observation({STATE: self._state.vector(raw)}, captured_ns)
 
     def command(self, action: Array) -> Array:
@@ -192,19 +194,23 @@ class LerobotRobot(Robot):
         if self._device.is_connected:  # by an attempt that came halfway
             self._device.disconnect()
         try:
+            self._aim_where_it_stands()
             self._device.connect(calibrate=False)
         except RuntimeError as error:  # LeRobot's word for a motor that did not answer when the bus was looked over
             raise ConnectionError(str(error)) from error
 
-    def _persist(self, function: Callable[[], T]) -> T:
-        """What `function` returns, at the last of `TRIES`: a bus of servos loses a packet now and then, and LeRobot
-        gives up at the first. Runs on the device's thread."""
-        for _ in range(TRIES - 1):
-            try:
-                return function()
-            except ConnectionError as error:
-                log.info("lerobot.retry %s: %s", self.config.type, error)
-        return function()
+    def _aim_where_it_stands(self) -> None:
+        """LeRobot switches the torque on while it connects, and motors go to where they were told to be last then: an
+        arm that was moved by hand since would leap back."""
+        bus = getattr(self._device, "bus", None)
+        if bus is None or not hasattr(bus, "sync_write"):
+            return
+        try:
+            bus.connect()
+            bus.sync_write("Goal_Position", bus.sync_read("Present_Position", normalize=False), normalize=False)
+        finally:
+            if bus.is_connected:
+                bus.disconnect(disable_torque=False)
 
     def _hold(self) -> None:
         """Makes the measured pose the goal; motors that were released come under torque again."""
@@ -230,7 +236,8 @@ class LerobotRobot(Robot):
     def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
-        return self._thread.call(deed, lambda: self._persist(function), deadline_s or self.config.deadline_s)
+        call = partial(persist, self.config.type, function)
+        return self._thread.call(deed, call, deadline_s or self.config.deadline_s)
 
     def _let_go(self) -> None:
         """Disconnects; what is left of a broken connection is forgotten, and the next one starts with a new device."""
@@ -279,16 +286,18 @@ def _spec(config: LerobotConfig, state: Features, action: Features, features: Ma
 def _plugin_cameras(config: LerobotConfig, features: Mapping[str, Any]) -> tuple[CameraSpec, ...]:
     """Cameras that are part of the plugin's robot: their pictures come with its observations."""
     shapes = {name: shape for name, shape in features.items() if isinstance(shape, tuple) and len(shape) == 3}
+    if unknown := [name for name, shape in shapes.items() if not all(isinstance(size, int) for size in shape)]:
+        raise SpecError(f"LeRobot's {config.type}: give width and height of its cameras {unknown}")
     return tuple(
         CameraSpec(name=name, height=shape[0], width=shape[1], rate_hz=config.rate_hz) for name, shape in shapes.items()
     )
 
 
 def _camera_spec(name: str, settings: Mapping[str, Any]) -> CameraSpec:
-    try:
-        return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
-    except KeyError as error:
-        raise SpecError(f"camera {name}: {error} is not given") from None
+    for key in ("width", "height", "fps"):
+        if not isinstance(settings.get(key), int | float):
+            raise SpecError(f"camera {name}: {key!r} is not given, or no number")
+    return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
 
 
 class RobotsCamera(Camera):
@@ -340,7 +349,7 @@ class LerobotCamera(Camera):
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         captured_ns = time.monotonic_ns()
         try:
-            image = np.array(self._thread.call("reading", self._latest, STALE_FRAME_S), np.uint8)
+            image = _picture(self._thread.call("reading", self._latest, STALE_FRAME_S), self.spec)
         except HardwareLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise StaleObservation(str(error)) from error
@@ -365,6 +374,14 @@ class LerobotCamera(Camera):
     def _latest(self) -> Array:
         image: Array = self._device.read_latest(max_age_ms=round(STALE_FRAME_S * 1000))
         return image
+
+
+def _picture(raw: Any, spec: CameraSpec) -> Array:
+    """A copy. Raises HardwareLost where a plugin shows something else than it was asked for."""
+    image: Array = np.array(raw)
+    if image.shape != spec.shape or image.dtype != np.uint8:
+        raise HardwareLost(f"camera {spec.name}: pictures are {image.dtype} {image.shape}, not uint8 {spec.shape}")
+    return image
 
 
 def _require_fresh(frame: Frame, name: str) -> None:

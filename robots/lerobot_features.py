@@ -14,6 +14,7 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, ArraySpec
 
 _SI = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
+_MISSPELT = {"degree", "degrees", "°", "radian", "radians", "millimetres", "millimeters", "metres", "meters"}
 POSITION = ".pos"
 
 
@@ -32,6 +33,12 @@ class FeatureConfig:
     low: float
     high: float
     speed_max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit.lower() in _MISSPELT:
+            raise ValueError(
+                f"unit: {self.unit!r} is not one; there are deg, rad, mm, m, the same with /s, and your own"
+            )
 
 
 _OF_MOTORS = {

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hal.teleoperator import Teleoperator, TeleopInput
 from robots.alone import DeviceLock, devices_in
 from robots.device_thread import DeviceThread
 from robots.lerobot_features import FeatureConfig, Features
-from robots.lerobot_plugins import build
+from robots.lerobot_plugins import build, persist
 
 CONNECT_DEADLINE_S = 30.0
 
@@ -40,6 +41,12 @@ class LeaderConfig:
     moved: float = 0.01
     let_go_s: float = 2.0
     answer_within_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.moved < 1:
+            raise ValueError(f"moved is {self.moved:g}; it is a share in (0, 1)")
+        if not (self.let_go_s > 0 and self.answer_within_s > 0):
+            raise ValueError("let_go_s and answer_within_s are above 0")
 
 
 class LerobotLeader(Teleoperator):
@@ -105,7 +112,8 @@ class LerobotLeader(Teleoperator):
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
         try:
-            raw = self._thread.call("reading", self._device.get_action, self.config.answer_within_s)
+            call = partial(persist, self.config.type, self._device.get_action)
+            raw = self._thread.call("reading", call, self.config.answer_within_s)
         except HardwareLost:
             self._patience_s = self.config.answer_within_s  # whoever closes it now drives a robot
             raise

@@ -5,16 +5,22 @@ LeRobot (0.4.4 or later; ``pip install 'user-sys[lerobot]'``) is imported when a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hal.errors import SpecError
 
 Kind = Literal["robot", "camera", "teleoperator"]
+TRIES = 3
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @cache
@@ -84,6 +90,17 @@ def read_config(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
     from draccus.parsers.decoding import decode
 
     return decode(_registries()[kind][0], {"type": name, **settings})
+
+
+def persist(name: str, call: Callable[[], T]) -> T:
+    """What `call` returns, at the last of `TRIES`: a bus of servos loses a packet now and then, and LeRobot gives up at
+    the first."""
+    for _ in range(TRIES - 1):
+        try:
+            return call()
+        except ConnectionError as error:
+            log.info("lerobot.retry %s: %s", name, error)
+    return call()
 
 
 def has_setting(kind: Kind, name: str, setting: str) -> bool:

@@ -2,7 +2,8 @@
 
 It speaks the maker's protocol 0 (ping, read, write, sync read, sync write) on registers of its own, moves its servos as
 they are told, and shares no code with who talks to it. On standard input it takes ``state`` (answered by a line of
-JSON: registers by motor), ``unplug``, ``poke ID ADDRESS BYTE...`` and ``lose COUNT``: so many packets are not answered.
+JSON: registers by motor), ``leaps`` (likewise: how far each had to go at once when its torque came on), ``unplug``,
+``poke ID ADDRESS BYTE...`` and ``lose COUNT``: so many packets are not answered.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ class Servo:
         for address, value in ((LOW, 1024), (HIGH, 3072), (GOAL, 2048), (PRESENT, 2048)):
             self.put(address, value)
         self.position = 2048.0
+        self.leap = 0.0  # the farthest goal that it had when torque came on
+
+    def write(self, address: int, values: bytes) -> None:
+        limp = not self.registers[TORQUE]
+        self.registers[address : address + len(values)] = values
+        if limp and self.registers[TORQUE]:
+            self.leap = max(self.leap, abs(self.word(GOAL) - self.position))
 
     def word(self, address: int) -> int:
         return int.from_bytes(self.registers[address : address + 2], "little")
@@ -86,10 +94,10 @@ class Bus:
         if instruction == SYNC_WRITE:
             address, size = body[:2]
             for at in range(2, len(body), size + 1):
-                self.servos[body[at]].registers[address : address + size] = body[at + 1 : at + 1 + size]
+                self.servos[body[at]].write(address, body[at + 1 : at + 1 + size])
             return b""
         if instruction == WRITE and number in self.servos:
-            self.servos[number].registers[body[0] : body[0] + len(body) - 1] = body[1:]
+            self.servos[number].write(body[0], body[1:])
             return self.status(number, 0, 0)
         if instruction == READ:
             return self.status(number, body[0], body[1])
@@ -122,6 +130,8 @@ def main(link: Path) -> None:
             if order[0] == b"state":
                 bus.take(b"")
                 print(json.dumps({n: list(servo.registers) for n, servo in bus.servos.items()}), flush=True)
+            elif order[0] == b"leaps":
+                print(json.dumps([servo.leap for servo in bus.servos.values()]), flush=True)
             elif order[0] == b"poke":
                 at = int(order[2])
                 servo = bus.servos[int(order[1])]

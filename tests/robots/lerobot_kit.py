@@ -59,6 +59,12 @@ class SimulatedArm:
     def word(self, motor: str, address: int) -> int:
         return int.from_bytes(self.registers(motor)[address : address + 2], "little")
 
+    def leaps(self) -> list[float]:
+        """How far each motor was told to go when its torque came on, in steps."""
+        self._say("leaps")
+        found: list[float] = json.loads(self._line())
+        return found
+
     def poke(self, motor: str, address: int, *values: int) -> None:
         self._say(f"poke {MOTORS.index(motor) + 1} {address} {' '.join(map(str, values))}")
 

@@ -233,6 +233,37 @@ def test_an_arm_that_loses_a_packet_while_it_is_connected_is_asked_again(arm: Si
         robot.observe()
 
 
+def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(arm: SimulatedArm) -> None:
+    arm.poke("shoulder_lift", PRESENT, 2600 % 256, 2600 // 256)
+    with follower(arm):
+        assert arm.registers("shoulder_lift")[TORQUE] == 1
+        assert max(arm.leaps()) <= 1
+        assert abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
+
+
+def test_a_leader_that_loses_a_packet_is_asked_again(arm: SimulatedArm) -> None:
+    device = leader(arm)
+    device.connect()
+    try:
+        arm.lose(1)
+        device.read()
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("picture", [np.zeros((64, 48, 3), np.uint8), np.zeros((48, 64, 3), np.float32)])
+def test_pictures_that_the_settings_do_not_fit_are_not_taken(picture: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    camera = LerobotCamera("top", {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30})
+    camera.connect()
+    try:
+        camera.read()
+        monkeypatch.setattr(camera._device, "read_latest", lambda **_: picture)
+        with pytest.raises(HardwareLost, match=r"camera top: pictures are .*, not uint8 \(48, 64, 3\)"):
+            camera.read()
+    finally:
+        camera.close()
+
+
 def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> None:
     with follower(arm) as robot:
         kernel = SafetyKernel(robot.spec)
@@ -293,6 +324,8 @@ def test_what_is_wrong_is_said_in_words() -> None:
         make_station(StationRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
     with pytest.raises(SpecError, match="camera top: 'width'"):
         LerobotCamera("top", {"type": "opencv", "height": 48})
+    with pytest.raises(SpecError, match="camera top: 'fps' is not given, or no number"):
+        LerobotCamera("top", {"type": "opencv", "height": 48, "width": 64, "fps": None})
 
 
 def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:

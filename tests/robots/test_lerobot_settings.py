@@ -1,0 +1,28 @@
+"""Settings of LeRobot's devices that would drive a robot wrongly are refused in words; nothing here needs LeRobot."""
+
+from __future__ import annotations
+
+import pytest
+
+from hal.errors import SpecError
+from hal.station import StationRequest, read_options
+from robots.lerobot import LerobotConfig
+from robots.lerobot_leader import LeaderConfig
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (LerobotConfig, {"answer_within_s": 0.0}, "answer_within_s is above 0"),
+        (
+            LerobotConfig,
+            {"features": {"*": {"unit": "degrees", "low": -180, "high": 180}}},
+            "'degrees' is not one.*deg",
+        ),
+        (LeaderConfig, {"moved": 0.0}, "moved is 0; it is a share"),
+        (LeaderConfig, {"let_go_s": 0.0}, "let_go_s and answer_within_s are above 0"),
+    ],
+)
+def test_what_would_drive_a_robot_wrongly_is_refused(kind: type, options: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        read_options(kind, StationRequest("arm-0", "", {"type": "so101", **options}))
