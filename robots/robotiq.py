@@ -30,6 +30,12 @@ class RobotiqConfig:
     speed: int = 128
     force: int = 64
 
+    def __post_init__(self) -> None:
+        if not 0 < self.stroke_m < 1:
+            raise ValueError(f"a gripper that is {self.stroke_m:g} m wide when open is none")
+        if not (0 <= self.speed <= 255 and 0 <= self.force <= 255):
+            raise ValueError(f"a gripper's speed and force are 0 to 255, not {self.speed} and {self.force}")
+
 
 class RobotiqGripper:
     """One gripper. A thread talks to it; the newest target wins. Readings are a few hundredths of a second old."""

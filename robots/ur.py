@@ -88,7 +88,7 @@ class UrConfig:
     max_steps: int = 3000
 
     def __post_init__(self) -> None:
-        if self.rate_hz <= 0 or self.tool_speed <= 0 or self.joint_speed <= 0 or self.home_speed <= 0:
+        if not all(0 < x < np.inf for x in (self.rate_hz, self.tool_speed, self.joint_speed, self.home_speed)):
             raise ValueError("rate_hz, tool_speed, joint_speed and home_speed are above 0")
         if any(given is not None and not given > 0 for given in (self.silence_s, self.stale_after_s, self.rtde_hz)):
             raise ValueError("silence_s, stale_after_s and rtde_hz are above 0")
@@ -96,6 +96,9 @@ class UrConfig:
             raise ValueError("servoj takes a lookahead_s of 0.03 to 0.2 and a gain of 100 to 2000")
         if len(self.home) not in (0, 6):
             raise ValueError(f"home has {len(self.home)} joint angles; there are 6 joints")
+        for name, low, at, high in zip(JOINTS, self.joint_low, self.home, self.joint_high, strict=False):
+            if not low <= at <= high:  # the way home passes no safety kernel
+                raise ValueError(f"home: {name} is {at:g}; it may be between {low:g} and {high:g}")
 
     @property
     def two_periods_s(self) -> float:
@@ -233,7 +236,7 @@ class UrRobot(Robot):
         applied = np.clip(action, self._low, self._high)
         reading = link.read()
         measured = reading.q if self._joints else reading.pose
-        base, step = self._target if link.servoing else None, applied[: self._moves]
+        base, step = self._target if link.goes_on() else None, applied[: self._moves]
         target, applied[: self._moves] = advance(base, measured, step, self._lead, self._within)
         link.servo(target, self.spec.period_s, self._joints)
         self._target = target

@@ -188,10 +188,13 @@ class UrLink:
         """No program of ours runs on the controller; `wake` comes before the next motion."""
         return isinstance(self._order, _Rest)
 
-    @property
-    def servoing(self) -> bool:
-        """The arm follows a target; one that nobody spoke to for `config.silence_s` has braked, wherever that was."""
-        return isinstance(self._order, _Servo)
+    def goes_on(self) -> bool:
+        """Whether the arm follows a target, which it then does for `config.silence_s` more; one that nobody spoke to
+        for so long has braked, wherever that was."""
+        with self._lock:
+            self._heed_silence()
+            self._fed_s = time.monotonic()
+            return isinstance(self._order, _Servo)
 
     def read(self) -> Reading:
         """The newest reading, of whatever age. Raises HardwareLost, with the reason where the arm was stopped."""
@@ -242,7 +245,8 @@ class UrLink:
         self._require()
 
     def move(self, q: Array, deadline_s: float, attend: Callable[[], None]) -> None:
-        """Moves to joint angles by moveJ and holds there, or where `attend`, called all the while, raises.
+        """Moves to joint angles by moveJ and holds there, or where `attend`, called all the while, raises. It holds too
+        while the newest reading is older than `config.silence_s`.
 
         Raises:
             HardwareLost: the arm was stopped, or is not there in time; it is told to hold then.
@@ -254,7 +258,7 @@ class UrLink:
                 attend()
                 if time.monotonic() > until_s:
                     raise HardwareLost(f"{self._name}: moving to {q.tolist()} took longer than {deadline_s:g} s")
-                self._give(order)
+                self._give(order if self._clock.age_s() <= self.config.silence_s else _Hold())
                 time.sleep(1 / self.config.rtde_hz)
         finally:
             self.hold()
@@ -350,10 +354,13 @@ class UrLink:
 
     def _current(self) -> _Order:
         with self._lock:
-            silent = time.monotonic() - self._fed_s > self.config.silence_s
-            if silent and not isinstance(self._order, _Rest):
-                self._order = _Hold()
+            self._heed_silence()
             return self._order
+
+    def _heed_silence(self) -> None:
+        silent = time.monotonic() - self._fed_s > self.config.silence_s
+        if silent and not isinstance(self._order, _Rest):
+            self._order = _Hold()
 
 
 class _Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
 from hal.station import StationRequest
+from robots import ur_link
 from robots.robotiq import RobotiqConfig
 from robots.ur import UrConfig, UrRobot, make_station, tool_axes
 from robots.ur_link import ControllersClock
@@ -157,6 +159,21 @@ def test_an_arm_that_has_braked_for_want_of_orders_does_not_leap_to_where_it_was
         assert robot._target is not None and robot._target[5] == pytest.approx(stands, abs=1e-6)
 
 
+def test_a_target_that_is_gone_on_from_is_not_given_up_while_the_next_is_worked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: now_s))
+    link, place = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0)), np.zeros(6)
+    link._give(ur_link._Servo(True, place, place, now_s, 0.1))
+    now_s += 0.9
+    assert link.goes_on()
+    now_s += 0.9  # the thread that streams to the controller looks now
+    assert isinstance(link._current(), ur_link._Servo)
+    now_s += 0.2
+    assert not link.goes_on() and isinstance(link._current(), ur_link._Hold)
+
+
 def test_a_tool_that_cannot_follow_is_not_led_out_of_its_workspace(controller: SimulatedController) -> None:
     with arm(controller) as robot:
         height = float(state(robot)[14])
@@ -253,6 +270,39 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: Simulated
         assert np.abs(state(robot)[:6] - begun).max() < 1e-3
 
 
+def test_an_arm_that_is_not_seen_any_more_holds_on_its_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, numbers = 100.0, [0.0] * 6
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    link = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0))
+    link._receive = SimpleNamespace(  # the last that ur_rtde has heard
+        getTimestamp=lambda: min(now_s, 101.0),
+        getActualQ=lambda: numbers,
+        getActualQd=lambda: numbers,
+        getActualTCPPose=lambda: numbers,
+        getActualTCPForce=lambda: numbers,
+        isConnected=lambda: True,
+        getSafetyMode=lambda: 1,
+        getRobotMode=lambda: 7,
+    )
+    orders = []
+
+    def attend() -> None:
+        orders.append((now_s, type(link._order)))
+        if now_s > 103.0:
+            raise EmergencyStopped("pressed by ada")
+
+    monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    with pytest.raises(EmergencyStopped, match="pressed by ada"):
+        link.move(np.ones(6), 60.0, attend)
+    moved = [when_s for when_s, order in orders if order is ur_link._Move]
+    assert (moved[0], moved[-1]) == (pytest.approx(100.0, abs=0.02), pytest.approx(102.0, abs=0.02))
+    assert orders[-1][1] is ur_link._Hold
+
+
 def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: SimulatedController) -> None:
     with arm(controller, gripper=RobotiqConfig()) as robot:
         assert robot.command(np.array([0, 0, 0, 0.02], np.float32))[-1] == pytest.approx(0.02, abs=3e-4)
@@ -296,7 +346,16 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         make_station(StationRequest("ur-0", "free", {"hots": "10.0.0.2"}))
     with pytest.raises(SpecError, match="home has 3 joint angles"):
         make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
-    for wrong, said in (({"silence_s": 0.0}, "silence_s"), ({"gain": 5000.0}, "gain of 100 to 2000")):
+    elbow = [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+    for wrong, said in (
+        ({"silence_s": 0.0}, "silence_s"),
+        ({"gain": 5000.0}, "gain of 100 to 2000"),
+        ({"tool_speed": float("inf")}, "above 0"),
+        ({"home": elbow, "joint_high": [1.5] * 6}, "home: elbow is 2; it may be between -6.28319 and 1.5"),
+        ({"home": [0.0, float("nan"), 0.0, 0.0, 0.0, 0.0]}, "home: shoulder_lift is nan"),
+        ({"gripper": {"stroke_m": 0.0}}, "0 m wide when open is none"),
+        ({"gripper": {"force": 300}}, "0 to 255, not 128 and 300"),
+    ):
         with pytest.raises(SpecError, match=said):
             make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
