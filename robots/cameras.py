@@ -52,6 +52,8 @@ class CameraConfig:
     def __post_init__(self) -> None:
         if min(self.width, self.height, self.rate_hz, self.stale_after_s) <= 0:
             raise ValueError("a camera's width, height, rate_hz and stale_after_s are above 0")
+        if len(self.fourcc) not in (0, 4):
+            raise ValueError(f"fourcc is four letters, such as MJPG, not {self.fourcc!r}")
         if self.kind == "opencv" and self.device == "":
             raise ValueError("an opencv camera needs its device, e.g. /dev/video0")
 
@@ -150,7 +152,7 @@ class _Reader:
 
     def newest(self) -> Frame:
         failure, frame = self._failure, self._frame
-        if isinstance(failure, SpecError):
+        if isinstance(failure, SpecError) and frame is None:  # later on it is the camera that has changed
             raise SpecError(f"{self._name}: {failure}") from failure
         if failure is not None or frame is None:
             raise HardwareLost(f"{self._name}: {failure}") from failure
@@ -174,7 +176,13 @@ class _Reader:
             log.warning("camera.lost %s: %s", self._name, error)
         finally:
             self._first.set()
+            self._close()
+
+    def _close(self) -> None:
+        try:
             self._source.close()
+        except Exception as error:  # of a foreign library, as for a device that was pulled out
+            log.warning("camera.not_closed %s: %s", self._name, error)
 
     def _checked(self, image: Array, captured_ns: int) -> Frame:
         if image.shape != self._shape or image.dtype != np.uint8:

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 from hal.camera import Camera, Frame
 from hal.conformance import CameraConformance
 from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.spec import Array
 from hal.station import StationRequest
+from robots import cameras
 from robots.cameras import CameraConfig, LocalCamera, Stamps, camera_specs, make_cameras, plausible_ns
 
 cv2 = pytest.importorskip("cv2")
@@ -136,6 +139,47 @@ def test_pictures_of_another_size_are_refused(shared: NetworkCamera) -> None:
         device.connect()
 
 
+class Growing:
+    """A camera's library whose pictures become larger at a sign, and which cannot let go of its device then."""
+
+    def __init__(self, config: CameraConfig) -> None:
+        self._height = config.height
+        self.grow = threading.Event()
+
+    def open(self) -> None:
+        pass
+
+    def grab(self) -> tuple[Array, int]:
+        height = 2 * self._height if self.grow.wait(0.01) else self._height
+        return np.zeros((height, WIDTH, 3), np.uint8), time.monotonic_ns()
+
+    def close(self) -> None:
+        raise RuntimeError("no such device")
+
+
+def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Growing] = []
+
+    def source(config: CameraConfig) -> Growing:
+        made.append(Growing(config))
+        return made[-1]
+
+    monkeypatch.setitem(cameras._SOURCES, "opencv", source)
+    device = camera("/dev/video4")
+    device.connect()
+    device.read()
+    made[0].grow.set()
+    with pytest.raises(HardwareLost, match=r"frames are uint8 \(96, 64, 3\); the options say uint8 \(48, 64, 3\)"):
+        eventually(lambda: device.read() is None, "the change was not told")
+    device.close()
+    assert "camera.not_closed" in caplog.text
+    device.connect()
+    device.read()
+    device.close()
+
+
 def test_a_driver_s_stamp_counts_only_where_it_can_be_the_monotonic_clock_s() -> None:
     now_ns = 10_000_000_000
     assert plausible_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
@@ -144,11 +188,13 @@ def test_a_driver_s_stamp_counts_only_where_it_can_be_the_monotonic_clock_s() ->
 
 def test_a_station_has_the_cameras_that_its_options_name() -> None:
     configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(kind="realsense", width=424, height=240)}
-    cameras = make_cameras(configs, StationRequest("arm", "free"))
-    assert [each.spec for each in cameras] == list(camera_specs(configs))
+    made = make_cameras(configs, StationRequest("arm", "free"))
+    assert [each.spec for each in made] == list(camera_specs(configs))
     assert make_cameras(configs, StationRequest("arm", "free", cameras=False)) == ()
     with pytest.raises(ValueError, match="needs its device"):
         CameraConfig()
+    with pytest.raises(ValueError, match="four letters, such as MJPG, not 'MJPEG'"):
+        CameraConfig(device=0, fourcc="MJPEG")
 
 
 def test_a_frame_that_waited_in_a_buffer_is_as_old_as_its_stamp_says() -> None:
