@@ -79,6 +79,10 @@ class CameraSpec(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     rate_hz: float
 
+    def __post_init__(self) -> None:
+        if not (self.height > 0 and self.width > 0 and 0 < self.rate_hz < math.inf):
+            raise SpecError(f"camera {self.name}: {self.width}x{self.height} pixels at {self.rate_hz:g} Hz are none")
+
     @property
     def feature(self) -> str:
         return IMAGES + self.name

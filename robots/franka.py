@@ -101,8 +101,12 @@ class FrankaConfig:
     max_steps: int = 3000
 
     def __post_init__(self) -> None:
-        if self.rate_hz <= 0 or self.tool_speed <= 0 or self.joint_speed <= 0:
+        if not all(0 < x < np.inf for x in (self.rate_hz, self.tool_speed, self.joint_speed)):
             raise ValueError("rate_hz, tool_speed and joint_speed are above 0")
+        if any(given is not None and not given > 0 for given in (self.answer_within_s, self.stale_after_s)):
+            raise ValueError("answer_within_s and stale_after_s are above 0")
+        if not (self.torque_threshold > 0 and self.force_threshold > 0):
+            raise ValueError("torque_threshold and force_threshold are above 0")
         if not 0 < self.dynamics <= 1:
             raise ValueError(f"dynamics is {self.dynamics:g}; it is a share in (0, 1]")
 

@@ -39,6 +39,10 @@ class GamepadConfig:
     close: str = "b"
     dead_zone: float = 0.1
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.dead_zone < 1 or self.index < 0:
+            raise ValueError(f"dead_zone is a share in [0, 1) and index at least 0, not {self.dead_zone}, {self.index}")
+
 
 class Gamepad(Teleoperator):
     def __init__(self, config: GamepadConfig, spec: RobotSpec) -> None:
@@ -57,6 +61,12 @@ class Gamepad(Teleoperator):
         pygame = _pygame()
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL hands on input only where it has a display
         os.environ.setdefault("SDL_JOYSTICK_ALLOW_BACKGROUND_EVENTS", "1")
+        try:
+            self._pad = self._open(pygame)
+        except pygame.error as error:  # as of a display that SDL_VIDEODRIVER names, or a pad that may not be opened
+            raise HardwareLost(f"the gamepad {self.config.index} cannot be opened: {error}") from error
+
+    def _open(self, pygame: Any) -> Any:
         pygame.display.init()
         controllers = _controllers()
         controllers.init()
@@ -64,12 +74,18 @@ class Gamepad(Teleoperator):
         found = [number for number in range(controllers.get_count()) if controllers.is_controller(number)]
         if self.config.index >= len(found):
             raise HardwareLost(f"no gamepad {self.config.index}: {len(found)} plugged in that SDL knows")
-        self._pad = controllers.Controller(found[self.config.index])
+        return controllers.Controller(found[self.config.index])
 
     def read(self) -> TeleopInput:
         if self._pad is None:
             raise HardwareLost("the gamepad is not connected")
         pygame = _pygame()
+        try:
+            return self._read(pygame)
+        except pygame.error as error:
+            raise HardwareLost(f"the gamepad {self.config.index} cannot be read: {error}") from error
+
+    def _read(self, pygame: Any) -> TeleopInput:
         pygame.event.clear()  # SDL looks at its devices here
         if not self._pad.attached():
             raise HardwareLost(f"the gamepad {self.config.index} went away")

@@ -46,6 +46,10 @@ class KeyboardConfig:
     keys: dict[str, str] = field(default_factory=dict)
     speed: float = 0.5
 
+    def __post_init__(self) -> None:
+        if not 0 < self.speed <= 1:
+            raise ValueError(f"speed is {self.speed:g}; it is a share in (0, 1]")
+
 
 def usual_keys(spec: RobotSpec) -> dict[str, str]:
     """A pair of keys for each element, as far as they go, and one for the gripper."""

@@ -45,6 +45,10 @@ class ReachConfig:
     step_max: float | None = None
     max_steps: int = 100
 
+    def __post_init__(self) -> None:
+        if any(given is not None and not given > 0 for given in (self.tolerance, self.step_max)):
+            raise ValueError("reach: tolerance and step_max are above 0")
+
 
 class ReachingRobot(Robot):
     """A robot with a goal. Its own calls are the wrapped robot's, but for the goal and the steps."""

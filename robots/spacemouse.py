@@ -50,6 +50,10 @@ class SpaceMouseConfig:
     dead_zone: float = 0.1
     silent_s: float = 0.2
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.dead_zone < 1:
+            raise ValueError(f"dead_zone is {self.dead_zone:g}; it is a share in [0, 1)")
+
 
 class HidRaw:
     """The kernel's raw reports, as `pyspacemouse.device.SpaceMouseDevice` asks a device for them."""

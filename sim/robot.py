@@ -56,6 +56,10 @@ class SimRobotConfig:
     image_height: int = 128
     image_width: int = 128
 
+    def __post_init__(self) -> None:
+        if self.step_max_m is not None and not self.step_max_m > 0:
+            raise ValueError(f"step_max_m is {self.step_max_m:g}; it is a length above 0")
+
     @property
     def arm(self) -> Arm:
         """Raises SpecError on an unknown model."""

@@ -165,5 +165,10 @@ def test_the_safety_kernel_does_not_press_on(simulated: SimulatedArm) -> None:
 
 
 def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
-    with pytest.raises(SpecError, match="dynamics is 2"):
-        make_station(StationRequest("franka-0", "free", {"host": "10.0.0.2", "dynamics": 2.0}))
+    for wrong, said in (
+        ({"dynamics": 2.0}, "dynamics is 2"),
+        ({"answer_within_s": 0.0}, "answer_within_s and stale_after_s are above 0"),
+        ({"force_threshold": 0.0}, "force_threshold are above 0"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            make_station(StationRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))

@@ -22,6 +22,8 @@ from robots.fake import FakeRobotConfig, fake_spec
 from robots.gamepad import Gamepad, GamepadConfig
 from robots.keyboard import Keyboard, KeyboardConfig, make_teleoperator
 from robots.spacemouse import SpaceMouse, SpaceMouseConfig
+from user_sys.compose import RobotConfig, build_station
+from user_sys.errors import ConfigError
 
 SPEC = fake_spec(FakeRobotConfig())
 SPACE, W, S, Q, E = 57, 17, 31, 16, 18
@@ -131,6 +133,23 @@ def test_bindings_name_what_is_wrong() -> None:
         make_teleoperator(StationRequest("fake-0", "", {"holt": "space"}), SPEC)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("keyboard", {"speed": 0.0}, r"speed is 0; it is a share in \(0, 1\]"),
+        ("gamepad", {"dead_zone": 1.0}, "dead_zone is a share"),
+        ("gamepad", {"dead_zone": -0.1}, "dead_zone is a share"),
+        ("gamepad", {"index": -1}, "index at least 0"),
+        ("spacemouse", {"dead_zone": -0.1}, "dead_zone is -0.1"),
+    ],
+)
+def test_a_setting_that_would_move_the_robot_by_itself_or_never_is_refused(
+    kind: str, options: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_station(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": kind, **options},)))
+
+
 class VirtualPad:
     """A gamepad of SDL's own making, six axes and fifteen buttons."""
 
@@ -206,6 +225,15 @@ def test_a_gamepad_that_is_pulled_out_or_missing_is_lost(pad: VirtualPad) -> Non
     device.close()
     with pytest.raises(HardwareLost, match="no gamepad 7"):
         Gamepad(GamepadConfig(index=7), SPEC).connect()
+
+
+def test_a_gamepad_that_sdl_cannot_open_is_lost(pad: VirtualPad, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pygame
+
+    pygame.display.quit()
+    monkeypatch.setenv("SDL_VIDEODRIVER", "no-such-display")
+    with pytest.raises(HardwareLost, match="the gamepad 0 cannot be opened: .*not available"):
+        Gamepad(GamepadConfig(), SPEC).connect()
 
 
 def report(number: int, *values: int) -> bytes:

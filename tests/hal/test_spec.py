@@ -1,0 +1,25 @@
+"""What no camera can be is refused where it is said, and not by a division in the middle of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hal.errors import SpecError
+from hal.spec import CameraSpec
+from user_sys.compose import RobotConfig, build_station
+from user_sys.errors import ConfigError
+
+
+@pytest.mark.parametrize(("height", "width", "rate_hz"), [(0, 64, 30.0), (48, -1, 30.0), (48, 64, 0.0)])
+def test_a_camera_without_size_or_rate_is_none(height: int, width: int, rate_hz: float) -> None:
+    with pytest.raises(SpecError, match="camera top: .* pixels at .* Hz are none"):
+        CameraSpec(name="top", height=height, width=width, rate_hz=rate_hz)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"camera_hz": 0.0}, "camera front: 128x128 pixels at 0 Hz"), ({"step_max_m": 0.0}, "a length above 0")],
+)
+def test_a_zero_in_the_options_of_a_simulated_arm_is_told_of(options: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_station(RobotConfig(name="panda-0", options=options), cameras=False)
