@@ -306,7 +306,7 @@ def _run(config: RobotConfig, state: Path) -> None:
             return
         station = build_station(config)
         for camera in station.cameras:
-            camera.live = config.real_time
+            camera.live = config.follows_clock
         shared = shared_latch(config.name, config.simulated)
         kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH, shared_latch=shared)
         driver = Driver(
