@@ -14,7 +14,7 @@ Columns of a chunk of T steps (row t is step ``first_step + t``):
 ``truncated``          bool (T,)        cut off here; bootstrap from the final observation
 ``phase``              uint8 (T,)       `Phase`: who was in control
 ``safety``             uint16 (T,)      bit set of ``hal.safety.Reason``: why applied differs from action; 0 if equal
-``policy_version``     int64 (T,)       the weights that acted; -1 where no policy did
+``policy_version``     int64 (T,)       the weights that acted; -1 where no policy did, -2 where another run's did
 ``log_prob``           float32 (T,)     of the behaviour policy; NaN where it has none
 ``t_capture_ns``       int64 (T,)       monotonic clock of the edge: observation captured
 ``t_inference_ns``     int64 (T,)       ... action known

@@ -11,6 +11,7 @@ from user_sys.learners import LEARNER
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.progress import Progress, RobotProgress, clock_time
 from user_sys.report import EpisodePoint
+from user_sys.weights.records import NO_VERSION
 
 LOST_AFTER_S = 5.0
 RATE_OVER_S = 10.0
@@ -171,7 +172,7 @@ class RunMonitor:
         behind = [0]
         for robot, (_, status) in self._robots.items():
             newest = self._versions.get(self._learner_from_robot.get(robot, LEARNER), status.policy_version)
-            behind.append(newest - status.policy_version)
+            behind.append(newest - max(status.policy_version, NO_VERSION))
         return max(behind)
 
     def _views(self) -> Iterator[RobotProgress]:

@@ -29,6 +29,7 @@ from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.parcel import full_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.records import OTHER_RUN, UNNAMED, Life
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import ensure_signer
 from user_sys.weights.state import build_state, describe
@@ -135,10 +136,10 @@ class Site:
         client.wait_open(120)
         return client
 
-    def publisher(self, config: PublishConfig | None = None) -> Publisher:
+    def publisher(self, config: PublishConfig | None = None, life: Life = UNNAMED) -> Publisher:
         signer = ensure_signer(self.run / "keys", "learner")
         return self._stack.enter_context(
-            Publisher(self.client("learner", "learner"), signer, config or PublishConfig())
+            Publisher(self.client("learner", "learner"), signer, config or PublishConfig(), life=life)
         )
 
 
@@ -239,11 +240,12 @@ def test_a_robot_that_comes_to_another_run_acts_with_that_ones_weights(tmp_path:
         (tmp_path / "last" / shared).mkdir(parents=True)
         (tmp_path / "next").mkdir(exist_ok=True)
         (tmp_path / "next" / shared).symlink_to(tmp_path / "last" / shared)
-    for run, version in (("last", 5), ("next", 1)):
+    for number, (run, version) in enumerate((("last", 5), ("next", 1))):
         site = Site(tmp_path / run, ExitStack())
         with site.serving(), site._stack, Robot(site, "one") as robot:
-            assert run == "last" or robot.acts_with(5), "it starts with what it kept"
-            publisher = site.publisher()
+            kept = robot.acts_with(OTHER_RUN)
+            assert run == "last" or kept, "it starts with what it kept, whose number says nothing here"
+            publisher = site.publisher(life=Life(run.encode(), number))
             publish(publisher, weights(version), version, robot)
             np.testing.assert_array_equal(robot.swapper.policy.weights["w"], weights(version)["w"])  # type: ignore[attr-defined]
 

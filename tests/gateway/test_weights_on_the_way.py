@@ -15,7 +15,7 @@ from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.records import NO_VERSION, TABLE, Manifest, Order
+from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Life, Manifest, Order
 from user_sys.weights.serve import answers
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import Signer, new_signer
@@ -56,9 +56,9 @@ class Counter:
             self.asked.append(message)
         return True
 
-    def offer(self, version: int, state: State, *parcels: Parcel, unix_ns: int | None = None) -> None:
+    def offer(self, version: int, state: State, *parcels: Parcel, life: Life = UNNAMED) -> None:
         """The learner has a version, and nothing else any more but what leads there."""
-        manifest = describe(state, version, version, version if unix_ns is None else unix_ns, (0.0, 0.0))
+        manifest = describe(state, version, version, -life.number, (0.0, 0.0), life)
         signed = self.signer.sign(manifest)
         self.learner.manifests["exact", version] = (manifest, signed)
         self.learner.parcels |= {parcel.info.id: parcel for parcel in parcels}
@@ -68,9 +68,9 @@ class Counter:
         self.desk.received("learner", offer, None)
         self.round()
 
-    def full(self, version: int, unix_ns: int | None = None) -> State:
+    def full(self, version: int, life: Life = UNNAMED) -> State:
         state = build_state(arrays(version))
-        self.offer(version, state, full_parcel(state, version), unix_ns=unix_ns)
+        self.offer(version, state, full_parcel(state, version), life=life)
         return state
 
     def round(self) -> None:
@@ -198,8 +198,8 @@ def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: C
     assert len(counter.desk._catalogue.parcels) == len(list(counter.shelf.folder.glob("*.parcel"))) <= LAGGARDS + 4
 
 
-def order(version: int, unix_ns: int = 0) -> Order:
-    return Order(serial=1, version=version, by="ada", reason="it shakes", given_unix_ns=unix_ns)
+def order(version: int, life: Life = UNNAMED, serial: int = 1) -> Order:
+    return Order(serial=serial, version=version, by="ada", reason="it shakes", given_unix_ns=0, run=life.run)
 
 
 def test_a_gateway_that_starts_again_stands_by_the_order(counter: Counter) -> None:
@@ -275,20 +275,42 @@ def test_a_parcel_that_the_learner_hands_out_damaged_is_given_up_for_another(cou
     assert counter.desk.version == 2
 
 
-def test_a_relay_forgets_the_run_before(counter: Counter) -> None:
+FIRST, SECOND = Life(b"first", 5), Life(b"second", 6)
+
+
+def test_a_relay_forgets_the_run_before_and_its_order(counter: Counter) -> None:
     for version in (7, 8):
-        counter.full(version, unix_ns=100 + version)
+        counter.full(version, FIRST)
         counter.answer()
-    counter.shelf.give(counter.signer.sign(order(7, unix_ns=150)))
+    counter.shelf.give(counter.signer.sign(order(7, FIRST)))
     counter.desk.look_for_order()
     assert counter.desk.version == 7
     counter.learner, counter.signer = Catalogue(), new_signer()
-    counter.full(1, unix_ns=200)
+    counter.full(1, SECOND)
     counter.answer()
     version, offer = counter.offered("one")
     assert version == 1 and offer.order is None and counter.shelf.order() is None
     assert offer.signer == counter.signer.public_key
     assert Shelf(counter.shelf.folder).open().versions() == [1]
+
+
+def test_an_order_of_the_next_run_may_be_there_before_its_weights(counter: Counter) -> None:
+    """A relay takes an order down before the offer that it came with; its number is of another clock, perhaps."""
+    for version in (1, 2):
+        counter.full(version, FIRST)
+        counter.answer()
+    counter.shelf.give(counter.signer.sign(order(1, FIRST, serial=9)))
+    counter.desk.look_for_order()
+    counter.shelf.give(counter.signer.sign(order(1, SECOND, serial=3)))
+    counter.desk.look_for_order()
+    assert counter.desk.version == 2, "it says nothing of this run's"
+    counter.learner = Catalogue()
+    for version in (1, 2):
+        counter.full(version, SECOND)
+        counter.answer()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is not None
+    assert counter.signer.verifier.open(offer.manifests[0], Manifest).run == SECOND.run
 
 
 class Slow:

@@ -20,10 +20,10 @@ from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.topology import RunConfig
 from user_sys.tunnel.wire import Envelope, Payload
 from user_sys.weights.governor import Governor
-from user_sys.weights.inlet import WeightsInlet
-from user_sys.weights.publisher import Publisher
-from user_sys.weights.records import Manifest
-from user_sys.weights.signing import Signer, new_signer
+from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.records import OTHER_RUN, Life, Manifest
+from user_sys.weights.signing import Signer, ensure_signer, new_signer
 from user_sys.weights.swap import PolicySwapper
 
 DEADLINE_S = 120.0
@@ -190,3 +190,32 @@ def test_a_bound_on_staleness_holds_the_robot_back(tmp_path: Path) -> None:
             assert not inlet.too_old()
             assert isinstance(swapper.policy, Pushed) and swapper.policy.size == pytest.approx(3 * STEP)
         inlet.raise_failure()
+
+
+def test_weights_of_another_run_are_too_old_as_soon_as_this_one_has_any(tmp_path: Path) -> None:
+    """Whatever their number is: those of this run begin at one."""
+    config, robot, swapper = InletConfig(hold_behind=3), End(), PolicySwapper(Pushed)
+    keys = tmp_path / "keys"
+    signer = ensure_signer(keys, "learner")
+
+    def inlet() -> WeightsInlet:
+        return WeightsInlet(robot, swapper, config, keys, tmp_path / "kept", Governor(config.governor))
+
+    def serve(life: Life, version: int) -> Publisher:
+        end = End(other=robot)
+        robot.other = end
+        publisher = Publisher(end, signer, PublishConfig(), life=life)
+        publisher.publish({"w": np.array([float(version)])}, version, updates=version)
+        return publisher
+
+    with inlet() as receiving, serve(Life(b"first", 1), 300):
+        until(lambda: swapper.swap_if_ready() == 300, "it acts with the first run's")
+        assert swapper.version == 300 and not receiving.too_old()
+    robot, swapper = End(), PolicySwapper(Pushed)
+    with inlet() as receiving:
+        assert swapper.swap_if_ready() == 300 and swapper.version == OTHER_RUN
+        assert not receiving.too_old(), "nothing is known of this run"
+        with serve(Life(b"second", 2), 1):
+            until(lambda: receiving.receiver.version == 1, "the second run's has come, and the robot does not swap yet")
+            assert receiving.too_old() and swapper.version == OTHER_RUN
+            assert swapper.swap_if_ready() == 1 and swapper.version == 1 and not receiving.too_old()

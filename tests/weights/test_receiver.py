@@ -21,7 +21,7 @@ from user_sys.weights.fetch import MOST_DAMAGED, STALL_S
 from user_sys.weights.forms import convert
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
-from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, Signed
+from user_sys.weights.records import NO_VERSION, Form, Life, Manifest, Order, Signed
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer, Trust, new_signer
 from user_sys.weights.state import State, build_state, describe
@@ -219,34 +219,67 @@ def test_what_is_under_way_of_a_version_that_was_given_up_holds_up_nothing(world
     assert world.now_s - since_s < STALL_S, "nobody waited for what would not come"
 
 
-def published(world: World, version: int, seed: int, unix_ns: int) -> WeightsOffer:
-    """An offer of a full version that was published then."""
+FIRST, SECOND = Life(b"first", 5), Life(b"second", 6)
+
+
+def published(world: World, version: int, seed: int, life: Life, order: Signed | None = None) -> WeightsOffer:
+    """An offer of a full version; the learner's clock goes backwards from run to run."""
     state = build_state(random_weights(seed))
-    manifest = describe(state, version, 0, unix_ns, (0.0, 0.0))
+    manifest = describe(state, version, 0, -life.number, (0.0, 0.0), life)
     world.add(manifest, world.signer.sign(manifest), full_parcel(state, version))
-    return world.offer(version)
+    return world.offer(version, order)
 
 
 @pytest.mark.parametrize("number", [1, 300])
-def test_a_run_that_began_since_is_newer_whatever_its_numbers(world: World, number: int) -> None:
+def test_a_run_that_began_since_is_newer_whatever_its_numbers_and_the_clock(world: World, number: int) -> None:
     """A robot comes to its next run with what it kept of the last one, which may have had the same signing key."""
-    world.receiver.offered(published(world, 300, seed=1, unix_ns=100))
+    world.receiver.offered(published(world, 300, 1, FIRST))
     world.run()
     kept = world.receiver.held
-    assert kept is not None
+    assert kept is not None and world.receiver.run == FIRST.run
     world.__post_init__()
     world.catalogue = Catalogue()
     world.receiver.start_from(kept)
-    world.receiver.offered(published(world, 299, seed=2, unix_ns=99))
+    assert not world.receiver.told and world.receiver.run == b"", "nobody has said yet which run this is"
+    former = published(world, 299, 2, FIRST)
+    world.receiver.offered(former)
     world.run()
-    assert world.receiver.version == 300, "an earlier one of the same run"
+    assert world.receiver.version == 300 and world.receiver.run == FIRST.run, "an earlier one of the same run"
     world.catalogue = Catalogue()
-    world.receiver.offered(published(world, number, seed=3, unix_ns=200))
+    world.receiver.offered(published(world, number, 3, SECOND))
     world.run()
     assert world.loaded[-1][0].version == number and world.loaded[-1][1]["steps"] == 3
-    world.receiver.offered(published(world, number + 1, seed=4, unix_ns=201))
+    world.receiver.offered(published(world, number + 1, 4, SECOND))
     world.run()
     assert world.receiver.version == number + 1 and world.receiver.refused == 0
+    world.receiver.offered(former)
+    world.run()
+    assert world.receiver.refused == 1 and world.receiver.run == SECOND.run, "what was left does not come back"
+    world.catalogue = Catalogue()
+    world.receiver.offered(published(world, 301, 5, Life(FIRST.run, 7)))
+    world.run()
+    assert world.loaded[-1][0].version == 301, "unless its learner goes on with it"
+
+
+def test_an_order_is_for_versions_of_its_run(world: World) -> None:
+    def order(serial: int, version: int, life: Life) -> Signed:
+        order = Order(serial=serial, version=version, by="ada", reason="", given_unix_ns=0, run=life.run)
+        return world.signer.sign(order)
+
+    for version in (1, 2):
+        world.receiver.offered(published(world, version, version, FIRST))
+        world.run()
+    world.receiver.offered(published(world, 1, 1, FIRST, order(9, 1, FIRST)))
+    world.run()
+    assert world.receiver.version == 1
+    world.catalogue = Catalogue()
+    for version in (1, 2):
+        world.receiver.offered(published(world, version, 2 + version, SECOND))
+        world.run()
+    assert world.loaded[-1][1]["steps"] == 4, "the order was for another run's"
+    world.receiver.offered(published(world, 1, 3, SECOND, order(2, 1, SECOND)))
+    world.run()
+    assert world.loaded[-1][1]["steps"] == 3, "one of this run is obeyed, whatever its number"
 
 
 def spoilt(parcel: Parcel) -> Parcel:

@@ -13,7 +13,7 @@ from user_sys.errors import WireError
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import Policy
-from user_sys.weights.records import NO_VERSION
+from user_sys.weights.records import NO_VERSION, OTHER_RUN
 from user_sys.weights.swap import PolicySwapper
 
 SPEC = example_spec()
@@ -63,6 +63,19 @@ def test_weights_of_another_policy_change_nothing() -> None:
             swap.load(2, {"other": np.zeros(3, np.float32)})
         assert swap.swap_if_ready() == (1 if waiting else None)
         np.testing.assert_array_equal(acts(swap.policy), expected(1))
+
+
+def test_numbers_of_another_run_and_of_one_that_is_not_known_yet_count_as_none_of_this() -> None:
+    swap = PolicySwapper(lambda: MlpPolicy(SPEC))
+    swap.load(300, weights(1), run=b"first")
+    assert swap.version == NO_VERSION and swap.swap_if_ready() == 300
+    assert swap.version == OTHER_RUN, "nobody has said yet which run this is"
+    for run, version in ((b"first", 300), (b"second", OTHER_RUN)):
+        swap.run = run
+        assert swap.version == version
+    swap.load(1, weights(2), run=b"second")
+    swap.swap_if_ready()
+    assert swap.version == 1
 
 
 def test_two_copies_serve_all_versions() -> None:

@@ -74,9 +74,10 @@ class WeightsDesk:
         self._lost = False  # one of them did, and the learner may have it still
         self._signer = shelf.signer()
         self._unreadable = ""  # what was wrong with the order, as it was told
+        self._numbers = next((m.run for m, _ in self._catalogue.manifests.values()), b"")  # the run whose they are
         self._order, self._ordered = self._read_order()
         self._target = self._due(self._catalogue.versions())
-        self._announced: tuple[int, tuple[Form, ...], int] = (NO_VERSION, (), -1)
+        self._announced: tuple[bytes, int, tuple[Form, ...], int] = (self._numbers, NO_VERSION, (), -1)
         self._robots: set[str] = set()
         self._learner = ""
         self._told: WeightsProgress | None = None  # to the learner that is connected
@@ -161,7 +162,7 @@ class WeightsDesk:
     def look_for_order(self) -> None:
         """Obeys an order that a person left on the shelf since the last look."""
         order, ordered = self._read_order()
-        if ordered.serial <= self._ordered.serial:
+        if ordered.serial < 0 or (ordered.run == self._ordered.run and ordered.serial <= self._ordered.serial):
             return
         logger.warning("weights.ordered version=%d by=%r: %s", ordered.version, ordered.by, ordered.reason)
         with self._lock:
@@ -209,11 +210,12 @@ class WeightsDesk:
     def _announce(self) -> None:
         """Tells every robot what it should act with, when that has changed."""
         versions = self._catalogue.versions()
-        pinned = self._ordered.version
+        pinned = self._pinned
         if pinned != NO_VERSION and pinned not in versions:
             logger.warning("weights.order_ignored version=%d: it is not kept; there are %s", pinned, versions)
         self._target = self._due(versions)
-        state = self._target, tuple(self._catalogue.forms(self._target)), self._ordered.serial
+        forms = tuple(self._catalogue.forms(self._target))
+        state = self._numbers, self._target, forms, self._ordered.serial
         if state == self._announced:
             return
         self._announced = state
@@ -222,28 +224,33 @@ class WeightsDesk:
             self._tell(name)
         self._tell_progress()
 
+    @property
+    def _pinned(self) -> int:
+        """The version of this run that is ordered; `NO_VERSION` where none is."""
+        return self._ordered.version if self._ordered.run == self._numbers else NO_VERSION
+
     def _due(self, versions: list[int]) -> int:
         """The one of `versions` with which robots are to act."""
-        pinned = self._ordered.version
+        pinned = self._pinned
         return pinned if pinned in versions else max(versions, default=NO_VERSION)
 
     def _tell(self, name: str, greeting: bool = False) -> None:
         if self._target == NO_VERSION:
             return
-        forms = self._catalogue.forms(self._target)
+        forms, free = self._catalogue.forms(self._target), (NO_VERSION, self._target)
         offer = fitting_offer(
             [self._catalogue.manifests[form, self._target][1] for form in forms],
             self._catalogue.infos(),
             forms,
             self._target,
             signer=self._signer,
-            order=self._order if self._ordered.version in (NO_VERSION, self._target) else None,
+            order=self._order if self._ordered.run == self._numbers and self._pinned in free else None,
             greeting=greeting,
         )
         self._send(name, offer, None)
 
     def _tell_progress(self) -> None:
-        ordered = self._target if self._target == self._ordered.version else NO_VERSION
+        ordered = self._target if self._target == self._pinned else NO_VERSION
         progress = WeightsProgress(oldest=self._staleness.oldest, ordered=ordered)
         if self._learner and progress != self._told and self._send(self._learner, progress, None):
             self._told = progress
@@ -296,8 +303,8 @@ class WeightsDesk:
             manifests = [(decode_record(signed.body, Manifest), signed) for signed in offer.manifests]
             self._offered = offer, {manifest.form: (manifest, signed) for manifest, signed in manifests}
             with self._lock:
-                self._begin_anew([manifest for manifest, _ in manifests])
                 self._signer = offer.signer
+                self._begin_anew([manifest for manifest, _ in manifests])
                 self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
             self._turn()
@@ -308,19 +315,16 @@ class WeightsDesk:
             self._offered = None
 
     def _begin_anew(self, offered: list[Manifest]) -> None:
-        """Forgets what is of an earlier run, where these are of one that began since: a relay may live through many.
-
-        Within a run numbers grow: what was published later and has a smaller one, or the same again, is of another.
-        """
-        for manifest in offered:
-            kept = [m for (form, _), (m, _) in self._catalogue.manifests.items() if form == manifest.form]
-            later = [m for m in kept if m.version >= manifest.version and m.digest != manifest.digest]
-            if any(m.published_unix_ns < manifest.published_unix_ns for m in later):
-                logger.warning("weights.another_run version=%d: what is kept of an earlier one goes", manifest.version)
-                self._catalogue, self._aims = Catalogue(), {}
-                if self._ordered.given_unix_ns < manifest.published_unix_ns:
-                    self._withdraw_order()
-                return
+        """Forgets what is of another run than these: a relay may live through many, and the learner knows its own."""
+        run = offered[0].run if offered else self._numbers
+        if run == self._numbers:
+            return
+        if self._catalogue.manifests:
+            logger.warning("weights.another_run version=%d: what is kept of another one goes", offered[0].version)
+        self._numbers, self._catalogue, self._aims = run, Catalogue(), {}
+        self._order, self._ordered = self._read_order()  # this run's may be there already
+        if self._ordered.run != run:
+            self._withdraw_order()
 
     def _withdraw_order(self) -> None:
         self._order, self._ordered = None, _NO_ORDER
@@ -389,7 +393,7 @@ class WeightsDesk:
         self.look_for_order()  # before what it names is given up
         with self._lock:
             versions = self._catalogue.versions()
-            kept = {*thinned(versions, self._kept), self._target, self._ordered.version, *self._being_fetched()}
+            kept = {*thinned(versions, self._kept), self._target, self._pinned, *self._being_fetched()}
             self._catalogue.retain(kept, max(versions, default=NO_VERSION) - LAGGARDS)
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
             newest = max(snapshot.versions(), default=NO_VERSION)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from hal.errors import HalError
 from hal.signals import stop_on_signals
@@ -29,6 +30,7 @@ from user_sys.run_folder import reopen
 from user_sys.store.store import StoreReader
 from user_sys.topology import RunConfig, RunFolder
 from user_sys.tunnel.keys import load_public_key
+from user_sys.weights.runs import numbering_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ def _run(path: Path, name: str, endpoint: str) -> int:
     checkpoints = folder_of(folder.checkpoints, name)
     with sole_writer(checkpoints, stop) as alone:
         if alone:
-            _train(folder, config, _setup(folder, config, name, endpoint, spec), checkpoints, stop)
+            setup = replace(_setup(folder, config, name, endpoint, spec), run=numbering_of(checkpoints))
+            _train(folder, config, setup, checkpoints, stop)
     return 0
 
 

@@ -37,7 +37,8 @@ from user_sys.messages import StopRun
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair
 from user_sys.weights.publisher import Publisher
-from user_sys.weights.records import NO_VERSION
+from user_sys.weights.records import NO_VERSION, Life
+from user_sys.weights.runs import next_life
 from user_sys.weights.signing import LEARNER, ensure_signer
 
 log = logging.getLogger(__name__)
@@ -69,10 +70,11 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(line: Line, setup: Setup) -> None:
-    signer = ensure_signer(Path(setup.signing), LEARNER)
+    keys = Path(setup.signing)
+    signer, life = ensure_signer(keys, LEARNER), Life(setup.run, next_life(keys))
     with TunnelClient(setup.endpoint, load_keypair(Path(setup.key)), setup.gateway_key, setup.hello) as client:
         desk = _Desk(line, client, at_once=setup.publish.max_lead > 0)
-        desk.publisher = Publisher(client, signer, setup.publish, desk.changed)
+        desk.publisher = Publisher(client, signer, setup.publish, desk.changed, life)
         with desk.publisher:
             threading.Thread(target=desk.listen, name="inbox", daemon=True).start()
             while not desk.leaving:

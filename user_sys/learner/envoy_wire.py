@@ -36,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         key: path of the learner's key pair of the tunnel.
         signing: folder of the learner's signing key, which the envoy alone reads.
+        run: identifies the numbers of its versions.
     """
 
     endpoint: str
@@ -44,6 +45,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     hello: Hello
     signing: str
     publish: PublishConfig
+    run: bytes = b""
 
 
 class Memory(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.parcel import full_parcel, table_parcel
 from user_sys.weights.receiver import Held, Receiver
-from user_sys.weights.records import NO_VERSION, Manifest
+from user_sys.weights.records import NO_VERSION, OTHER_RUN, Manifest
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import LEARNER, PUBLIC_SUFFIX, Trust
 from user_sys.weights.swap import PolicySwapper
@@ -57,8 +57,8 @@ class WeightsInlet:
             gateway names first is trusted, and kept there.
         folder: keeps a version every `KEEP_INTERVAL_S` or so, from which the next life starts while the link is down;
             None keeps nothing.
-        greeted: called, by the thread that receives, when a session has begun: its gateway does not know yet with which
-            version the robot acts.
+        greeted: called, by the thread that receives, when a session has begun, or it is known anew which run this is:
+            its gateway does not know yet with which version the robot acts.
 
     Attributes:
         receiver: whose figures any thread may read.
@@ -87,7 +87,7 @@ class WeightsInlet:
         trust.require_lasting()
         self.receiver = Receiver(
             trust,
-            lambda manifest, arrays, heard_s: swapper.load(manifest.version, arrays, heard_s),
+            lambda manifest, arrays, heard_s: swapper.load(manifest.version, arrays, heard_s, manifest.run),
             lambda parcel, first, count: link.send_weights(WeightsRequest(parcel=parcel, first=first, count=count)),
             forms=("exact",) if config.exact_only else type(swapper.policy).forms,
             breathe=governor.breathe,
@@ -121,9 +121,16 @@ class WeightsInlet:
             raise self._failure
 
     def too_old(self) -> bool:
-        """Whether the acting policy is too far behind the newest that is known of; never before the first."""
+        """Whether the acting policy is too far behind the newest that is known of; never before the first.
+
+        Another run's weights are behind as soon as it is known that this run has any.
+        """
         acting = self._swapper.version
-        return 0 < self._config.hold_behind < self.receiver.newest - acting and acting != NO_VERSION
+        if self._config.hold_behind == 0 or acting == NO_VERSION:
+            return False
+        if acting == OTHER_RUN:
+            return self.receiver.told
+        return self._config.hold_behind < self.receiver.newest - acting
 
     def scalars(self) -> dict[str, float]:
         """For the metrics: the link, what was refused, the stages of the newest version, the governor's decisions."""
@@ -166,12 +173,17 @@ class WeightsInlet:
     def _take(self, envelope: Envelope) -> None:
         match envelope.message:
             case WeightsOffer() as offer:
-                if offer.greeting:
-                    self._greeted()
                 self.receiver.offered(offer)
+                if self._learn_of_run() or offer.greeting:
+                    self._greeted()
             case WeightsGrains() | WeightsGone() as message:
                 payload = None if envelope.payload is None else memoryview(envelope.payload)
                 self.receiver.arrived(message, payload)
+
+    def _learn_of_run(self) -> bool:
+        """Has the swapper count what is of the run that was heard of; True where that is another one than before."""
+        before, self._swapper.run = self._swapper.run, self.receiver.run
+        return before != self.receiver.run
 
     def _take_up(self) -> None:
         if self._shelf is None:

@@ -20,7 +20,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
-from user_sys.weights.records import NO_VERSION, Form
+from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
@@ -86,13 +86,19 @@ class Publisher:
     Args:
         changed: called by the publisher's threads when a version is ready, was confirmed or could not be published, and
             when another one is the robots' oldest, or is ordered.
+        life: what is signed with each version, of which run it is.
     """
 
     def __init__(
-        self, link: WeightsLink, signer: Signer, config: PublishConfig, changed: Callable[[], None] = lambda: None
+        self,
+        link: WeightsLink,
+        signer: Signer,
+        config: PublishConfig,
+        changed: Callable[[], None] = lambda: None,
+        life: Life = UNNAMED,
     ) -> None:
         self.published = 0
-        self._link, self._signer, self._config, self._tell = link, signer, config, changed
+        self._link, self._signer, self._config, self._tell, self._life = link, signer, config, changed, life
         self.governor = Governor(config.governor)
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
@@ -250,7 +256,7 @@ class Publisher:
             former_version, former = self._states.get(form, (NO_VERSION, None))
             arrays, errors = convert(snapshot.arrays, form, breathe, snapshot.rounding)
             state = build_state(arrays, form, former, breathe)
-            manifest = describe(state, version, snapshot.updates, unix_ns, errors)
+            manifest = describe(state, version, snapshot.updates, unix_ns, errors, self._life)
             fresh += self._parcels(former_version, former, version, state)
             if not manifest.entire:
                 fresh.append(table_parcel(state, version))

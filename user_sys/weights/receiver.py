@@ -24,7 +24,17 @@ from user_sys.weights.catalogue import Way, cheapest, table_of
 from user_sys.weights.fetch import Ask, Fetcher
 from user_sys.weights.forms import restore
 from user_sys.weights.parcel import RunningDigests, assemble
-from user_sys.weights.records import NO_VERSION, TABLE, Form, Manifest, Order, ParcelInfo, Signed
+from user_sys.weights.records import (
+    NO_VERSION,
+    TABLE,
+    UNNAMED,
+    Form,
+    Life,
+    Manifest,
+    Order,
+    ParcelInfo,
+    Signed,
+)
 from user_sys.weights.signing import Trust
 from user_sys.weights.state import Breathe, State, at_once, with_table
 
@@ -68,6 +78,7 @@ class _Offered:
     manifests: Mapping[Form, tuple[Manifest, Signed]]
     parcels: tuple[ParcelInfo, ...]
     version: int
+    run: bytes
     heard_s: float
 
 
@@ -85,6 +96,7 @@ class Receiver:
     Attributes:
         refused: versions and offers that were forged, damaged, or not the policy's; each was logged.
         abandoned: versions under way that were given up for a newer one.
+        run: whose versions the gateway offers; empty before the first offer.
         stages: seconds that the newest version took here, from the first word of it on: ``fetch``, ``decode`` (with
             what was not yet verified) and ``load``.
     """
@@ -101,6 +113,7 @@ class Receiver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.refused = self.abandoned = 0
+        self.run = b""
         self.stages: Mapping[str, float] = {}
         self._trust, self._load, self._forms, self._breathe = trust, load, tuple(forms), breathe
         self._clock = clock
@@ -108,8 +121,9 @@ class Receiver:
         self._held: Held | None = None
         self._offered: _Offered | None = None
         self._target: _Target | None = None
-        self._order = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
-        self._not_ours = NO_VERSION  # a version that is sound and that the policy does not take
+        self._orders: dict[bytes, Order] = {}  # the newest of each run
+        self._not_ours = b"", NO_VERSION  # run and number of a version that is sound and that the policy does not take
+        self._life = UNNAMED  # the latest that was heard of, or kept
         self._useless: set[bytes] = set()  # parcels of which nothing good came, among those offered
         self._gone: set[bytes] = set()  # parcels that were not there any more when they were last offered
         self._speeds: dict[str, float] = {}
@@ -128,6 +142,11 @@ class Receiver:
     def busy(self) -> bool:
         """A version is under way."""
         return self._target is not None
+
+    @property
+    def told(self) -> bool:
+        """Whether a version of `run` was offered, and may be taken."""
+        return self._offered is not None and self._offered.run == self.run
 
     @property
     def newest(self) -> int:
@@ -150,6 +169,7 @@ class Receiver:
             raise WireError(f"it was kept as {kept.manifest.form}, and this robot takes {', '.join(self._forms)}")
         self._load(kept.manifest, restore(kept.state.tensors, kept.state.form), self._clock())
         self._held = kept
+        self._life = Life(kept.manifest.run, kept.manifest.life)
 
     def offered(self, offer: WeightsOffer) -> None:
         """A version is there to be fetched. One with a forged signature is refused, and nothing changes."""
@@ -164,21 +184,21 @@ class Receiver:
             self._refuse(str(error))
             return
         allowed = {pair[0].form: pair for pair in manifests if pair[0].form in self._forms}
-        versions = {manifest.version for manifest, _ in manifests}
-        if len(versions) != 1 or not self._wanted(manifests[0][0]):
+        versions = {(manifest.run, manifest.version) for manifest, _ in manifests}
+        if len(versions) != 1 or not self._is_of_this_run(manifests[0][0]) or not self._wanted(manifests[0][0]):
             return
-        version = versions.pop()
+        run, version = versions.pop()
         if not allowed:
             found = ", ".join(manifest.form for manifest, _ in manifests)
             self._refuse(f"version {version} comes as {found}, and this robot takes {', '.join(self._forms)}")
             return
         heard_s = self._clock()
-        if self._offered is not None and self._offered.version == version:
+        if self._offered is not None and (self._offered.run, self._offered.version) == (run, version):
             heard_s = self._offered.heard_s
         parcels = tuple(p for p in offer.parcels if p.form in allowed and _plausible(p, allowed[p.form][0]))
         self._useless &= {info.id for info in parcels}
         self._gone.clear()
-        self._offered = _Offered(allowed, parcels, version, heard_s)
+        self._offered = _Offered(allowed, parcels, version, run, heard_s)
         self._choose()
 
     def arrived(self, message: WeightsGrains | WeightsGone, payload: memoryview | None = None) -> None:
@@ -231,34 +251,42 @@ class Receiver:
         if signed is None:
             return
         order = self._trust.open(signed, Order)
-        if order.serial > self._order.serial:
-            self._order = order
+        former = self._orders.get(order.run)
+        if former is None or order.serial > former.serial:
+            self._orders[order.run] = order
             if self._target is not None and not self._wanted(self._target.manifest):
                 self._drop_target()
 
-    def _wanted(self, manifest: Manifest) -> bool:
-        """Whether it is what is ordered; without an order, whether it is newer than what is held, or that again.
+    def _is_of_this_run(self, manifest: Manifest) -> bool:
+        """Takes note of the run that is offered, unless it ended before another that was heard of began."""
+        if manifest.run != self._life.run and manifest.life < self._life.number:
+            self._refuse(f"version {manifest.version} is of a run that began before the one whose weights were here")
+            return False
+        self._life = Life(manifest.run, max(manifest.life, self._life.number))
+        self.run = manifest.run
+        return True
 
-        A smaller number that was published later is newer too: it is of a run that began since.
-        """
-        if self._order.version != NO_VERSION:
-            return manifest.version == self._order.version
-        if self._held is None:
-            return True
-        held = self._held.manifest
-        return manifest.version >= held.version or manifest.published_unix_ns > held.published_unix_ns
+    def _wanted(self, manifest: Manifest) -> bool:
+        """Whether it is what is ordered; without an order, whether it is newer than what is held, or that again."""
+        if manifest.run != self.run:
+            return False
+        order = self._orders.get(manifest.run)
+        if order is not None and order.version != NO_VERSION:
+            return manifest.version == order.version
+        held = None if self._held is None else self._held.manifest
+        return held is None or held.run != manifest.run or manifest.version >= held.version
 
     def _holds(self, offered: _Offered) -> bool:
-        if self._held is None or offered.version != self.version:
+        if self._held is None:
             return False
         held = self._held.manifest
         again, _ = offered.manifests.get(held.form, (held, None))
-        return again.digest == held.digest
+        return (offered.run, offered.version, again.digest) == (held.run, held.version, held.digest)
 
     def _choose(self) -> None:
         """Turns to what arrives first of the offered version, unless what is under way arrives before that."""
         offered = self._offered
-        if offered is None or offered.version == self._not_ours:
+        if offered is None or (offered.run, offered.version) == self._not_ours:
             return
         if self._target is None and self._holds(offered):
             return
@@ -323,11 +351,13 @@ class Receiver:
         return None if table is None else Way((table, *way.parcels), cost(table) + way.cost)
 
     def _bases(self, manifest: Manifest) -> dict[int, bytes]:
-        if self._held is None or self._held.manifest.form != manifest.form:
+        if self._held is None:
             return {}
         held = self._held.manifest
+        if (held.form, held.run) != (manifest.form, manifest.run):
+            return {}
         if held.version == manifest.version and held.digest != manifest.digest:
-            return {}  # of an earlier run that had come as far
+            return {}  # two versions of one number: the learner's checkpoints were put back
         return {held.version: held.digest}
 
     def _cost(self, manifest: Manifest) -> Callable[[ParcelInfo], float]:
@@ -357,7 +387,7 @@ class Receiver:
             self._load(target.manifest, restore(state.tensors, state.form), target.heard_s)
         except WireError as error:
             self._refuse(f"version {target.manifest.version}: {error}")
-            self._not_ours = target.manifest.version
+            self._not_ours = target.manifest.run, target.manifest.version
             return
         self._held = Held(target.manifest, target.signed, state)
         loaded_s = self._clock()

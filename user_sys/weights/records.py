@@ -19,6 +19,8 @@ Form: TypeAlias = Literal["exact", "bf16", "int8"]
 Codec: TypeAlias = Literal["full", "delta", "parts", "table"]
 
 NO_VERSION = -1
+OTHER_RUN = -2
+"""In the place of a version of another run, or of one not known to be of this: its number would say nothing here."""
 MAX_PARCEL_BYTES = 1 << 34
 MAX_GRAINS = 4096
 MAX_TENSORS = 1 << 15
@@ -31,6 +33,16 @@ CRC_BYTES = 4
 DIGEST_BYTES = 32
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class Life(msgspec.Struct, frozen=True):
+    """Of which run, and in which of its lives, a learner publishes; see `Manifest` and `user_sys.weights.runs`."""
+
+    run: bytes = b""
+    number: int = 0
+
+
+UNNAMED = Life()
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         size_bytes: of all tensors.
         published_unix_ns: the learner's clock.
         max_error, rms_error: of rounding: the largest, in the tensors' unit, and relative to their root mean square.
+        run: identifies the run whose numbers these are; see `user_sys.weights.runs`.
+        life: of the learner; of two runs the later has the greater ones.
     """
 
     version: int
@@ -66,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     table_bytes: int = 0
     max_error: float = 0.0
     rms_error: float = 0.0
+    run: bytes = b""
+    life: int = 0
 
     @property
     def entire(self) -> bool:
@@ -76,7 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """A person's word: from now on every robot acts with `version`, or again with the newest (`NO_VERSION`).
 
-    `serial` grows with each order; receivers obey only one that is newer than the last they obeyed.
+    It says nothing of versions of another run than `run`. `serial` grows with each order; receivers obey only one that
+    is newer than the last of its run that they obeyed.
     """
 
     serial: int
@@ -84,6 +101,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     by: str
     reason: str
     given_unix_ns: int
+    run: bytes = b""
 
 
 class Signed(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,9 @@ from user_sys.weights.records import (
     INLINE_TABLE_BYTES,
     MAX_TABLE_BYTES,
     MAX_TENSORS,
+    UNNAMED,
     Form,
+    Life,
     Manifest,
     TensorEntry,
 )
@@ -120,7 +122,9 @@ def verified_state(
     return State(manifest.form, manifest.tensors, dict(tensors), manifest.digest)
 
 
-def describe(state: State, version: int, updates: int, unix_ns: int, errors: tuple[float, float]) -> Manifest:
+def describe(
+    state: State, version: int, updates: int, unix_ns: int, errors: tuple[float, float], life: Life = UNNAMED
+) -> Manifest:
     """The manifest of `state`, without its tensors where their table is long; `errors` are of rounding."""
     table_bytes = len(encode_table(state.form, state.entries))
     apart = table_bytes > INLINE_TABLE_BYTES
@@ -135,6 +139,8 @@ def describe(state: State, version: int, updates: int, unix_ns: int, errors: tup
         table_bytes=table_bytes if apart else 0,
         max_error=errors[0],
         rms_error=errors[1],
+        run=life.run,
+        life=life.number,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from hal.spec import Array
 from user_sys.errors import WireError
 from user_sys.policies.policy import Policy
-from user_sys.weights.records import NO_VERSION
+from user_sys.weights.records import NO_VERSION, OTHER_RUN
 
 Item = TypeVar("Item")
 
@@ -21,6 +21,7 @@ class _Ready:
     policy: Policy
     version: int
     offered_s: float
+    run: bytes
 
 
 class PolicySwapper:
@@ -29,14 +30,18 @@ class PolicySwapper:
     There is no lock between the two, and the former policy is neither freed nor loaded in the control loop's thread, so
     that a swap costs a few assignments whatever the policy's size. Which versions may follow each other is the
     receiver's business (`user_sys.weights.receiver`).
+
+    Attributes:
+        run: the one whose versions count, as far as is known; any thread may set it.
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
         """`make` gives a policy without weights; it is called twice here, and hardly ever again."""
         self._make = make
         self._policy = make()
-        self._version = NO_VERSION
+        self._acting = NO_VERSION, b""  # the version, and its run
         self._applied_s = 0.0
+        self.run = b""
         self._ready: deque[_Ready] = deque(maxlen=1)
         self._idle: deque[Policy] = deque([make()], maxlen=1)
 
@@ -47,19 +52,23 @@ class PolicySwapper:
 
     @property
     def version(self) -> int:
-        """The version of `policy`'s weights; -1 before the first."""
-        return self._version
+        """The version of `policy`'s weights; -1 before the first, and `OTHER_RUN` where it is not of `run`."""
+        version, run = self._acting
+        return version if run == self.run or version == NO_VERSION else OTHER_RUN
 
     @property
     def applied_s(self) -> float:
         """Seconds from the first word of the present version to its swap."""
         return self._applied_s
 
-    def load(self, version: int, weights: Mapping[str, Array], offered_s: float | None = None) -> None:
+    def load(
+        self, version: int, weights: Mapping[str, Array], offered_s: float | None = None, run: bytes = b""
+    ) -> None:
         """Takes `weights` into the idle copy, for the next swap; replaces a version that waits for it.
 
         Args:
             offered_s: monotonic clock when this version was first heard of; None for now.
+            run: whose number `version` is.
 
         Raises:
             WireError: they are not this policy's; what acts and what waits stays as it was.
@@ -75,7 +84,7 @@ class PolicySwapper:
             else:
                 self._idle.append(idle)
             raise
-        self._ready.append(_Ready(idle, version, heard_s))
+        self._ready.append(_Ready(idle, version, heard_s, run))
 
     def swap_if_ready(self) -> int | None:
         """Swaps to the version that was loaded last, if there is one, and returns it. Never waits."""
@@ -83,7 +92,7 @@ class PolicySwapper:
         if ready is None:
             return None
         self._idle.append(self._policy)
-        self._policy, self._version = ready.policy, ready.version
+        self._policy, self._acting = ready.policy, (ready.version, ready.run)
         self._applied_s = time.monotonic() - ready.offered_s
         return ready.version
 

@@ -81,9 +81,10 @@ def _give(args: Namespace, version: int, told: str) -> str:
     """
     shelf = Shelf(_folder(args))
     former = _standing(shelf)
+    run = next((m.run for m, _ in shelf.open().manifests.values()), b"")
     serial = max(int(time.time()), former.serial + 1 if former is not None else 0)
     by = args.by or getpass.getuser()
-    order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns())
+    order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns(), run=run)
     signer = load_signer(args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}")
     shelf.give(signer.sign(order))
     alone = not any((args.run / "weights").glob(f"{LEARNER}-*/"))

@@ -73,7 +73,8 @@ export class Card {
   showFacts(status) {
     set(this.slot("step"), status.step);
     set(this.slot("phase"), status.phase);
-    set(this.slot("version"), status.policy_version < 0 ? "none" : `v${status.policy_version}`);
+    const version = status.policy_version;
+    set(this.slot("version"), version === -2 ? "another run's" : version < 0 ? "none" : `v${version}`);
     set(this.slot("rate"), `${status.control_hz.toFixed(0)} Hz${status.real_time ? " · real time" : ""}`);
     this.slot("rate").title = status.refused_realtime;
     const dropped = status.dropped_episodes ? ` · ${status.dropped_episodes} episodes dropped` : "";
