@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from user_sys.algorithms.conformance import example_batch
+from user_sys.algorithms.conformance import brought, example_batch
 from user_sys.algorithms.rlpd import RlpdConfig
 from user_sys.codec import Array
 from user_sys.config import load, save
@@ -27,7 +27,9 @@ from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.sampler_config import InterventionsConfig, OnlyConfig, SamplerConfig
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.topology import RunConfig
+from user_sys.weights.gpu.device import HostCopies
 from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import PolicySnapshot
 from user_sys.weights.state import NotFinite, State, build_state
 
 SPEC = example_spec()
@@ -90,8 +92,8 @@ class Sink:
     lead: int = 0
     busy: bool = False
 
-    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
-        copies = {name: array.copy() for name, array in arrays.items()}
+    def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
+        copies = {name: array.copy() for name, array in brought(weights).items()}
         self.versions.append(Published(version, updates, build_state(copies)))
 
     def observe(self, seconds: float) -> None:
@@ -173,6 +175,21 @@ def test_on_a_gpu_it_trains_publishes_and_goes_on_from_its_checkpoint_also_witho
     assert np.isfinite(bench.reported[-1][1]["critic_loss"])
 
 
+def test_a_learner_whose_weights_are_fetched_publishes_what_it_would_on_the_processor(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(Source.DEMO, 3)
+    config = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9, every_updates=4), max_updates=22)
+    bench.train(config, "here")
+    here = [(each.updates, each.state.digest) for each in bench.published]
+    bench.published.clear()
+    monkeypatch.setattr("user_sys.weights.gpu.device.host_copies", lambda *_: HostCopies(torch.device("cpu")))
+    bench.train(config, "there")
+    assert [(each.updates, each.state.digest) for each in bench.published] == here and len(here) > 5
+    kept = latest(bench.folder / "there")
+    assert kept is not None and kept.scalars["policy"] == here[-1][1].hex()
+
+
 def test_a_resumed_run_is_bit_identical(bench: Bench) -> None:
     bench.fill(Source.DEMO, 3)
     bench.fill(Source.ONLINE, 4)
@@ -239,6 +256,13 @@ def test_what_is_not_finite_is_neither_published_nor_kept(bench: Bench) -> None:
     assert bench.published == []
     kept = latest(bench.folder / "a")
     assert kept is not None and kept.updates == 0
+
+
+def test_a_learner_that_can_set_no_multiprocessors_aside_is_refused_at_the_start(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 2)
+    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
+        bench.train(replace(CONFIG, publish=PublishConfig(green_sms=8)))
+    assert bench.published == [] and latest(bench.folder / "a") is None
 
 
 def test_a_checkpoint_of_another_run_is_refused(bench: Bench, tmp_path: Path) -> None:
