@@ -73,7 +73,7 @@ def _part(first: int, rng: np.random.Generator) -> Chunk:
     end = msgspec.structs.replace(plain.header.end, steps=EPISODE_STEPS) if last and plain.header.end else None
     header = msgspec.structs.replace(plain.header, first_step=first, end=end)
     final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
-    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames))}, final)
+    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames), range(len(frames)))}, final)
 
 
 def _named(part: Chunk, episode: str) -> Chunk:

@@ -82,7 +82,7 @@ def raw_chunk(episode: int, first: int, steps: int, side: int, floats: int, last
         end=plain.header.end if last else None,
     )
     final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
-    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames))}, final)
+    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames), range(len(frames)))}, final)
 
 
 def write_jpeg(path: Path, cameras: int, jpegs: list[bytes], rows: int) -> None:

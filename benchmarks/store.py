@@ -45,7 +45,7 @@ def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int
     }
     for camera in range(cameras):
         frames = [jpegs[(episode * 31 + camera + step) % len(jpegs)] for step in range(steps)]
-        columns |= frame_columns(f"{IMAGES}{camera}", frames)
+        columns |= frame_columns(f"{IMAGES}{camera}", frames, range(steps))
     header = ChunkHeader(
         episode=f"ep-{episode}",
         index=index,

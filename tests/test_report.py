@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hal.camera import Frame as CameraFrame
 from hal.spec import Array
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver import NOTHING, Tick
@@ -148,7 +149,8 @@ def test_a_real_robot_is_not_let_go_alone_when_its_training_is_over(tmp_path: Pa
 
 def test_a_film_shows_the_newest_picture_of_each_camera() -> None:
     film: list[Array] = []
-    show, red, blue = filming(film.append, 2), np.full((2, 2, 3), 9, np.uint8), np.full((2, 2, 3), 5, np.uint8)
+    show = filming(film.append, 2)
+    red, blue = (CameraFrame(np.full((2, 2, 3), grey, np.uint8), 0) for grey in (9, 5))
     for frames in ({"a": red}, {"b": blue}, {}, {"a": blue}):
         show(Tick({}, frames, 0, None, 0, 0, NOTHING, 0, False), None)
     assert [(picture[0, 0, 0], picture[0, 2, 0]) for picture in film] == [(9, 5), (5, 5)]

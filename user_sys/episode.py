@@ -23,10 +23,14 @@ Columns of a chunk of T steps (row t is step ``first_step + t``):
 
 Only the first two kinds may take any shape that fits; a chunk may leave out columns that nobody measured.
 
-A camera's frames are three columns: ``observation.images.<camera>``, the new frames one after the other, either JPEG
-files joined, uint8 (bytes,), or raw RGB pictures, uint8 (n, height, width, 3); ``observation.images.<camera>.length``
-int32 (T,), the bytes of each step's frame, where 0 says that the frame before still stands; and
-``observation.images.<camera>.crc`` uint32 (T,), their CRC32C, so that a reader can check the one frame it needs.
+A camera's frames are four columns. ``observation.images.<camera>`` has the new frames one after the other, either JPEG
+files joined, uint8 (bytes,), or raw RGB pictures, uint8 (n, height, width, 3). Beside it stand, with one value a step:
+
+================== ============ ===========================================================================
+``.length``        int32 (T,)   the bytes of the step's frame; 0: the frame before still stands
+``.crc``           uint32 (T,)  their CRC32C, so that a reader can check the one frame it needs
+``.t_capture_ns``  int64 (T,)   monotonic clock of the edge: the frame that stands was captured; 0: none stood
+================== ============ ===========================================================================
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ from user_sys.errors import WireError
 IMAGES = "observation.images."
 APPLIED = "action.applied"
 FINAL = "final:"  # prefix of the columns that hold the observation after the last step
-LENGTH, CRC = ".length", ".crc"  # suffixes of the columns beside a camera's frames
+LENGTH, CRC, CAPTURED = ".length", ".crc", ".t_capture_ns"
+BESIDE_FRAMES = (LENGTH, CRC, CAPTURED)  # suffixes of the columns beside a camera's frames
 MAX_STEPS_PER_CHUNK = 4096
 MAX_SENTENCE_CHARS = 4096
 MAX_COLUMN_CHARS = 256
@@ -252,14 +257,17 @@ def _check_column(place: ArrayPlace) -> None:
 
 def _cameras(columns: Mapping[str, ArrayPlace]) -> Iterator[_Camera]:
     for name, place in columns.items():
-        if not name.startswith(IMAGES) or name.endswith((LENGTH, CRC)):
+        if not name.startswith(IMAGES) or name.endswith(BESIDE_FRAMES):
             continue
         if place.dtype != np.uint8 or len(place.shape) not in (1, 4) or (len(place.shape) == 4 and place.shape[3] != 3):
             raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} are neither JPEG files nor raw frames")
-        if name + LENGTH not in columns or name + CRC not in columns:
-            raise WireError(f"{name[:80]!r} comes without its columns {LENGTH} and {CRC}")
+        missing = [suffix for suffix in BESIDE_FRAMES if name + suffix not in columns]
+        if missing:
+            why = "it is damaged, or of a version that did not keep it"
+            raise WireError(f"{name[:80]!r} comes without its column {missing[0]!r}: {why}")
         _expect(columns[name + CRC], "uint32")
         _expect(columns[name + LENGTH], "int32")
+        _expect(columns[name + CAPTURED], "int64")
         yield _Camera(place, columns[name + LENGTH])
 
 
@@ -278,13 +286,16 @@ def _check_lengths(camera: _Camera, lengths: Array) -> None:
         raise WireError(f"{camera.frames.name[:80]!r}: the lengths do not add up to frames of {shape}")
 
 
-def frame_columns(feature: str, frames: Sequence[bytes | Array | None]) -> dict[str, Array]:
-    """The three columns of a camera.
+def frame_columns(
+    feature: str, frames: Sequence[bytes | Array | None], captured_ns: Sequence[int] | Array
+) -> dict[str, Array]:
+    """The four columns of a camera.
 
     Args:
         feature: ``observation.images.<camera>``.
         frames: each step's frame, None where the one before still stands: JPEG files, or uint8 (h, w, 3), all of one
             kind and size. Where all are None the frames count as JPEG.
+        captured_ns: for each step, when the frame that stands was captured, by the monotonic clock; 0 where none does.
 
     Raises:
         WireError: JPEG files and arrays mixed, or arrays of another kind.
@@ -301,6 +312,7 @@ def frame_columns(feature: str, frames: Sequence[bytes | Array | None]) -> dict[
         feature: joined,
         feature + LENGTH: np.array([len(each) for each in flat], np.int32),
         feature + CRC: np.array([checksum(each) for each in flat], np.uint32),
+        feature + CAPTURED: np.array(captured_ns, np.int64),
     }
 
 

@@ -86,7 +86,7 @@ def filming(film: Callable[[Array], None], cameras: int) -> StepListener:
     newest: dict[str, Array] = {}
 
     def on_step(tick: Tick, decision: Decision | None) -> None:
-        newest.update(tick.frames)
+        newest.update({name: frame.image for name, frame in tick.frames.items()})
         if tick.frames and len(newest) == cameras:
             film(np.concatenate([newest[name] for name in sorted(newest)], axis=1))
 

@@ -217,7 +217,7 @@ def test_pictures_are_taken_as_often_as_asked_and_always_in_real_time() -> None:
     driver.connect()
     ticks = [driver.reset(seed=0), *(driver.command(STILL) for _ in range(6))]
     assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, False, True]
-    assert ticks[0].frames["front"].shape == (16, 16, 3)
+    assert ticks[0].frames["front"].image.shape == (16, 16, 3)
     driver.real_time = True
     assert all(driver.command(STILL).frames for _ in range(3))
     driver.close()

@@ -66,6 +66,15 @@ def test_the_newest_token_drives_even_after_a_restart(tmp_path: Path) -> None:
             assert same.command(STILL).applied is not None
 
 
+def test_pictures_come_with_the_times_of_their_capture(tmp_path: Path) -> None:
+    config = RobotConfig(name="fake-0", driver="fake", frame_stride=1, options={"cameras": ["front"], "image_size": 16})
+    started_ns = time.monotonic_ns()
+    with driver_process(tmp_path, config), session(1) as client:
+        frames = [tick.frames["front"] for tick in (client.reset(seed=0), client.command(STILL))]
+    assert all(frame.image.shape == (16, 16, 3) for frame in frames)
+    assert started_ns < frames[0].t_capture_ns < frames[1].t_capture_ns < time.monotonic_ns()
+
+
 def test_while_a_person_drives_the_robot_is_slower(driver: NodeProcess) -> None:
     with session(1) as client:
         client.reset(seed=0)

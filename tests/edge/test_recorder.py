@@ -97,7 +97,7 @@ def test_pictures_come_back_as_they_were_seen() -> None:
     for length, tick in zip(lengths, ticks, strict=False):
         if length:
             picture = simplejpeg.decode_jpeg(data[begin : begin + length])
-            assert np.abs(picture.astype(int) - tick.frames["front"]).mean() < 4
+            assert np.abs(picture.astype(int) - tick.frames["front"].image).mean() < 4
             begin += length
 
 
@@ -105,10 +105,29 @@ def test_pictures_can_be_kept_as_they_are() -> None:
     stage = Stage(RecorderConfig(raw_cameras=("front",)))
     ticks = stage.act(6, last=CUT)
     (chunk,) = stage.chunks
-    taken = [tick.frames["front"] for tick in ticks[:-1] if "front" in tick.frames]
+    taken = [tick.frames["front"].image for tick in ticks[:-1] if "front" in tick.frames]
     np.testing.assert_array_equal(chunk.columns[f"{IMAGES}front"], taken)
     assert set(chunk.columns[f"{IMAGES}front.length"].tolist()) == {0, taken[0].nbytes}
     assert len(chunk.columns[f"{IMAGES}front.crc"]) == 6
+
+
+def test_each_step_says_when_the_picture_that_stands_was_captured() -> None:
+    stage = Stage(RecorderConfig(chunk_steps=3))
+    ticks = stage.act(8, last=CUT)
+    told = np.concatenate([chunk.columns[f"{IMAGES}front.t_capture_ns"] for chunk in stage.chunks])
+    captured = [tick.frames["front"].t_capture_ns for tick in ticks[:-1:2]]  # of every other period, chunks or not
+    np.testing.assert_array_equal(told, np.repeat(captured, 2))
+    assert len(set(captured)) == 4 and told.dtype == np.int64
+
+
+def test_a_picture_of_the_episode_before_stands_for_none() -> None:
+    stage = Stage()
+    ticks = stage.act(2)
+    stage.recorder.begin(Source.ONLINE, seed=2)
+    assert not ticks[1].frames
+    stage.recorder.record(ticks[1], Decision(STILL, Phase.POLICY), ticks[2], CUT)
+    (chunk,) = stage.chunks
+    assert chunk.columns[f"{IMAGES}front.t_capture_ns"].tolist() == [0]
 
 
 def test_pictures_can_be_left_out() -> None:
@@ -173,7 +192,7 @@ def test_chunks_are_closed_before_they_grow_too_large_and_no_step_is_lost() -> N
     assert [h.first_step for h in headers] == [sum(h.steps for h in headers[:n]) for n in range(len(headers))]
     assert sum(h.steps for h in headers) == 10 and headers[-1].end is not None
     pictures = np.concatenate([chunk.columns[f"{IMAGES}front"] for chunk in stage.chunks])
-    np.testing.assert_array_equal(pictures, [t.frames["front"] for t in ticks[:-1] if "front" in t.frames])
+    np.testing.assert_array_equal(pictures, [t.frames["front"].image for t in ticks[:-1] if "front" in t.frames])
 
 
 def test_raw_pictures_that_no_message_could_hold_are_refused_before_anything_is_recorded() -> None:

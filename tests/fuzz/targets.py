@@ -31,9 +31,9 @@ from user_sys.edge import driver_wire as driver
 from user_sys.edge.dropped import Dropped, read_dropped, write_dropped
 from user_sys.episode import (
     APPLIED,
-    CRC,
+    BESIDE_FRAMES,
+    CAPTURED,
     IMAGES,
-    LENGTH,
     Chunk,
     ChunkHeader,
     EpisodeEnd,
@@ -105,9 +105,9 @@ def _used_chunk(raw: bytes) -> None:
     chunk = decode_chunk(raw)
     block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK), memoryview(raw))]))
     assert len(block.chunks["steps"]) == 1 and not block.damaged
-    cameras = [name for name in chunk.columns if name.startswith(IMAGES) and not name.endswith((LENGTH, CRC))]
+    cameras = [name for name in chunk.columns if name.startswith(IMAGES) and not name.endswith(BESIDE_FRAMES)]
     for name in cameras:
-        assert len(frames_of(chunk, name)) == chunk.header.steps
+        assert len(frames_of(chunk, name)) == len(chunk.columns[name + CAPTURED]) == chunk.header.steps
     shapes = dict.fromkeys((IMAGES + "f", *cameras), (8, 8, 3))
     rows = ChunkRows(open_chunk(raw), Features(vectors={STATE: 3}, action_size=2, cameras=shapes))
     rows.vectors()
@@ -121,8 +121,8 @@ def _last_chunk() -> bytes:
     header = ChunkHeader(episode="e", index=1, first_step=2, steps=2, robot="r", embodiment="m", task="t", sentence="s",
                          source=Source.ONLINE, seed=0, started_unix_ns=0, end=end)  # fmt: skip
     columns = {
-        **frame_columns("observation.images.f", [b"\xff\xd8", None]),
-        **frame_columns("observation.images.r", [_BLACK[:1, :2], None]),
+        **frame_columns("observation.images.f", [b"\xff\xd8", None], [1, 1]),
+        **frame_columns("observation.images.r", [_BLACK[:1, :2], None], [1, 1]),
         "phase": np.array([0, 2], np.uint8),
         "t_capture_ns": np.arange(2),
         STATE: np.zeros((2, 3), np.float32),

@@ -18,6 +18,7 @@ from user_sys.interchange.lerobot_read import LerobotDataSet
 from user_sys.store.store import StoreReader, StoreWriter
 
 CAMERAS = {"wrist": (32, 48), "front": (24, 24)}
+CAMERA_DELAY_NS = {"wrist": 7_000_000, "front": 30_000_000}
 CHUNK_STEPS = 4
 CAPTURE_PERIOD_NS = 100_000_000
 STARTED_UNIX_NS = 1_700_000_000_000_000_000
@@ -37,6 +38,13 @@ def frame(camera: str, number: int, raw: bool) -> Frame | None:
         return None
     image = picture(camera, number)
     return image if raw else bytes(simplejpeg.encode_jpeg(image, quality=90, colorspace="RGB"))
+
+
+def capture_ns(camera: str, steps: int) -> Array:
+    """When the frame that stands at each step was captured: a little before the step that it was new at."""
+    newest = np.array([number for number in range(steps) if frame(camera, number, raw=True) is not None])
+    shown = newest[np.searchsorted(newest, np.arange(steps), side="right") - 1]
+    return 5_000_000_123 + shown * CAPTURE_PERIOD_NS - CAMERA_DELAY_NS[camera]
 
 
 def episode_chunks(
@@ -77,7 +85,7 @@ def episode_chunks(
         last = first + CHUNK_STEPS >= steps and ends
         part = {column: values[rows] for column, values in columns.items()}
         for camera in cameras:
-            part |= frame_columns(IMAGES + camera, frames[camera][rows])
+            part |= frame_columns(IMAGES + camera, frames[camera][rows], capture_ns(camera, steps)[rows])
         header = ChunkHeader(
             episode=name,
             index=index,
@@ -147,6 +155,7 @@ def assert_same(a: StoredEpisode, b: StoredEpisode, *, frames_within: float = 0.
     assert a.header == b.header and a.chunk_steps == b.chunk_steps
     _assert_columns(a.columns, b.columns)
     _assert_columns(a.final, b.final)
+    _assert_columns(a.captured_ns, b.captured_ns)
     assert a.frames.keys() == b.frames.keys()
     for feature in a.frames:
         camera = feature.removeprefix(IMAGES)

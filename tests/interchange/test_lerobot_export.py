@@ -63,6 +63,7 @@ def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
     assert wrist["dtype"] == "video" and wrist["shape"] == [32, 48, 3]
     assert wrist["info"]["video.codec"] == "h264"
     assert info["features"]["phase"] == {"dtype": "uint8", "shape": [1], "names": None}
+    assert info["features"]["t_capture_ns.wrist"] == {"dtype": "int64", "shape": [1], "names": None}
 
 
 def test_steps_and_episodes_are_numbered_as_the_format_wants(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
     shown = long.frames["observation.images.top"]
     np.testing.assert_array_equal(shown[0], picture("front", 0))
     assert shown[1] is None and shown[32] is not None  # a chunk stands by itself
+    np.testing.assert_array_equal(long.captured_ns["observation.images.top"], long.columns["t_capture_ns"])
 
 
 def test_what_a_foreign_data_set_does_not_say_can_be_told(tmp_path: Path) -> None:

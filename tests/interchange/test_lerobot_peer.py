@@ -61,6 +61,8 @@ def test_lerobot_reads_what_we_export(tmp_path: Path, codec: str | None, frames_
     assert found["source"].tolist() == ["online"] * 10 + ["demo"] * 7 + ["online"] * 5
     assert set(found["robot"]) == {"panda-0"} and set(found["embodiment"]) == {"e1"}
     for camera in ("wrist", "front"):
+        times = np.concatenate([each.captured_ns[f"observation.images.{camera}"] for each in episodes])
+        np.testing.assert_array_equal(found[f"t_capture_ns.{camera}"], times)
         shown = found[f"observation.images.{camera}"].transpose(0, 2, 3, 1) * 255
         for ours, theirs in zip([p for each in episodes for p in pictures(each, camera)], shown, strict=True):
             assert np.abs(ours - theirs).mean() <= frames_within

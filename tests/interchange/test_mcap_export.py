@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from interchange_kit import episode_chunks, make_store, read_store, usual_store
+from interchange_kit import CAMERA_DELAY_NS, episode_chunks, make_store, read_store, usual_store
 from mcap.reader import make_reader
 from mcap_protobuf.decoder import DecoderFactory
 
@@ -88,7 +88,8 @@ def test_frames_are_the_new_ones_at_their_times(tmp_path: Path) -> None:
     assert len(got) == len(sent) == 7
     for (step, frame), (at_ns, message) in zip(sent, got, strict=True):
         assert message.data == frame and message.format == "jpeg" and message.frame_id == "wrist"
-        assert message.timestamp.ToNanoseconds() == at_ns == 1_700_000_000_000_000_000 + 100_000_000 * step
+        assert at_ns == 1_700_000_000_000_000_000 + 100_000_000 * step
+        assert message.timestamp.ToNanoseconds() == at_ns - CAMERA_DELAY_NS["wrist"]
 
 
 def test_raw_frames_become_png(tmp_path: Path) -> None:

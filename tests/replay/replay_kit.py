@@ -77,7 +77,7 @@ def chunk(
     }
     final: dict[str, Array] = {"observation.state": state(episode, first + steps)} if end else {}
     if frames is not None:
-        columns |= frame_columns(CAMERA, [frames.get(int(step)) for step in at])
+        columns |= frame_columns(CAMERA, [frames.get(int(step)) for step in at], columns["t_capture_ns"])
         if end and first + steps in frames:
             last = frames[first + steps]
             final[CAMERA] = np.frombuffer(last, np.uint8) if isinstance(last, bytes) else last

@@ -32,7 +32,8 @@ def write(path: Path, episode: str, *, cameras: bool = True, embodiment: str = "
         "t_capture_ns": np.arange(STEPS, dtype=np.int64) * 50_000_000,
     }
     if cameras:
-        columns |= frame_columns("observation.images.front", jpeg) | frame_columns("observation.images.wrist", raw)
+        columns |= frame_columns("observation.images.front", jpeg, columns["t_capture_ns"])
+        columns |= frame_columns("observation.images.wrist", raw, columns["t_capture_ns"])
     header = ChunkHeader(
         episode=episode,
         index=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from crc32c import crc32c
@@ -45,17 +47,20 @@ def test_a_chunk_comes_back_with_header_columns_and_final_observation() -> None:
 
 JPEG = [b"\xff\xd8one", None, b"\xff\xd8number two"]
 RAW = [None, np.full((2, 4, 3), 7, np.uint8), np.full((2, 4, 3), 9, np.uint8)]
+TIMES = {"front": [5, 5, 8], "wrist": [0, 6, 9]}
 
 
 def with_frames(changes: dict[str, np.ndarray] | None = None) -> Chunk:
-    frames = frame_columns("observation.images.front", JPEG) | frame_columns("observation.images.wrist", RAW)
-    return Chunk(HEADER, {**COLUMNS, **frames, **(changes or {})}, {})
+    front = frame_columns("observation.images.front", JPEG, TIMES["front"])
+    wrist = frame_columns("observation.images.wrist", RAW, TIMES["wrist"])
+    return Chunk(HEADER, {**COLUMNS, **front, **wrist, **(changes or {})}, {})
 
 
 def test_each_frame_can_be_found_and_checked_by_itself() -> None:
     columns = decode_chunk(with_frames().encode()).columns
     for camera, frames in (("front", JPEG), ("wrist", RAW)):
         name, at = f"observation.images.{camera}", 0
+        assert columns[f"{name}.t_capture_ns"].tolist() == TIMES[camera]
         joined = columns[name].tobytes()
         for step, frame in enumerate(frames):
             length = int(columns[f"{name}.length"][step])
@@ -74,6 +79,9 @@ def test_each_frame_can_be_found_and_checked_by_itself() -> None:
         {"observation.images.front.length": np.array([5, 0, 12], np.int64)},
         {"observation.images.front.crc": np.zeros(3, np.int64)},
         {"observation.images.front.crc": np.zeros(2, np.uint32)},
+        {"observation.images.front.t_capture_ns": np.zeros(2, np.int64)},
+        {"observation.images.front.t_capture_ns": np.zeros(3, np.float64)},
+        {"observation.images.front.t_capture_ns": np.zeros((3, 1), np.int64)},
         {"observation.images.front": np.zeros((17, 1), np.uint8)},
         {"observation.images.front": np.zeros(17, np.int8)},
         {"observation.images.wrist": np.zeros((2, 2, 4, 4), np.uint8)},
@@ -91,10 +99,18 @@ def test_frames_and_columns_that_do_not_fit_are_refused(changes: dict[str, np.nd
         open_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
 
 
+@pytest.mark.parametrize("suffix", [".length", ".crc", ".t_capture_ns"])
+def test_frames_without_what_belongs_to_them_are_refused_by_name(suffix: str) -> None:
+    whole = with_frames()
+    columns = {name: column for name, column in whole.columns.items() if name != f"observation.images.wrist{suffix}"}
+    with pytest.raises(WireError, match=rf"wrist.*without its column .{re.escape(suffix)}.*version"):
+        open_chunk(Chunk(HEADER, columns, {}).encode())
+
+
 def test_frames_of_one_camera_are_of_one_kind() -> None:
     for frames in ([JPEG[0], RAW[1]], [np.zeros((2, 4), np.uint8)], [np.zeros((2, 4, 3), np.float32)]):
         with pytest.raises(WireError):
-            frame_columns("observation.images.front", frames)
+            frame_columns("observation.images.front", frames, range(len(frames)))
 
 
 def test_a_packed_chunk_gives_single_columns() -> None:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from hal.camera import Camera
+from hal.camera import Camera, Frame
 from hal.errors import EmergencyStopped, HalError, HardwareLost, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import Reason, SafetyKernel
@@ -37,8 +37,8 @@ class Tick:
 
     Attributes:
         observation: the robot's features after the period (no pictures).
-        frames: camera name to uint8 (h, w, 3) RGB, the newest of each; none in a period in which no pictures are due.
-        t_capture_ns: monotonic clock of the edge.
+        frames: by camera, only what no tick before had; after a reset the newest of each camera.
+        t_capture_ns: when the features were sensed, by the monotonic clock of the edge; each frame has its own time.
         applied: float32 (a,), the action that was applied in the period; None where none was (reset, hold).
         reasons: bit set of `hal.safety.Reason`: why applied differs from what was asked.
         t_command_ns: when it was applied; 0 where nothing was.
@@ -49,7 +49,7 @@ class Tick:
     """
 
     observation: Mapping[str, Array]
-    frames: Mapping[str, Array]
+    frames: Mapping[str, Frame]
     t_capture_ns: int
     applied: Array | None
     reasons: int
@@ -265,13 +265,13 @@ class Driver:
             log.warning("teleoperator.not_closed %s", error)
         return None
 
-    def _frames(self) -> dict[str, Array]:
+    def _frames(self) -> dict[str, Frame]:
         due = self.real_time or self._periods % self._frame_stride == 0
         self._periods += 1
-        found: dict[str, Array] = {}
+        found: dict[str, Frame] = {}
         for camera in self.cameras if due else ():
             frame, name = camera.read(), camera.spec.name
             if frame.t_capture_ns != self._pictured_ns.get(name):
                 self._pictured_ns[name] = frame.t_capture_ns
-                found[name] = frame.image
+                found[name] = frame
         return found

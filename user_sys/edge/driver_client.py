@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 import zmq
 
+from hal.camera import Frame
 from hal.errors import HalError, HardwareLost
 from hal.lease import MachineLock
 from hal.spec import Array, RobotSpec
@@ -151,7 +152,7 @@ class RemoteDriver:
     def _tick(self, reply: Reply, arrays: dict[str, Array]) -> Tick:
         return Tick(
             observation={name: array for name, array in arrays.items() if name.startswith(OBSERVATION)},
-            frames={name[len(FRAME) :]: array for name, array in arrays.items() if name.startswith(FRAME)},
+            frames={name: Frame(arrays[FRAME + name], at_ns) for name, at_ns in reply.t_frames_ns.items()},
             t_capture_ns=reply.t_capture_ns,
             applied=arrays.get("applied"),
             reasons=reply.reasons,

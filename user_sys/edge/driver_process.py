@@ -259,6 +259,7 @@ def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
     outcome = tick.outcome
     reply = Reply(
         t_capture_ns=tick.t_capture_ns,
+        t_frames_ns={name: frame.t_capture_ns for name, frame in tick.frames.items()},
         t_command_ns=tick.t_command_ns,
         reasons=tick.reasons,
         reward=outcome.reward,
@@ -269,7 +270,7 @@ def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
         stopped=tick.stopped,
         hand="" if tick.hand is None else "twist" if tick.hand.target is None else "target",
     )
-    arrays = {**tick.observation, **{FRAME + name: frame for name, frame in tick.frames.items()}}
+    arrays = {**tick.observation, **{FRAME + name: frame.image for name, frame in tick.frames.items()}}
     if tick.applied is not None:
         arrays["applied"] = tick.applied
     if tick.hand is not None:

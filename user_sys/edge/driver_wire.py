@@ -66,6 +66,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     `newest_token` is the newest that the driver has seen, under whichever run.
     `hand` says what the array ``hand`` is, where a person's hand is on an input device.
+    `t_frames_ns` tells by camera when each picture that travels along was captured.
     """
 
     error: str = ""
@@ -75,6 +76,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     refused_realtime: str = ""
     newest_token: int = 0
     t_capture_ns: int = 0
+    t_frames_ns: dict[str, int] = {}
     t_command_ns: int = 0
     reasons: int = 0
     reward: float = 0.0

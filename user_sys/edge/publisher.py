@@ -132,7 +132,7 @@ class StatusPublisher:
         return self._hz
 
     def _show(self, tick: Tick, now: float) -> None:
-        for camera, image in tick.frames.items():
+        for camera, frame in tick.frames.items():
             if now >= self._next_picture.get(camera, 0.0):
                 self._next_picture[camera] = now + self._picture_period_s
-                self.previews.show(Preview(robot=self._robot, camera=camera, step=self._step), image)
+                self.previews.show(Preview(robot=self._robot, camera=camera, step=self._step), frame.image)

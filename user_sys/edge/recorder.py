@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hal.camera import Frame
 from hal.spec import ACTION, Array, RobotSpec
 from user_sys.edge.driver import Tick
 from user_sys.episode import (
@@ -31,6 +32,13 @@ from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 JPEG_QUALITY = 90
 OTHER_COLUMNS_BYTES = 1 << 20  # of one step, set apart for all that is no raw picture
 Picture: TypeAlias = bytes | Array | None  # a JPEG file, a raw picture, or None: the one before still stands
+
+
+class _View(NamedTuple):
+    """What a camera shows at a step: its new picture, and when the one that stands was captured (0: there is none)."""
+
+    picture: Picture
+    captured_ns: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ class Recorder:
         self._sink, self._config, self._writing = sink, config, writing
         self.episode = ""
         self._columns: dict[str, list[ArrayLike]] = {}
-        self._pictures: dict[str, list[Picture]] = {}
+        self._views: dict[str, list[_View]] = {}
+        self._shown_ns: dict[str, int] = {}  # by camera, when the picture that stands was captured
         self._rows = self._bytes = 0
 
     def begin(self, source: Source, seed: int) -> str:
@@ -121,6 +130,7 @@ class Recorder:
         self._episode, self._source, self._seed, self._started_unix_ns = episode, source, seed, unix_ns
         self._unix_offset_ns = unix_ns - monotonic_ns
         self._index = self._first_step = 0
+        self._shown_ns = {}
         self._clear()
 
     def record(self, before: Tick, decision: Decision, after: Tick, verdict: Verdict) -> None:
@@ -147,32 +157,36 @@ class Recorder:
             "t_inference_ns": np.int64(decision.t_inference_ns),
             "t_command_ns": np.int64(after.t_command_ns),
         }
-        self._append(row, self._pictures_of(before.frames))
+        self._append(row, self._look(before.frames))
         if verdict.over:
             end = EpisodeEnd(steps=self._first_step + self._rows, success=verdict.success, reward_source=verdict.source)
             self._flush(end, after.observation)
         elif self._rows == self._config.chunk_steps:
             self._flush(None, {})
 
-    def _append(self, row: Mapping[str, ArrayLike], pictures: Mapping[str, Picture]) -> None:
+    def _append(self, row: Mapping[str, ArrayLike], views: Mapping[str, _View]) -> None:
         """Adds a step, to a new chunk where this one has no room for it."""
-        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, pictures.values()))
+        size = sum(np.asarray(value).nbytes for value in row.values()) + sum(map(_size_bytes, views.values()))
         if self._rows and self._bytes + size > self._config.chunk_bytes:
             self._flush(None, {})
         for name, value in row.items():
             self._columns.setdefault(name, []).append(value)
-        for camera, picture in pictures.items():
-            self._pictures.setdefault(camera, []).append(picture)
+        for camera, view in views.items():
+            self._views.setdefault(camera, []).append(view)
         self._rows += 1
         self._bytes += size
 
-    def _pictures_of(self, frames: Mapping[str, Array]) -> dict[str, Picture]:
-        pictures: dict[str, Picture] = {}
+    def _look(self, frames: Mapping[str, Frame]) -> dict[str, _View]:
+        views: dict[str, _View] = {}
         for camera in self._spec.cameras if self._config.cameras else ():
             frame = frames.get(camera.name)
-            raw = camera.name in self._config.raw_cameras
-            pictures[camera.name] = None if frame is None else frame.copy() if raw else encode_jpeg(frame)
-        return pictures
+            picture: Picture = None
+            if frame is not None:
+                raw = camera.name in self._config.raw_cameras
+                picture = frame.image.copy() if raw else encode_jpeg(frame.image)
+                self._shown_ns[camera.name] = frame.t_capture_ns
+            views[camera.name] = _View(picture, self._shown_ns.get(camera.name, 0))
+        return views
 
     def _flush(self, end: EpisodeEnd | None, final: Mapping[str, Array]) -> None:
         header = ChunkHeader(
@@ -191,18 +205,20 @@ class Recorder:
             end=end,
         )
         columns = {name: np.stack(rows) for name, rows in self._columns.items()}
-        for camera, pictures in self._pictures.items():
-            columns |= frame_columns(IMAGES + camera, pictures)
+        for camera, views in self._views.items():
+            pictures, captured_ns = [each.picture for each in views], [each.captured_ns for each in views]
+            columns |= frame_columns(IMAGES + camera, pictures, captured_ns)
         self._sink(Chunk(header, columns, dict(final)).encode())
         self._index += 1
         self._first_step += self._rows
         self._clear()
 
     def _clear(self) -> None:
-        self._columns, self._pictures, self._rows, self._bytes = {}, {}, 0, 0
+        self._columns, self._views, self._rows, self._bytes = {}, {}, 0, 0
 
 
-def _size_bytes(picture: Picture) -> int:
+def _size_bytes(view: _View) -> int:
+    picture = view.picture
     return 0 if picture is None else len(picture) if isinstance(picture, bytes) else picture.nbytes
 
 

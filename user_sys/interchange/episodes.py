@@ -11,7 +11,7 @@ import numpy as np
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import CRC, IMAGES, LENGTH, ChunkHeader, Source
+from user_sys.episode import BESIDE_FRAMES, CAPTURED, IMAGES, ChunkHeader, Source
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
 from user_sys.robot_cards import cards_beside
@@ -64,6 +64,7 @@ class StoredEpisode:
         columns: (T, ...) each; cameras left out.
         final: the observation after the last step; empty where the episode never ended.
         frames: a camera's feature name to T frames, None where the frame before still stands.
+        captured_ns: a camera's feature name to int64 (T,): when the frame that stands was captured; 0 where none does.
     """
 
     header: ChunkHeader
@@ -71,6 +72,7 @@ class StoredEpisode:
     columns: Mapping[str, Array]
     final: Mapping[str, Array]
     frames: Mapping[str, list[Frame | None]]
+    captured_ns: Mapping[str, Array]
 
     @property
     def steps(self) -> int:
@@ -151,6 +153,7 @@ class EpisodeReader:
             columns=columns | self._labelled(rows, columns),
             final=chunks[-1].final,
             frames={name: [frame for chunk in chunks for frame in frames_of(chunk, name)] for name in cameras},
+            captured_ns={n: np.concatenate([chunk.columns[n + CAPTURED] for chunk in chunks]) for n in cameras},
         )
 
     def _labelled(self, chunk_rows: Array, columns: Mapping[str, Array]) -> dict[str, Array]:
@@ -175,7 +178,7 @@ def _visual(name: str) -> bool:
 
 
 def _camera(name: str) -> bool:
-    return _visual(name) and not name.endswith((LENGTH, CRC))
+    return _visual(name) and not name.endswith(BESIDE_FRAMES)
 
 
 def specs_beside(store: Path) -> dict[str, RobotSpec]:

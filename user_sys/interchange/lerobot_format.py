@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hal.spec import RobotSpec
-from user_sys.episode import APPLIED
+from user_sys.episode import APPLIED, IMAGES
 from user_sys.errors import DataSetError
 from user_sys.interchange.episodes import Layout
 from user_sys.interchange.video import pixel_format
@@ -95,6 +95,14 @@ def place(template: str, number: int, video_key: str = "") -> Path:
     return Path(template.format(chunk_index=chunk, file_index=file, video_key=video_key))
 
 
+def capture_feature(camera: str) -> str:
+    """The feature that tells when the frames of `camera`, ``observation.images.<camera>``, were captured.
+
+    Its name must not begin with "observation": policies would take it for something to look at.
+    """
+    return "t_capture_ns." + camera.removeprefix(IMAGES)
+
+
 def features_of(layout: Layout, codec: str | None, fps: float, spec: RobotSpec | None) -> dict[str, Feature]:
     """The features of a data set whose steps look like `layout`.
 
@@ -113,6 +121,7 @@ def features_of(layout: Layout, codec: str | None, fps: float, spec: RobotSpec |
         features[RENAMED.get(name, name)] = Feature(dtype, shape or (1,), labels.get(name))
     features |= {name: Feature("bool", (1,)) for name in (DONE, SUCCESS)}
     features |= {name: Feature("string", (1,)) for name in TEXTS}
+    features |= {capture_feature(name): Feature("int64", (1,)) for name, _, _ in layout.cameras}
     for name, height, width in layout.cameras:
         told = None if codec is None else _video_info(codec, height, width, fps)
         dtype = "image" if codec is None else "video"

@@ -29,6 +29,7 @@ from user_sys.interchange.lerobot_format import (
     SUCCESS,
     TEXTS,
     Info,
+    capture_feature,
 )
 from user_sys.interchange.lerobot_read import ForeignEpisode, LerobotDataSet
 from user_sys.interchange.progress import Advance
@@ -111,9 +112,11 @@ class _Converter:
         told = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
         self._fingerprint = hashlib.blake2b(told, digest_size=8).hexdigest()
         self._ours = info.features.keys() >= {*TEXTS, "phase"}  # otherwise such names may mean anything
-        kept = {SUCCESS, DONE, *COUNTERS, *ORIGINAL, "reward", "action"} | ({*TEXTS, *SCALARS} if self._ours else set())
+        kept = {SUCCESS, DONE, *COUNTERS, *ORIGINAL, "reward", "action"}
         self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.visual]
         self._cameras = {n: IMAGES + _camera_name(n) for n, f in info.features.items() if f.visual}
+        if self._ours:
+            kept |= {*TEXTS, *SCALARS, *map(capture_feature, self._cameras.values())}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
         if "action" not in info.features:
             raise DataSetError("the data set has no feature 'action'; a store's steps need one")
@@ -143,6 +146,7 @@ class _Converter:
         end = self._end(episode)
         columns = self._columns(episode, end, header.source)
         frames = {ours: self._frames(episode, theirs) for theirs, ours in self._cameras.items()}
+        captured_ns = {ours: self._captured_ns(episode, ours, columns) for ours in frames}
         division = episode.facts.get(OURS + "chunk_steps") or _even(episode.steps)
         if sum(division) != episode.steps:
             raise DataSetError(f"episode {episode.index}: its chunks {division} do not add up to {episode.steps} steps")
@@ -152,7 +156,7 @@ class _Converter:
             last = index == len(division) - 1
             part = {name: column[rows] for name, column in columns.items()}
             for name, all_frames in frames.items():
-                part |= frame_columns(name, _new_ones(all_frames[rows]))
+                part |= frame_columns(name, _new_ones(all_frames[rows]), captured_ns[name][rows])
             yield Chunk(
                 msgspec.structs.replace(header, index=index, first_step=first, steps=steps, end=end if last else None),
                 part,
@@ -190,6 +194,11 @@ class _Converter:
         if told:
             return {name.removeprefix(FINAL_PREFIX): np.array(value, np.float32) for name, value in told.items()}
         return {name: _as_vectors(episode.columns[name])[-1] for name in self._observations}
+
+    def _captured_ns(self, episode: ForeignEpisode, camera: str, columns: Mapping[str, Array]) -> Array:
+        """When the frames were captured: with the rest of the observation, where the data set does not say."""
+        told = episode.columns.get(capture_feature(camera)) if self._ours else None
+        return columns["t_capture_ns"] if told is None else told
 
     def _frames(self, episode: ForeignEpisode, feature: str) -> list[Frame]:
         wanted = self._options.frames

@@ -31,6 +31,7 @@ from user_sys.interchange.lerobot_format import (
     TEXTS,
     VIDEO_PATH,
     Feature,
+    capture_feature,
     place,
 )
 from user_sys.interchange.video import VideoWriter
@@ -144,6 +145,7 @@ class PartWriter:
         over = episode.columns.get("terminated", never) | episode.columns.get("truncated", never)
         success = header.end is not None and header.end.success is True
         columns = {RENAMED.get(name, name): column for name, column in episode.columns.items()}
+        columns |= {capture_feature(n): times for n, times in episode.captured_ns.items() if n in self._features}
         return {**columns, DONE: over, SUCCESS: last & success, **{name: counters[name] for name in COUNTERS}}
 
     def _table(self, episode: StoredEpisode, columns: Mapping[str, Array]) -> pa.Table:

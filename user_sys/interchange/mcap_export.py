@@ -3,7 +3,7 @@
 A file an episode, ``<robot>/<episode>.mcap``, with these topics, on Unix time:
 
 =================================== =====================================================================
-``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): a camera's new frames
+``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): new frames, stamped when captured
 ``/<robot>/<feature>``              JSON: an observation or action, its elements by name where they are known
 ``/<robot>/step``                   JSON: the numbers of a step: reward, phase, policy version, delays, ...
 ``/<robot>/events``                 `foxglove.Log` (protobuf): start, changes of control, end
@@ -103,6 +103,7 @@ class _EpisodeWriter:
         self._writer, self._episode = writer, episode
         self._labels = _labels(spec)
         self._times_ns = _unix_times_ns(episode)
+        self._frame_times_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
         self._vectors = {
             n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED)
         }
@@ -138,7 +139,8 @@ class _EpisodeWriter:
             for camera, frames in self._episode.frames.items():
                 frame = frames[step]
                 if frame is not None:
-                    self._add(camera, at_ns, _image(frame, camera, at_ns).SerializeToString())
+                    captured_ns = self._frame_times_ns[camera][step]
+                    self._add(camera, at_ns, _image(frame, camera, captured_ns).SerializeToString())
             for name, column in self._vectors.items():
                 values = column[step].reshape(-1).tolist()
                 self._add_json(name, at_ns, dict(zip(labels[name], values, strict=True)))
@@ -190,14 +192,18 @@ def _unix_times_ns(episode: StoredEpisode) -> list[int]:
     captured, header = episode.columns.get("t_capture_ns"), episode.header
     if captured is None:
         return [max(0, header.started_unix_ns)] * episode.steps
-    times: list[int] = np.maximum(captured + header.unix_offset_ns, 0).tolist()
+    return _unix(captured, episode)
+
+
+def _unix(monotonic_ns: Array, episode: StoredEpisode) -> list[int]:
+    times: list[int] = np.maximum(monotonic_ns + episode.header.unix_offset_ns, 0).tolist()
     return times
 
 
-def _image(frame: Frame, camera: str, at_ns: int) -> CompressedImage:
+def _image(frame: Frame, camera: str, captured_ns: int) -> CompressedImage:
     content, kind = (frame, "jpeg") if isinstance(frame, bytes) else (encode_png(frame), "png")
     message = CompressedImage(frame_id=camera.removeprefix(IMAGES), data=content, format=kind)
-    message.timestamp.FromNanoseconds(at_ns)
+    message.timestamp.FromNanoseconds(captured_ns)
     return message
 
 

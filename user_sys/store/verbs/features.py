@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hal.spec import ACTION, ArraySpec, RobotSpec
-from user_sys.episode import CRC, IMAGES, LENGTH
+from user_sys.episode import BESIDE_FRAMES, IMAGES
 
 VECTORS = (ACTION, "observation.")  # what the names of a robot's vectors begin with
 
@@ -17,7 +17,7 @@ def is_camera_column(name: str) -> bool:
 
 def is_camera(name: str) -> bool:
     """Whether a column holds a camera's frames."""
-    return name.startswith(IMAGES) and not name.endswith((LENGTH, CRC))
+    return name.startswith(IMAGES) and not name.endswith(BESIDE_FRAMES)
 
 
 def element_names(feature: str, size: int, spec: RobotSpec | None) -> tuple[Sequence[str], Sequence[str]]:
