@@ -9,7 +9,7 @@ from edge_kit import STILL, WatchedRobot
 from hal.errors import HardwareLost
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
-from robots.fake import FakeRobotConfig, FakeTask, FaultPlan, fake_expert
+from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FaultPlan, fake_expert
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.pilots import ExpertPilot
@@ -100,3 +100,22 @@ def test_a_robot_that_is_lost_leaves_the_episode_open() -> None:
         bench.run(ExpertPilot(lambda arrays: STILL, max_steps=50))
     assert [chunk.header.steps for chunk in bench.chunks] == [3]
     assert bench.chunks[0].header.end is None
+
+
+def test_a_picture_that_came_before_a_hold_is_recorded_with_the_step_after() -> None:
+    class Waiting(ExpertPilot):
+        asked = 0
+
+        def decide(self, tick: Tick) -> Decision | None:
+            self.asked += 1
+            return None if self.asked <= 2 else super().decide(tick)
+
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = FakeCamera(robot, robot.spec.cameras[0])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [camera], frame_stride=100)
+    driver.connect()
+    packets: list[bytes] = []
+    recorder = Recorder(robot.spec, "fake-0", "reach", "go", packets.append)
+    run_episode(driver, Waiting(lambda arrays: STILL, max_steps=2), recorder, source=Source.ONLINE, seed=3)
+    (chunk,) = map(decode_chunk, packets)
+    assert [bool(length) for length in chunk.columns["observation.images.front.length"]] == [True, False]

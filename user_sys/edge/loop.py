@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from user_sys.edge.driver import DriverPort, Tick
@@ -60,8 +60,9 @@ def run_episode(
     while True:
         decision = pilot.decide(tick)
         if decision is None:
-            tick = driver.hold()
-            _tell(listeners, tick, None)
+            held = driver.hold()
+            tick = replace(held, frames={**tick.frames, **held.frames})  # a step is to have each
+            _tell(listeners, held, None)
             continue
         after = driver.command(decision.action)
         steps += 1
