@@ -65,11 +65,9 @@ def evaluate(
             deterministic=True,
         )
         with local_driver(station, robot, attend=attend) as driver:
-            listeners: list[StepListener] = [
-                give_up_stopped,
-                lambda tick, decision: attend(),
-                *([filming(film, len(station.cameras))] if filmed else []),
-            ]
+            listeners: list[StepListener] = [give_up_stopped, lambda tick, decision: attend()]
+            if filmed:
+                listeners.append(filming(film, len(station.cameras)))
             yield from _episodes(driver, pilot, range(first, count), seed, listeners)
 
 
