@@ -59,6 +59,8 @@ class SimRobotConfig:
     def __post_init__(self) -> None:
         if self.step_max_m is not None and not self.step_max_m > 0:
             raise ValueError(f"step_max_m is {self.step_max_m:g}; it is a length above 0")
+        if not self.camera_hz > 0:
+            raise ValueError(f"camera_hz is {self.camera_hz:g}; it is above 0")
 
     @property
     def arm(self) -> Arm:

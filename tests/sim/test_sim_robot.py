@@ -52,6 +52,12 @@ def test_specs_are_known_without_mujoco() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+@pytest.mark.parametrize("camera_hz", [0.0, -30.0, float("nan")])
+def test_a_camera_rate_without_pictures_is_refused(camera_hz: float) -> None:
+    with pytest.raises(ValueError, match="camera_hz is .*; it is above 0"):
+        SimRobotConfig(camera_hz=camera_hz)
+
+
 def test_scene_decides_the_embodiment_and_bad_names_are_refused() -> None:
     assert SimRobot().spec.embodiment != SimRobot(SimRobotConfig(scene="reach")).spec.embodiment
     with pytest.raises(SpecError, match="kitchen"):
