@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +60,9 @@ def episode_chunks(
     raw: bool = False,
     size: int = 3,
     ends: bool = True,
+    phases: Sequence[Phase] = (),
 ) -> list[bytes]:
-    """An episode as encoded chunks of `CHUNK_STEPS`; its numbers follow from `name`."""
+    """An episode as encoded chunks of `CHUNK_STEPS`; its numbers follow from `name`. `phases`: one a step."""
     rng = np.random.default_rng(list(name.encode()))
     columns: dict[str, Array] = {
         "observation.state": rng.standard_normal((steps, size)).astype(np.float32),
@@ -76,6 +77,8 @@ def episode_chunks(
         "log_prob": np.where(rng.random(steps) < 0.5, np.nan, rng.standard_normal(steps)).astype(np.float32),
         "t_capture_ns": 5_000_000_123 + np.arange(steps) * CAPTURE_PERIOD_NS,
     }
+    if phases:
+        columns["phase"] = np.array(phases, np.uint8)
     columns["t_inference_ns"] = columns["t_capture_ns"] + 2_000_000
     columns["t_command_ns"] = columns["t_capture_ns"] + 3_000_000
     frames = {camera: [frame(camera, number, raw) for number in range(steps)] for camera in cameras}

@@ -19,8 +19,11 @@ from mcap_protobuf.decoder import DecoderFactory
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.cli import main
+from user_sys.episode import Phase
+from user_sys.interchange.episodes import Driven
 from user_sys.interchange.frames import decode, decode_file
 from user_sys.interchange.mcap_export import write_episode
+from user_sys.store.verbs.grammar import DRIVEN
 
 Message = tuple[int, Any]  # log time, content
 
@@ -153,3 +156,24 @@ def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.Capture
     export(tmp_path)
     assert "2 recordings written, 1 were there already" in capsys.readouterr().err
     assert not list(output.rglob("*unfinished*"))
+
+
+@pytest.mark.parametrize(
+    ("driven", "names"),
+    [
+        (["policy"], {"alone"}),
+        (["person"], {"by-hand"}),
+        (["both"], {"helped"}),
+        (["policy", "both"], {"alone", "helped"}),
+    ],
+)
+def test_who_drove_decides_what_is_exported(tmp_path: Path, driven: list[str], names: set[str]) -> None:
+    assert tuple(Driven) == DRIVEN
+    make_store(
+        tmp_path / "store",
+        episode_chunks("alone", 4, phases=[Phase.POLICY] * 4),
+        episode_chunks("by-hand", 4, phases=[Phase.TELEOP] * 4),
+        episode_chunks("helped", 4, phases=[Phase.POLICY] * 2 + [Phase.CORRECTION] * 2),
+    )
+    output = export(tmp_path, *(word for each in driven for word in ("--driven", each)))
+    assert {path.stem for path in output.rglob("*.mcap")} == names

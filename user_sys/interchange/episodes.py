@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,20 @@ from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 
 
+class Driven(enum.StrEnum):
+    """Who drove an episode, by its steps' phases: in TELEOP and CORRECTION a person did, or the scripted expert."""
+
+    POLICY = "policy"
+    PERSON = "person"
+    BOTH = "both"
+
+    @classmethod
+    def of(cls, episode: EpisodeSummary) -> Driven:
+        if not episode.intervention_steps:
+            return cls.POLICY
+        return cls.PERSON if episode.intervention_steps == episode.steps else cls.BOTH
+
+
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Which episodes leave the store; an empty tuple, or None, does not choose.
 
@@ -29,6 +44,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     episodes: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     tasks: tuple[str, ...] = ()
+    driven: tuple[Driven, ...] = ()
     success: bool | None = None
     incomplete: bool = False
 
@@ -37,6 +53,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             (not self.episodes or episode.episode in self.episodes)
             and (not self.sources or episode.source in self.sources)
             and (not self.tasks or episode.task in self.tasks)
+            and (not self.driven or Driven.of(episode) in self.driven)
             and (self.success is None or episode.success is self.success)
             and (self.incomplete or episode.complete)
         )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from user_sys.episode import Source
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
+from user_sys.interchange.episodes import Driven, EpisodeReader, Selection, specs_beside
 from user_sys.interchange.progress import step_bar
 from user_sys.robot_cards import CARDS, cards_beside, copy_cards, keep_card, read_cards
 from user_sys.store.store import StoreReader
@@ -25,6 +25,7 @@ def export_main(args: argparse.Namespace) -> int:
         episodes=tuple(args.episode),
         sources=tuple(Source(each) for each in args.source),
         tasks=tuple(args.task),
+        driven=tuple(Driven(each) for each in args.driven),
         success=None if args.success is None else _KNOWN[args.success],
         incomplete=args.incomplete,
     )

@@ -10,6 +10,7 @@ from typing import Any
 SOURCES = ("demo", "online", "evaluation")
 INTERVENTIONS, NOTHING = "interventions", "nothing"  # what `compact --keep` takes besides sources
 PHASES = ("policy", "teleop", "correction", "recovery")
+DRIVEN = ("policy", "person", "both")  # `user_sys.interchange.episodes.Driven`
 MAX_REWARD = 3.4e38  # that of `user_sys.store.labels`, which is not light
 MAX_RATE_HZ = 100_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -45,6 +46,13 @@ def _choice(order: argparse.ArgumentParser) -> None:
         "--source", action="append", default=[], choices=SOURCES, help="only of this source; may be repeated"
     )
     order.add_argument("--task", action="append", default=[], metavar="NAME", help="only this task; may be repeated")
+    order.add_argument(
+        "--driven",
+        action="append",
+        default=[],
+        choices=DRIVEN,
+        help="only what the policy drove alone, a person (or the scripted expert) alone, or both; may be repeated",
+    )
     outcome = order.add_mutually_exclusive_group()
     outcome.add_argument("--success", choices=("yes", "no"), help="only episodes that succeeded, or that failed")
     outcome.add_argument("--failed", action="store_const", dest="success", const="no", help="the same as --success no")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from user_sys.episode import Source
 from user_sys.errors import StoreError
-from user_sys.interchange.episodes import EpisodeReader, Selection, specs_beside
+from user_sys.interchange.episodes import Driven, EpisodeReader, Selection, specs_beside
 from user_sys.store.frame import Damage
 from user_sys.store.log import segment_numbers
 from user_sys.store.store import StoreReader
@@ -175,6 +175,7 @@ def chosen(args: argparse.Namespace) -> Selection:
         episodes=tuple(args.episode),
         sources=tuple(Source(each) for each in args.source),
         tasks=tuple(args.task),
+        driven=tuple(Driven(each) for each in args.driven),
         success=None if args.success is None else args.success == "yes",
         incomplete=True,
     )
