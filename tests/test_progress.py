@@ -48,6 +48,12 @@ def test_the_panel_shows_the_run() -> None:
     assert missing == []
 
 
+def test_episodes_with_help_are_told_apart_from_successes_and_failures() -> None:
+    line, panel = plain_line(PROGRESS), _text(100, PROGRESS)
+    assert "episodes 1,200 (2 with help)" in line and "success 55% of last 20 without help, 40% of last 50" in line
+    assert "success alone, last 20" in panel and "with help" in panel
+
+
 def test_what_a_person_should_mend_stands_in_the_panel_and_in_the_line() -> None:
     warned = replace(PROGRESS, warning="the disk is full")
     assert "the disk is full" in _text(100, warned) and "the disk is full" in plain_line(warned)

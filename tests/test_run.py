@@ -22,7 +22,8 @@ from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
-from user_sys.monitor import LOST_AFTER_S, RunMonitor
+from user_sys.metrics import MetricsWriter
+from user_sys.monitor import LOST_AFTER_S, RunMonitor, earlier_s
 from user_sys.prepare import free_endpoint, prepare
 from user_sys.progress import plain_line
 from user_sys.robot_cards import read_cards
@@ -273,10 +274,22 @@ def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent
     assert not monitor.at_work and monitor.heard == {"far"}
 
 
-def test_a_resumed_run_counts_on(monitor: RunMonitor) -> None:
-    monitor.seed_history(episodes=10, env_steps=500, interventions=2)
-    monitor.on_episode(episode(True, person=1))
-    assert (monitor.episodes, monitor.env_steps, monitor.interventions) == (11, 510, 3)
+def test_a_resumed_run_counts_on(monitor: RunMonitor, clock: Clock, tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, "run") as metrics:
+        assert earlier_s(metrics.path) == 0.0
+        clock.now_s += 100.0
+        metrics.write(500, monitor.scalars())
+        before_s = earlier_s(metrics.path)
+    resumed = RunMonitor("demo", "http://here", 300.0, clock)
+    resumed.seed_history(episodes=10, env_steps=500, interventions=2, elapsed_s=before_s)
+    resumed.expect(["far"])
+    clock.now_s += 5.0
+    resumed.on_episode(episode(True, person=1))
+    resumed.on_metrics(learner(900, training_s=80.0, version=9))
+    assert (resumed.episodes, resumed.env_steps, resumed.interventions) == (11, 510, 3)
+    progress = resumed.progress("training")
+    assert (progress.elapsed_s, progress.left_s, resumed.scalars()["elapsed_s"]) == (105.0, 220.0, 105.0)
+    assert progress.robots[0].note == "not come in yet, for 0:05", "in this launch"
 
 
 # Bad input at the real command line

@@ -33,7 +33,7 @@ from user_sys.learners import LEARNER, learner_from_robot, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
-from user_sys.monitor import RunMonitor
+from user_sys.monitor import RunMonitor, earlier_s
 from user_sys.opening import Places, invite, make, read, take_places
 from user_sys.prepare import (
     CONSOLE,
@@ -158,7 +158,9 @@ class Run:
         self._learners: list[str] = []
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
-        self.monitor.seed_history(*_history(folder))
+        history = (*_history(folder), earlier_s(self._metrics.path))
+        self.monitor.seed_history(*history)
+        self._hub.seed_history(*history)
         self.monitor.expect(guest.name for guest in config.guests)
         for guest in config.guests:
             self._show(self._hub.expect, guest.name)

@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from user_sys.learners import LEARNER
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
+from user_sys.metrics import read_metrics
 from user_sys.progress import Progress, RobotProgress, clock_time
 from user_sys.report import EpisodePoint
 from user_sys.weights.records import NO_VERSION
@@ -40,11 +42,18 @@ class _Rate:
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
 
+def earlier_s(metrics: Path) -> float:
+    """How long a run's launches went on by the scalars in the file `metrics`, as the last told; 0 before any."""
+    told = (line.get("elapsed_s") for line in read_metrics(metrics))
+    return max((each for each in told if each is not None), default=0.0)
+
+
 class RunMonitor:
     """The run in numbers. One thread calls it.
 
     Attributes:
-        env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`).
+        env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`); an
+            intervention is an episode with a person's help.
         updates: of all learners together, as they last reported.
         training_s: as the run's first learner last reported.
         robots_connected: as the gateway last reported.
@@ -54,6 +63,7 @@ class RunMonitor:
     def __init__(self, run: str, address: str, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
         self._started = clock()
+        self._before_s = 0.0  # what earlier launches took
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
         self.robots_connected = 0
@@ -68,9 +78,10 @@ class RunMonitor:
         self._learner_from_robot: dict[str, str] = {}
         self._steps_rate, self._updates_rate = _Rate(), _Rate()
 
-    def seed_history(self, episodes: int, env_steps: int, interventions: int) -> None:
-        """What the store holds of earlier launches of a run that is resumed."""
+    def seed_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
+        """What the store holds of earlier launches of a run that is resumed, and how long they went on."""
         self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
+        self._before_s = elapsed_s
 
     @property
     def heard(self) -> frozenset[str]:
@@ -135,6 +146,7 @@ class RunMonitor:
         """For the run's curves."""
         shares = {f"success_{n}": self.success_over(n) for n in (20, 50)}
         return {
+            "elapsed_s": self._elapsed_s,
             "episodes": self.episodes,
             "env_steps": self.env_steps,
             "env_steps_per_s": self._steps_rate.per_s,
@@ -149,7 +161,7 @@ class RunMonitor:
             run=self._run,
             stage=stage,
             console=self._address,
-            elapsed_s=self._clock() - self._started,
+            elapsed_s=self._elapsed_s,
             left_s=max(0.0, self._budget_s - self.training_s) if self.updates else None,
             done=self.training_s,
             total=self._budget_s,
@@ -166,6 +178,10 @@ class RunMonitor:
             robots=tuple(self._views()),
             warning=STORE_FULL if self._store_full else HELD if any(self._held.values()) else "",
         )
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._before_s + self._clock() - self._started
 
     def _staleness(self) -> int:
         """How far the robot that is furthest behind its own learner is."""

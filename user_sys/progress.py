@@ -45,7 +45,10 @@ class Progress:
     Attributes:
         stage: what goes on: ``starting``, ``demonstrations``, ``training``, ``evaluating``, ``stopping``.
         console: address of the web page; empty if there is none.
-        success_20, success_50: share of the last 20 and 50 training episodes that succeeded; None before the first.
+        elapsed_s: since the run began, without the time between its launches.
+        success_20, success_50: share of successes among the last 20 and 50 training episodes without a person's help;
+            None while there are fewer.
+        interventions: training episodes with help.
         staleness: versions by which the policies that act are behind the newest one, at most over the robots.
         done, total: how far the stage is, in the unit of the stage (seconds of training, episodes); total 0: unknown.
         left_s: estimate of the time until the stage is over; None: unknown.
@@ -129,12 +132,11 @@ def plain_line(progress: Progress) -> str:
         f"{p.run}: {p.stage} {clock_time(p.elapsed_s)}",
         p.warning,
         f"left {clock_time(p.left_s)}" if p.left_s is not None else "",
-        f"episodes {p.episodes:,}",
-        f"success {percent(p.success_20)} of last 20, {percent(p.success_50)} of last 50",
+        f"episodes {p.episodes:,} ({p.interventions:,} with help)",
+        f"success {percent(p.success_20)} of last 20 without help, {percent(p.success_50)} of last 50",
         f"steps {p.env_steps:,} ({p.env_steps_per_s:.0f}/s)",
         f"updates {p.updates:,} ({p.updates_per_s:.0f}/s)",
         f"policy {p.policy_version} ({p.staleness} behind)",
-        f"interventions {p.interventions}",
         *(f"{r.name} {_control(r)}{_absence(r)}" for r in p.robots),
         p.console,
     ]
@@ -177,8 +179,8 @@ def _figures(p: Progress) -> Table:
     for style in ("dim", "bold", "dim", "bold"):
         table.add_column(style=style)
     behind = f"{p.policy_version:,}" + (f" ({p.staleness} behind)" if p.staleness else "")
-    table.add_row("success, last 20", _success(p.success_20), "last 50", _success(p.success_50))
-    table.add_row("episodes", f"{p.episodes:,}", "interventions", f"{p.interventions:,}")
+    table.add_row("success alone, last 20", _success(p.success_20), "last 50", _success(p.success_50))
+    table.add_row("episodes", f"{p.episodes:,}", "with help", f"{p.interventions:,}")
     table.add_row("steps", f"{p.env_steps:,}", "steps/s", f"{p.env_steps_per_s:.0f}")
     table.add_row("updates", f"{p.updates:,}", "updates/s", f"{p.updates_per_s:.0f}")
     table.add_row("policy version", behind, "", "")

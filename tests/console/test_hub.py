@@ -89,9 +89,19 @@ def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock)
         clock.now_s += 10
         hub.feed(report)
     view = hub.view()
-    assert (view.episodes, view.env_steps, view.interventions, view.success) == (4, 160, 1, 0.25)
-    success = next(curve for curve in hub.curves() if curve.name == "success")
-    assert success.x == (10.0, 20.0, 30.0, 40.0) and success.y == (1.0, 0.5, 1 / 3, 0.25)
+    assert (view.episodes, view.env_steps, view.interventions) == (4, 160, 1)
+    assert (view.success, view.helped) == (1 / 3, 0.25), "an episode with help is neither a success nor a failure"
+    success, helped = (next(c for c in hub.curves() if c.name == name) for name in ("success", "helped"))
+    assert success.x == (10.0, 20.0, 40.0) and success.y == (1.0, 0.5, 1 / 3)
+    assert helped.x == (10.0, 20.0, 30.0, 40.0) and helped.y == (0.0, 0.0, 1 / 3, 0.25)
+
+
+def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: ConsoleHub, clock: Clock) -> None:
+    hub.seed_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
+    clock.now_s += 5.0
+    hub.feed(episode(True, touched=5))
+    view = hub.view()
+    assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
 
 
 def test_a_robot_says_how_its_last_episode_ended(hub: ConsoleHub) -> None:

@@ -64,10 +64,11 @@ class RunView(msgspec.Struct, frozen=True):
     """The run at one moment.
 
     Attributes:
-        elapsed_s, budget_s: time since the hub was made, and the time the run was given (0: unlimited).
+        elapsed_s, budget_s: how long the run has gone on, earlier launches included, and was to go on (0: no end).
         env_steps, episodes, interventions: of online episodes; an intervention is an episode a person touched.
         updates: of the learner.
-        success: share of the newest online episodes that succeeded with no person's help; None before the first.
+        success: share of successes among the newest online episodes without a person's help; None before the first.
+        helped: share of the newest online episodes that a person helped; None before the first.
         metrics: node to its newest scalars.
     """
 
@@ -79,6 +80,7 @@ class RunView(msgspec.Struct, frozen=True):
     interventions: int
     updates: int
     success: float | None
+    helped: float | None
     robots: tuple[RobotView, ...]
     metrics: dict[str, dict[str, float]]
 
@@ -131,6 +133,7 @@ class ConsoleHub:
         self._budget_s = budget_s
         self._clock = clock
         self._started_s = clock()
+        self._before_s = 0.0  # what earlier launches took
         self._lock = threading.Lock()
         self._robots = {name: _Robot(name, spec) for name, spec in (robots or {}).items()}
         self._listeners: list[Listener] = []
@@ -138,9 +141,15 @@ class ConsoleHub:
         # Seeded by the wall clock: a console that restarts goes on counting above what it sent before.
         self._sequence = itertools.count(time.time_ns())
         self._env_steps = self._episodes = self._interventions = self._updates = 0
-        self._success, self._evaluation = Window(), Window()
+        self._success, self._helped, self._evaluation = Window(), Window(), Window()
         self._metrics: dict[str, dict[str, float]] = {}
         self._curves: dict[str, Curve] = {}
+
+    def seed_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
+        """What earlier launches of a run that is resumed did, and how long they went on; before anything is fed."""
+        with self._lock:
+            self._episodes, self._env_steps, self._interventions = episodes, env_steps, interventions
+            self._before_s = elapsed_s
 
     def feed(self, report: Report) -> None:
         """Takes in one message and tells the listeners, in the caller's thread."""
@@ -199,19 +208,20 @@ class ConsoleHub:
             now_s = self._clock()
             return RunView(
                 run=self._run,
-                elapsed_s=now_s - self._started_s,
+                elapsed_s=self._before_s + now_s - self._started_s,
                 budget_s=self._budget_s,
                 env_steps=self._env_steps,
                 episodes=self._episodes,
                 interventions=self._interventions,
                 updates=self._updates,
                 success=self._success.share,
+                helped=self._helped.share,
                 robots=tuple(self._robot_view(robot, now_s) for robot in self._robots.values()),
                 metrics={node: dict(scalars) for node, scalars in self._metrics.items()},
             )
 
     def curves(self) -> tuple[CurveView, ...]:
-        """``success`` and ``evaluation`` against seconds; ``<node>/<scalar>`` against the node's count."""
+        """``success``, ``helped`` and ``evaluation`` against seconds; ``<node>/<scalar>`` against the node's count."""
         with self._lock:
             return tuple(curve.view() for curve in self._curves.values())
 
@@ -274,7 +284,7 @@ class ConsoleHub:
         robot.status, robot.heard_s = status, self._clock()
 
     def _feed_episode(self, episode: EpisodeReport) -> None:
-        elapsed_s = self._clock() - self._started_s
+        elapsed_s = self._before_s + self._clock() - self._started_s
         if episode.source == Source.EVALUATION and episode.success is not None:
             self._evaluation.add(episode.success)
             self._point("evaluation", elapsed_s, self._evaluation.share or 0.0)
@@ -284,9 +294,13 @@ class ConsoleHub:
             robot.last = episode
         self._episodes += 1
         self._env_steps += episode.steps
-        self._interventions += episode.intervention_steps > 0
-        self._success.add(episode.success is True and episode.intervention_steps == 0)
-        self._point("success", elapsed_s, self._success.share or 0.0)
+        helped = episode.intervention_steps > 0
+        self._interventions += helped
+        self._helped.add(helped)
+        self._point("helped", elapsed_s, self._helped.share or 0.0)
+        if not helped:
+            self._success.add(episode.success is True)
+            self._point("success", elapsed_s, self._success.share or 0.0)
 
     def _feed_metrics(self, report: MetricsReport) -> None:
         if report.node not in self._metrics and len(self._metrics) >= MAX_NODES:

@@ -52,8 +52,8 @@ const link = new Link({
     showRun(message.view);
   },
   curves(message) {
-    const named = (names) => message.curves.filter((curve) => names.includes(curve.name));
-    charts.success.show(named(["success", "evaluation"]));
+    const named = (names) => names.flatMap((name) => message.curves.filter((curve) => curve.name === name));
+    charts.success.show(named(["success", "evaluation", "helped"]));
     charts.losses.show(message.curves.filter((curve) => curve.name.includes("loss")).slice(0, 8));
   },
   reply(message) {
@@ -72,6 +72,10 @@ const link = new Link({
   },
 });
 
+function percent(share) {
+  return share === null ? "–" : `${Math.round(share * 100)}%`;
+}
+
 function showRun(view) {
   el("run").textContent = view.run;
   el("store-full").hidden = !view.metrics.gateway?.store_full;
@@ -80,7 +84,8 @@ function showRun(view) {
   el("p-episodes").textContent = short(view.episodes);
   el("p-steps").textContent = short(view.env_steps);
   el("p-updates").textContent = short(view.updates);
-  el("p-success").textContent = view.success === null ? "–" : `${Math.round(view.success * 100)}%`;
+  el("p-success").textContent = percent(view.success);
+  el("p-helped").textContent = percent(view.helped);
   for (const robot of view.robots) {
     if (!cards.has(robot.name)) addCard(robot.name);
     cards.get(robot.name).show(robot, me);
