@@ -293,6 +293,15 @@ def test_closing_sends_what_was_queued(bench: Bench) -> None:
     assert not any(isinstance(message, Heartbeat) for _, message in bench.handler.messages)
 
 
+def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench: Bench) -> None:
+    client = bench.open("panda-0")
+    for count in range(5):
+        assert client.send(MetricsReport(node="panda-0", count=count, scalars={}))
+    gauges = client._outlets[Channel.CONTROL].gauges
+    until(lambda: gauges.sent == gauges.wait.count == 5, "all five are counted")
+    assert client.scalars()["control/wait_p99_ms"] > 0
+
+
 def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(bench: Bench) -> None:
     bench.open("panda-0")
     until(lambda: bench.server.peers(), "open")

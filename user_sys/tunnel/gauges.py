@@ -38,7 +38,7 @@ class Histogram:
 
 @dataclass
 class ChannelGauges:
-    """One channel at one end. `wait` is the time from queueing to libzmq, `settle` that from there to the answer."""
+    """One channel at one end. `wait`: from the order to send until libzmq has it; `settle`: from then to the answer."""
 
     sent: int = 0
     sent_bytes: int = 0

@@ -84,12 +84,9 @@ class Line:
             return not self._closed and self._send_frames(encode(envelope))
 
     def send_now(self, envelope: Envelope) -> bool:
-        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
+        """As `Outlet.send_now`."""
         with self._lock:
-            outlet = self.outlet
-            if self._closed or len(outlet) or not outlet.may_send():
-                return False
-            return outlet.send(encode(envelope), self._send_frames)
+            return not self._closed and self.outlet.send_now(envelope, self._send_frames)
 
     def flush(self) -> bool:
         """Sends what is queued and may go, and a grant that is due; True when libzmq can take no more."""

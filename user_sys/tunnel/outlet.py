@@ -76,6 +76,16 @@ class Outlet:
         self.gauges.sent_bytes += size
         return True
 
+    def send_now(self, envelope: Envelope, send: Send) -> bool:
+        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
+        if len(self._queue) or not self.may_send():
+            return False
+        asked_s = time.monotonic()
+        if not self.send(encode(envelope), send):
+            return False
+        self.gauges.wait.add(time.monotonic() - asked_s)
+        return True
+
     def flush(self, send: Send) -> bool:
         """Sends what waits as far as credit and bandwidth reach; True when libzmq can take no more."""
         while (queued := self._queue.peek()) is not None and self.may_send():

@@ -113,9 +113,8 @@ class Session:
         return self.outlets[channel].flush(send)
 
     def send_now(self, channel: Channel, envelope: Envelope, send: SendTo) -> bool:
-        """Sends at once if nothing is queued before it and credit and bandwidth allow; False leaves it to the queue."""
-        outlet = self.outlets[channel]
-        return not len(outlet) and outlet.may_send() and outlet.send(encode(envelope), send)
+        """As `Outlet.send_now`."""
+        return self.outlets[channel].send_now(envelope, send)
 
     def grant(self, channel: Channel, grant: Grant) -> None:
         self.outlets[channel].grant(grant)
