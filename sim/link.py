@@ -71,7 +71,9 @@ class _Connection:
 
 
 class Link:
-    """A link from `listen` to `target`, both ``HOST:PORT``, from `start` to `close`. Any thread may call it.
+    """A link from `listen` to `target`, from `start` to `close`. Any thread may call it.
+
+    Both are ``HOST:PORT``; an IPv6 address stands in brackets.
 
     Attributes:
         address: where it listens, with the port that was chosen where `listen` asks for port 0.
@@ -81,7 +83,8 @@ class Link:
         """Raises OSError when `listen` cannot be listened on."""
         self.config = config or LinkConfig()
         self._target = _host_port(target)
-        self._listener = socket.create_server(_host_port(listen), backlog=MAX_CONNECTIONS)
+        place = _host_port(listen)
+        self._listener = socket.create_server(place, family=_family(place), backlog=MAX_CONNECTIONS)
         self._listener.setblocking(False)
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
         self._random = random.Random(self.config.seed)
@@ -203,7 +206,7 @@ class Link:
 
     async def _carry(self, connection: _Connection) -> None:
         """One connection from its acceptance to its end."""
-        gateway, harmed = socket.socket(), True
+        gateway, harmed = socket.socket(_family(self._target)), True
         try:
             await self._greet(connection, gateway)
             harmed = await self._exchange(connection, gateway)
@@ -347,11 +350,15 @@ def _precise_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
+def _family(place: tuple[str, int]) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+
+
 def _host_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit() or int(port) >= 1 << 16:
         raise ValueError(f"{address!r} is not an address; write HOST:PORT")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Properties are tried with the same examples in every run and take what time they need: hypothesis by itself fails an
@@ -16,3 +18,12 @@ settings.load_profile("repeatable")
 # Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
 # Ctrl-C is meant to work.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def ipv6() -> None:
+    """Skips the test on a machine without IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")

@@ -132,7 +132,8 @@ def test_verbose_shows_where_an_error_comes_from(launch: Verb) -> None:
 
 def test_a_relay_is_told_at_once_that_it_cannot_dial_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "relay.yaml").write_text("name: lab\n")
-    for endpoint in ("desk:5555", "tcp://desk:99999", "tcp://desk:0", "tcp://desk"):
+    wrong = ("desk:5555", "tcp://desk:99999", "tcp://desk:0", "tcp://desk", "tcp://::1:5555", "tcp://[desk]:5555")
+    for endpoint in wrong:
         assert main(["relay", str(tmp_path / "relay.yaml"), "--connect", endpoint]) == 2
         assert f"user-sys: error: --connect {endpoint}: expected tcp://HOST:PORT" in capsys.readouterr().err
 

@@ -147,6 +147,11 @@ def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:
     assert free_endpoint(found) == found
 
 
+@pytest.mark.usefixtures("ipv6")
+def test_a_free_port_is_found_on_an_ipv6_address() -> None:
+    assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", free_endpoint("tcp://[::1]:0"))
+
+
 # The monitor
 
 

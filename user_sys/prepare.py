@@ -157,9 +157,10 @@ def free_endpoint(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     if port != "0":
         return endpoint
-    with socket.socket() as keeper:
+    address = host.removeprefix("tcp://")
+    with socket.socket(socket.AF_INET6 if address.startswith("[") else socket.AF_INET) as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind((host.removeprefix("tcp://"), 0))
+        keeper.bind((address.strip("[]"), 0))
         chosen = keeper.getsockname()[1]
         keeper.detach()
     return f"{host}:{chosen}"

@@ -308,6 +308,17 @@ def test_settings_that_make_no_sense_are_refused(bad: dict[str, object]) -> None
         link_config(bad)
 
 
+@pytest.mark.usefixtures("ipv6")
+def test_a_link_leads_to_an_ipv6_address() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as gateway:
+        gateway.settimeout(DEADLINE_S)
+        with Link(f"tcp://[::1]:{gateway.getsockname()[1]}") as link:
+            host, _, port = link.address.rpartition(":")
+            with socket.create_connection((host, int(port)), DEADLINE_S) as edge, gateway.accept()[0] as end:
+                edge.sendall(b"?")
+                assert read(end, 1) == b"?"
+
+
 @pytest.mark.parametrize("wrong", ["listen=127.0.0.1:99999", "events=[{at_s: 1", "--config=/dev/null/no", "events=3"])
 def test_the_command_says_in_one_line_what_is_wrong(wrong: str) -> None:
     argv = [sys.executable, "-m", "sim.link", "listen=127.0.0.1:0", "target=127.0.0.1:5", wrong]

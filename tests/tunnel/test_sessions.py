@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -313,6 +314,19 @@ def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_
     bench.open("panda-1")
     until(lambda: len(bench.server.peers()) == 2, "open")
     assert bench.server.peers()[1].address == "127.0.0.1"
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: Bench) -> None:
+    bench.server.close()
+    bench.server = bench.serve("tcp://[::1]:0")
+    assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", bench.server.endpoint)
+    local = local_endpoint(bench.server.endpoint, bench.server_keys.public)
+    assert local is not None
+    Path(local.removeprefix("ipc://")).unlink()
+    bench.open("panda-0")
+    until(lambda: bench.server.peers(), "open")
+    assert bench.server.peers()[0].address == "::1"
 
 
 def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_welcome(

@@ -18,7 +18,7 @@ from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.local import widen
 from user_sys.tunnel.outlet import Outlet
-from user_sys.tunnel.sockets import Socket, Wakeup, configure, readable, receive_frames, send_frames
+from user_sys.tunnel.sockets import Socket, Wakeup, admit_ipv6, configure, readable, receive_frames, send_frames
 from user_sys.tunnel.tcp_state import silence_s
 from user_sys.tunnel.wire import (
     FREE,
@@ -194,6 +194,7 @@ class Link:
             self._watch(socket.get_monitor_socket(_EVENTS))
             self.lines[channel] = Line(socket, outlets[channel], windows[channel], limits, channel)
             self._poll.register(self.lines[channel].fd, select.POLLIN)
+            admit_ipv6(socket, endpoint)
             socket.connect(endpoint)
 
     def _watch(self, monitor: Socket) -> None:

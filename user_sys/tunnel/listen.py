@@ -13,7 +13,7 @@ from user_sys.errors import RunError
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.local import local_endpoint
-from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket, configure
+from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket, admit_ipv6, configure
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def bind(router: Socket, endpoint: str, public_key: str) -> str:
     Raises:
         RunError: the port is in use, or the address is not one of this machine.
     """
+    admit_ipv6(router, endpoint)
     deadline = time.monotonic() + BIND_PATIENCE_S  # a predecessor that was killed may still be dying
     while True:
         try:

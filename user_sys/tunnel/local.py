@@ -8,6 +8,7 @@ TCP: the path is a convenience, not a credential.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 import socket
@@ -22,15 +23,26 @@ from user_sys.tunnel.tcp_state import duplicate
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_SOCKET_PATH_BYTES = 107
 BUFFER_BYTES = 4 << 20
-_DIALLED = re.compile(r"tcp://[^\s/]+:(\d{1,5})")
+_DIALLED = re.compile(r"tcp://(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})")
 _LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
 
 
 def require_dialled(endpoint: str) -> None:
     """Raises ConfigError unless an edge or a relay can dial `endpoint`, which was given as --connect."""
     found = _DIALLED.fullmatch(endpoint)
-    if found is None or not 0 < int(found[1]) < 1 << 16:
-        raise ConfigError(f"--connect {endpoint}: expected tcp://HOST:PORT, as the run's command says at its start")
+    if found is None or not 0 < int(found[2]) < 1 << 16 or (found[1].startswith("[") and not _is_ipv6(found[1][1:-1])):
+        hint = "as the run's command says at its start"
+        if endpoint.count(":") > 2:
+            hint = "an IPv6 address in brackets, such as tcp://[::1]:5555"
+        raise ConfigError(f"--connect {endpoint}: expected tcp://HOST:PORT, {hint}")
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def local_endpoint(endpoint: str, public_key: str) -> str | None:

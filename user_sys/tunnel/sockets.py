@@ -72,6 +72,14 @@ def configure(socket: Socket, limits: TunnelLimits, channel: Channel | None = No
         socket.setsockopt(zmq.TOS, TRAFFIC_CLASS[channel])
 
 
+def admit_ipv6(socket: Socket, endpoint: str) -> None:
+    """Lets `socket` dial or listen on IPv6 where `endpoint` says so, by an address in brackets.
+
+    Not always: libzmq would then look for no other address of a name, and call IPv4 peers by mapped addresses.
+    """
+    socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
+
+
 class Wakeup:
     """Interrupts another thread's poll: `set` from any thread, poll `fileno` for reading, then `clear`.
 
