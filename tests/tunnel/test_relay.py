@@ -316,6 +316,26 @@ def test_robots_behind_a_relay_have_the_weights_and_the_orders_of_their_own_lear
         until(lambda: (panda.poll(), arm.poll()) == (10, 20), "the relay has both on its disk, and the order")
 
 
+def test_a_relay_fetches_the_weights_of_robots_that_come_and_no_others(tmp_path: Path) -> None:
+    prepare(tmp_path / "cloud")
+    keys, second = tmp_path / "cloud" / "keys", "learner-so-101-x"
+    signer, pair = ensure_signer(keys, "learner"), new_keypair()
+    save_keypair(pair, keys, second)
+    Keyring(keys).allow(pair.public, second, "learner")
+    with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far, ExitStack() as stack:
+        panda = Reader(far.robot("far-0", spec=PANDA), tmp_path)
+        for number, (name, spec) in enumerate((("learner", PANDA), (second, ARM)), 1):
+            publisher = stack.enter_context(Publisher(_learner(cloud, name, spec), signer, PublishConfig()))
+            publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
+            assert publisher.settle(120)
+        until(lambda: panda.poll() == 10, "its learner's weights are here")
+        until(lambda: second in far.relay._later, "the other learner's are offered")
+        assert far.relay._weights.kept() == {"learner"}
+        arm = Reader(far.robot("far-1", spec=ARM), tmp_path)
+        until(lambda: arm.poll() == 20, "a robot came that they are for")
+        assert panda.poll() == 10 and not far.relay._later
+
+
 def _learner(cloud: Site, name: str, spec: RobotSpec) -> TunnelClient:
     keys = load_keypair(cloud.run / "keys" / f"{name}.key")
     said = replace(hello(name, "learner"), spec=spec)

@@ -16,7 +16,7 @@ from user_sys.learners import LEARNER, folder_of
 from user_sys.messages import WeightsApplied, WeightsOffer, WeightsRequest
 from user_sys.tunnel.server import Peer
 from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.records import Signed
+from user_sys.weights.records import NO_VERSION, Signed
 from user_sys.weights.shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,11 @@ class WeightsDesks:
         own = desks.pop(LEARNER).scalars()
         others = {f"{name}/{key}": value for name, desk in desks.items() for key, value in desk.scalars().items()}
         return own | others
+
+    def kept(self) -> set[str]:
+        """The learners of which a version is here."""
+        with self._lock:
+            return {name for name, desk in self._desks.items() if desk.version != NO_VERSION}
 
     def look_for_order(self) -> None:
         for desk in self._each():

@@ -23,7 +23,7 @@ from rich.console import Console
 from hal.signals import stop_on_signals
 from user_sys.config import load
 from user_sys.errors import Refused, WireError
-from user_sys.gateway.desks import WeightsDesks
+from user_sys.gateway.desks import MAX_DESKS, WeightsDesks
 from user_sys.gateway.passage import Passage, Transit
 from user_sys.learners import LEARNER, is_learner
 from user_sys.messages import (
@@ -95,6 +95,7 @@ class Relay:
             config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
         )
         self._orders: dict[str, Signed] = {}  # of each learner, that were taken down
+        self._later: dict[str, WeightsOffer] = {}  # the newest of learners for whose robots none has come yet
         self._asked: dict[bytes, str] = {}  # parcels that were asked for, and for which learner
         self._noting = threading.Lock()  # the desks' threads ask
         self._offered: set[str] = set()  # the learners whose weights the cloud has offered since the start
@@ -118,6 +119,7 @@ class Relay:
             self.uplink.start()
             while not stop.is_set():
                 self._take_weights(self.uplink.receive_weights(TICK_S))
+                self._take_later()
                 self.uplink.receive(0.0)  # what concerns the run reaches each robot by a session of its own
                 if self.uplink.state is TunnelState.REFUSED:
                     raise Refused(self.uplink.reason)
@@ -183,12 +185,29 @@ class Relay:
         if not is_learner(learner):
             logger.error("relay.no_learner name=%r", learner)
             return
+        if not self._needs(learner, offer.embodiment):
+            if learner in self._later or len(self._later) < MAX_DESKS:
+                self._later[learner] = offer
+            return
+        self._later.pop(learner, None)
         if offer.greeting or learner not in self._offered:  # what was asked for over an earlier link will not come
             self._weights.learner_opened(learner, offer.embodiment)
         self._offered.add(learner)
         if offer.order is not None and offer.order != self._orders.get(learner):
             self._take_order(learner, offer.order)
         self._weights.received(learner, offer, None)
+
+    def _needs(self, learner: str, embodiment: str) -> bool:
+        """Whether a robot that a learner learns for is here, or was: its weights lie on the disk."""
+        here = {"" if peer.spec is None else peer.spec.embodiment for peer in self._robots()}
+        unsaid = learner == LEARNER and "" in here  # the first learner's robots need not say what they are
+        return not embodiment or embodiment in here or unsaid or learner in self._weights.kept()
+
+    def _take_later(self) -> None:
+        """Takes what was offered before the first robot came that it is for."""
+        for learner, offer in list(self._later.items()):
+            if self._needs(learner, offer.embodiment):
+                self._take_offer(learner, offer)
 
     def _take_order(self, learner: str, order: Signed) -> None:
         try:
