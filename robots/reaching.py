@@ -211,6 +211,11 @@ def _region(spec: RobotSpec, config: ReachConfig, chosen: list[int], size: int) 
         low, high = inner
     if len(low) != size or len(high) != size or not (low < high).all():
         raise SpecError(f"reach: `low` and `high` are {size} bounds each, from where goals are drawn")
+    if len(bounds[0]) == size and ((low < bounds[0]) | (high > bounds[1])).any():
+        least, most = (np.round(each, 4).tolist() for each in bounds)
+        raise SpecError(
+            f"reach: goals from `low` to `high` are out of reach: {spec.model} can be from {least} to {most}"
+        )
     return low, high
 
 

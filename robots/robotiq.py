@@ -103,6 +103,8 @@ class RobotiqGripper:
                     self._set("GTO", 1)
                     sent = target
                 self._position = self._get("POS")
+                if self._get("STA") != ACTIVE:  # as after its power was cut: it takes orders, and does not move
+                    raise ValueError("it is not activated any more; a person does that at the pendant")
         except (OSError, ValueError) as error:
             self._lost = str(error) or type(error).__name__
             log.warning("robotiq.lost host=%s %s", self._host, self._lost)

@@ -238,6 +238,28 @@ class SlowCamera(FakeCamera):
         return self._newest
 
 
+class GrowingCamera(FakeCamera):
+    """Of a driver that does not look at what its camera gives."""
+
+    frame = Frame(np.zeros((16, 16, 3), np.uint8), 0)
+
+    def read(self) -> Frame:
+        return self.frame
+
+
+@pytest.mark.parametrize("picture", [np.zeros((32, 16, 3), np.uint8), np.zeros((16, 16, 3), np.float32)])
+def test_a_camera_that_does_not_keep_to_its_spec_is_lost(picture: np.ndarray) -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = GrowingCamera(robot, robot.spec.cameras[0])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    driver.connect()
+    assert driver.reset(seed=0).frames
+    camera.frame = Frame(picture, 1)
+    with pytest.raises(HardwareLost, match=r"camera front shows .*; its spec says uint8 \(16, 16, 3\)"):
+        driver.command(STILL)
+    driver.close()
+
+
 def test_a_picture_is_handed_on_once_and_again_after_a_reset() -> None:
     robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [SlowCamera(robot)])

@@ -193,6 +193,8 @@ def test_a_goal_of_the_tool_is_in_its_space_and_judged_by_its_distance() -> None
 def test_what_cannot_be_reached_is_refused_in_words() -> None:
     with pytest.raises(SpecError, match="an observation.environment_state of its own"):
         ReachingRobot(FakeRobot(), ReachConfig(space="tool"))
+    with pytest.raises(SpecError, match=r"out of reach: arm can be from \[-1.0, -2.0\] to \[1.0, 2.0\]"):
+        ReachingRobot(Arm(), ReachConfig(low=(-0.5, -1.0), high=(0.5, 2.5)))
     with pytest.raises(SpecError, match="3 bounds each"):
         ReachingRobot(Arm(), ReachConfig(space="tool"))
     slow = Arm()

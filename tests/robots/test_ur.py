@@ -317,6 +317,14 @@ def test_a_gripper_that_is_not_activated_is_left_alone(controller: SimulatedCont
         arm(controller, gripper=RobotiqConfig()).connect()
 
 
+def test_a_gripper_that_loses_its_activation_is_told_of(controller: SimulatedController) -> None:
+    with arm(controller, gripper=RobotiqConfig()) as robot:
+        robot.command(np.array([0, 0, 0, 0.02], np.float32))
+        controller.set("gripper_active", 0)
+        with pytest.raises(HardwareLost, match="not activated any more; a person does that at the pendant"):
+            eventually(lambda: robot.observe() is None, "it was not told")
+
+
 def test_an_arm_in_local_control_or_switched_off_is_refused(controller: SimulatedController) -> None:
     controller.set("robot_mode", 3)
     with pytest.raises(HardwareLost, match="powered off; a person must start it"):

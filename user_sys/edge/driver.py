@@ -271,6 +271,9 @@ class Driver:
         found: dict[str, Frame] = {}
         for camera in self.cameras if due else ():
             frame, name = camera.read(), camera.spec.name
+            if frame.image.shape != camera.spec.shape or frame.image.dtype != np.uint8:
+                seen = f"{frame.image.dtype} {frame.image.shape}"
+                raise HardwareLost(f"camera {name} shows {seen}; its spec says uint8 {camera.spec.shape}")
             if frame.t_capture_ns != self._pictured_ns.get(name):
                 self._pictured_ns[name] = frame.t_capture_ns
                 found[name] = frame
