@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,14 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.harness import Row, report
+from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.weights.governor import Governor, GovernorConfig
+from user_sys.weights.governor import Allowance, Governor, GovernorConfig
 from user_sys.weights.gpu.device import HostCopies, green_stream
-from user_sys.weights.snapshot import Budget, Unbounded
+from user_sys.weights.snapshot import DeviceWeights, Unbounded
 
 CTAS = (1, 2, 4, 8, 16, 32)
+GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1])
 GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
 AHEAD = -1  # the priority of inference and training; the lower, the more urgent, and pushes have 0
 STOP_S = 60.0
@@ -102,18 +104,28 @@ class Mode:
     """A row of the table: what a push may take; `governor` where it decides."""
 
     title: str
-    budget: Budget
+    ctas: int = CTAS[-1]
     governor: Governor | None = None
     green_sms: int = 0
+
+    def push(self, weights: DeviceWeights, into: Mapping[str, Array]) -> None:
+        """Brings them to the host as the learner's thread does, and tells the governor as the learner's envoy does."""
+        weights.wait()
+        if (governor := self.governor) is None:
+            weights.fetch(into, Unbounded(self.ctas))
+            return
+        governor.begin()
+        allowance = Allowance(GOVERNED, lambda: governor.share)
+        weights.fetch(into, allowance)
+        governor.end(allowance.worked_s)
 
 
 def modes(device: torch.device) -> Iterator[Mode]:
     for ctas in CTAS:
-        yield Mode(f"{ctas} thread blocks, governor off", Unbounded(ctas))
-    governor = Governor(GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1]))
-    yield Mode("governor on", governor, governor)
+        yield Mode(f"{ctas} thread blocks, governor off", ctas)
+    yield Mode("governor on", governor=Governor(GOVERNED))
     if green(device):
-        yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", Unbounded(), green_sms=GREEN_SMS)
+        yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", green_sms=GREEN_SMS)
 
 
 def green(device: torch.device) -> bool:
@@ -137,10 +149,7 @@ def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
             with _stream(gpu.device, 0):
                 while not stop.is_set():
                     started = time.perf_counter()
-                    with mode.governor.push() if mode.governor else nullcontext():
-                        weights = copies.snapshot(gpu.masters)
-                        weights.wait()
-                        weights.fetch(arrays, mode.budget)
+                    mode.push(copies.snapshot(gpu.masters), arrays)
                     times.append(time.perf_counter() - started)
         except Exception as error:  # of any kind: the measurement is to fail, and not to go on without pushes
             failures.append(error)

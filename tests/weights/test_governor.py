@@ -187,12 +187,12 @@ def test_bulk_work_rests_as_its_share_says() -> None:
 
 
 def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
-    governor = Machine(replace(CONFIG, most_ctas=16)).governor
-    found = []
-    for governor.share in (1.0, 0.5, 0.05):
-        found.append((governor.ctas, governor.chunk_bytes))
-    assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20)))]
-    assert Machine(replace(CONFIG, enabled=False, most_ctas=4)).governor.ctas == 4
+    told, found = [1.0], []
+    allowance = Allowance(replace(CONFIG, most_ctas=16), lambda: told[0])
+    for told[0] in (1.0, 0.5, 0.05, 0.01):
+        found.append((allowance.ctas, allowance.chunk_bytes))
+    assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20))), (1, 1 << 20)]
+    assert Allowance(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25).ctas == 4
 
 
 def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_told() -> None:
@@ -202,19 +202,16 @@ def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_to
         rests.append(seconds)
         now[0] += seconds
 
-    allowance = Allowance(replace(CONFIG, most_ctas=16), lambda: told[0], lambda: now[0], sleep)
-    governor, found = Machine(replace(CONFIG, most_ctas=16)).governor, []
-    for share in (1.0, 0.5, 0.25):
-        told[0] = governor.share = share
-        assert (allowance.ctas, allowance.chunk_bytes) == (governor.ctas, governor.chunk_bytes)
+    allowance, found = Allowance(CONFIG, lambda: told[0], lambda: now[0], sleep), []
+    for told[0] in (1.0, 0.5, 0.25):
         now[0] += 0.01
         allowance.breathe(1)
         found.append(allowance.worked_s)
     assert rests == pytest.approx([0.01, 0.03]) and found == pytest.approx([0.01, 0.02, 0.03])
-    off = Allowance(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25, lambda: now[0], sleep)
+    off = Allowance(replace(CONFIG, enabled=False), lambda: 0.25, lambda: now[0], sleep)
     now[0] += 1.0
     off.breathe(1)
-    assert off.ctas == 4 and off.worked_s == 1.0 and len(rests) == 2
+    assert off.worked_s == 1.0 and len(rests) == 2
 
 
 def test_what_another_process_does_for_a_push_counts_as_its_own() -> None:

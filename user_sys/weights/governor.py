@@ -179,16 +179,6 @@ class Governor:
         """Bytes/s that the link may be filled with; infinite where nothing limits it."""
         return self.share * self._config.link_bytes_per_s if self._config.link_bytes_per_s else math.inf
 
-    @property
-    def ctas(self) -> int:
-        """Thread blocks that a kernel of a push may have now."""
-        return ctas_at(self.share, self._config)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """What a GPU's copy engines may copy at once now."""
-        return chunk_bytes_at(self.share)
-
     def scalars(self) -> dict[str, float]:
         """The newest decision, for the metrics."""
         found = {"governor/share": self.share, "governor/decisions": float(len(self.decisions))}
@@ -222,7 +212,7 @@ class Governor:
 
 
 class Allowance:
-    """What a governor in another process lets a push have in this one. One thread works on the push, from the start.
+    """What a governor, here or in another process, lets a push have of a GPU. One thread works on it, from the start.
 
     Attributes:
         worked_s: so far, without rests.
@@ -244,13 +234,14 @@ class Allowance:
 
     @property
     def ctas(self) -> int:
-        """See `Governor.ctas`."""
-        return ctas_at(self._share(), self._config)
+        """Thread blocks that a kernel of the push may have now; without a governor always the most."""
+        most = self._config.most_ctas
+        return max(1, round(self._share() * most)) if self._config.enabled else most
 
     @property
     def chunk_bytes(self) -> int:
-        """See `Governor.chunk_bytes`."""
-        return chunk_bytes_at(self._share())
+        """What the copy engines may copy at once now."""
+        return max(LEAST_CHUNK_BYTES, int(self._share() * LARGEST_CHUNK_BYTES))
 
     def breathe(self, done_bytes: int) -> None:
         """See `Governor.breathe`."""
@@ -259,16 +250,6 @@ class Allowance:
         if self._config.enabled and share < 1.0:
             self._sleep(rest_s(worked_s, share))
         self._since_s = self._clock()
-
-
-def ctas_at(share: float, config: GovernorConfig) -> int:
-    """Thread blocks of a kernel, at least one; without a governor always the most."""
-    return max(1, round(share * config.most_ctas)) if config.enabled else config.most_ctas
-
-
-def chunk_bytes_at(share: float) -> int:
-    """Bytes of one copy."""
-    return max(LEAST_CHUNK_BYTES, int(share * LARGEST_CHUNK_BYTES))
 
 
 def rest_s(worked_s: float, share: float) -> float:

@@ -23,7 +23,7 @@ Layout: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class Budget(Protocol):
-    """What a push may take of a GPU. `user_sys.weights.governor.Governor` is one."""
+    """What a push may take of a GPU. `user_sys.weights.governor.Allowance` is one."""
 
     @property
     def ctas(self) -> int:
