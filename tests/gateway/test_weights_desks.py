@@ -153,6 +153,20 @@ def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> Non
     assert hall.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
 
 
+def test_a_robot_behind_a_relay_that_came_before_its_learner_holds_up_no_other(tmp_path: Path) -> None:
+    b = robot("b", ARM, via="hall")
+    hall = Hall(tmp_path, b)
+    hall.desks.opened(b)
+    hall.desks.opened(learner(FIRST, PANDA))
+    hall.sent.clear()
+    hall.desks.received("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert hall.sent == [], "nobody learns for it yet"
+    hall.desks.opened(learner(SECOND, ARM))
+    hall.sent.clear()
+    hall.desks.received("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert hall.sent == [(SECOND, WeightsProgress(oldest=3))]
+
+
 def test_a_robot_leaves_the_desk_of_a_learner_that_turns_out_to_be_anothers(tmp_path: Path) -> None:
     b = robot("b", ARM)
     hall = Hall(tmp_path, b)

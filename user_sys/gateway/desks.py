@@ -94,9 +94,8 @@ class WeightsDesks:
                     desk.robot_opened(peer.name)
         elif not peer.via:
             self._seat(peer)
-        elif (name := self._desk_for(peer)) is not None:  # its relay has the weights; who learns waits for it as well
-            with self._lock:
-                self._relayed[peer.name] = name
+        else:
+            self._seat_relayed(peer)
 
     def closed(self, name: str) -> None:
         with self._lock:
@@ -132,7 +131,9 @@ class WeightsDesks:
                 self._learns_for(name, embodiment)
             desk.learner_opened(name)
         for robot in self._robots():
-            if not robot.via and self._seats.get(robot.name) != self._desk_for(robot):
+            if robot.via:
+                self._seat_relayed(robot)
+            elif self._seats.get(robot.name) != self._desk_for(robot):
                 self._seat(robot)
 
     def give(self, learner: str, order: Signed) -> None:
@@ -177,6 +178,15 @@ class WeightsDesks:
             former.closed(peer.name)
         if desk is not None:
             desk.robot_opened(peer.name)
+
+    def _seat_relayed(self, peer: Peer) -> None:
+        """A robot has its weights from a relay; who learns for it waits for it as well."""
+        with self._lock:
+            former, name = self._relayed.pop(peer.name, None), self._desk_for(peer)
+            if name is not None:
+                self._relayed[peer.name] = name
+        if former is not None and former != name:
+            self._desks[former].closed(peer.name)
 
     def _desk_for(self, peer: Peer) -> str | None:
         if peer.spec is None:
