@@ -348,7 +348,7 @@ class Silent:
         return False
 
     def receive_weights(self, timeout_s: float) -> None:
-        return None
+        time.sleep(timeout_s)
 
 
 def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before_it_drives(tmp_path: Path) -> None:
@@ -365,6 +365,16 @@ def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before
     inlet()
     ensure_signer(keys, "learner")
     inlet()
+
+
+def test_a_robot_that_cannot_read_what_it_kept_starts_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, its session ended at each start, though the gateway had the same weights."""
+    (tmp_path / "kept" / "index").mkdir(parents=True)
+    swapper, config = PolicySwapper(Numbered), InletConfig()
+    inlet = WeightsInlet(Silent(), swapper, config, tmp_path / "keys", tmp_path / "kept", Governor(config.governor))
+    with inlet:
+        assert "weights.not_taken_up" in caplog.text and swapper.swap_if_ready() is None
+    inlet.raise_failure()
 
 
 def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(site: Site) -> None:

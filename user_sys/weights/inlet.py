@@ -188,16 +188,15 @@ class WeightsInlet:
     def _take_up(self) -> None:
         if self._shelf is None:
             return
-        catalogue = self._shelf.open()
-        kept = newest(catalogue)
-        if kept is None:
-            return
-        manifest, state = kept
         try:
+            catalogue = self._shelf.open()
+            if (kept := newest(catalogue)) is None:
+                return
+            manifest, state = kept
             self.receiver.start_from(Held(manifest, catalogue.manifests[manifest.form, manifest.version][1], state))
             self._kept = manifest
-        except WireError as error:
-            _log.warning("weights.not_taken_up version=%d: %s", manifest.version, error)
+        except (OSError, WireError) as error:  # the gateway has newer ones, and these are replaced
+            _log.warning("weights.not_taken_up folder=%s: %s", self._shelf.folder, error)
 
     def _keep(self) -> None:
         held, started_s = self.receiver.held, time.monotonic()
