@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5e.ARM)}
 
+PHYSICS_STEP_S = 0.002
+
 OBJECT = {"lift": "cube", "reach": "target"}
 """The thing that each scene is about; a tracker tells where it is."""
 
@@ -57,6 +59,11 @@ class SimRobotConfig:
     image_width: int = 128
 
     def __post_init__(self) -> None:
+        steps = 1 / (self.rate_hz * PHYSICS_STEP_S) if self.rate_hz > 0 else 0.0
+        if not steps > 0.5 or abs(steps - round(steps)) > 1e-6:
+            raise ValueError(
+                f"rate_hz is {self.rate_hz:g}; a control period is a whole number of physics steps of 2 ms"
+            )
         if self.step_max_m is not None and not self.step_max_m > 0:
             raise ValueError(f"step_max_m is {self.step_max_m:g}; it is a length above 0")
         if not self.camera_hz > 0:

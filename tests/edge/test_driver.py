@@ -238,6 +238,29 @@ class SlowCamera(FakeCamera):
         return self._newest
 
 
+class LateCamera(FakeCamera):
+    """Notes how often its robot had been stopped when it was connected."""
+
+    stops = -1
+
+    def connect(self) -> None:
+        super().connect()
+        assert isinstance(self._robot, WatchedRobot)
+        self.stops = len(self._robot.stops)
+
+
+def test_a_robot_under_an_e_stop_is_stopped_as_soon_as_it_is_connected() -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = LateCamera(robot, robot.spec.cameras[0])
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    driver.connect()
+    assert camera.stops == 0
+    driver.kernel.emergency_stop("ada")
+    driver.connect()
+    assert camera.stops == 1 and robot.stops == [StopLevel.SAFE]
+    driver.close()
+
+
 class GrowingCamera(FakeCamera):
     """Of a driver that does not look at what its camera gives."""
 

@@ -18,8 +18,13 @@ def test_a_camera_without_size_or_rate_is_none(height: int, width: int, rate_hz:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"camera_hz": 0.0}, "camera front: 128x128 pixels at 0 Hz"), ({"step_max_m": 0.0}, "a length above 0")],
+    [
+        ({"camera_hz": 0.0}, "camera_hz is 0; it is above 0"),
+        ({"step_max_m": 0.0}, "a length above 0"),
+        ({"rate_hz": 0.0}, "rate_hz is 0; a control period"),
+        ({"rate_hz": 7.0}, "rate_hz is 7; a control period is a whole number of physics steps of 2 ms"),
+    ],
 )
-def test_a_zero_in_the_options_of_a_simulated_arm_is_told_of(options: dict[str, float], said: str) -> None:
+def test_what_no_simulated_arm_can_do_is_told_of_before_it_runs(options: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_station(RobotConfig(name="panda-0", options=options), cameras=False)

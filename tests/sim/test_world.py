@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hal.errors import HardwareLost, SpecError
 from sim import panda
+from sim.robot import PHYSICS_STEP_S
 from sim.world import DOWN, World
 
 LOW, HIGH = np.array([0.34, -0.20, 0.015]), np.array([0.64, 0.20, 0.30])
@@ -149,5 +150,6 @@ def test_a_diverged_simulation_says_so_and_a_reset_mends_it(world: World, tmp_pa
 def test_unknown_scenes_and_odd_periods_are_refused() -> None:
     with pytest.raises(SpecError, match="no scene 'kitchen'"):
         World(panda.ARM, "kitchen", 0.1)
+    assert World(panda.ARM, "reach", 0.1).model.opt.timestep == PHYSICS_STEP_S
     with pytest.raises(SpecError, match="whole number"):
         World(panda.ARM, "lift", 1 / 30)

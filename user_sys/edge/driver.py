@@ -107,8 +107,10 @@ class Driver:
 
     def connect(self) -> None:
         """Connects the robot, then its cameras and input devices. Raises HardwareLost; a missing input device is left
-        out until the next start."""
+        out until the next start. Under a latched e-stop the robot is stopped before anything else takes its time."""
         self.robot.connect()
+        if self.kernel.emergency is not None:
+            self.robot.stop(StopLevel.SAFE)
         for camera in self.cameras:
             camera.connect()
         for device in list(self._teleoperators):
