@@ -108,6 +108,7 @@ class SafetyKernel:
         self.spec, self.reduced = spec, False
         self._clock = clock
         self._latch_paths = tuple(path for path in (latch_path, shared_latch) if path is not None)
+        self._shared_latch = shared_latch
         self._action = ActionLimits(spec)
         self._joints = StateLimits(spec)
         if not 0 < spec.limits.reduced_speed <= 1:
@@ -204,9 +205,9 @@ class SafetyKernel:
         self._persist(self._stopped)
 
     def pressed_elsewhere(self) -> bool:
-        """Whether the e-stop was latched on the disk without the kernel: `heed_latch` takes that up. Costs a look into
-        a folder or two, some microseconds."""
-        return self._stopped is None and any(os.path.exists(path) for path in self._latch_paths)
+        """Whether somebody else has latched the e-stop in the shared place since: `heed_latch` takes that up. For each
+        control period: it looks into a folder of this machine, which takes microseconds, and at no other latch."""
+        return self._stopped is None and self._shared_latch is not None and os.path.exists(self._shared_latch)
 
     def heed_latch(self) -> None:
         """Takes up an e-stop that is latched on the disk: from before the start, or by somebody else since."""

@@ -197,10 +197,23 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) 
 def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
     latch_emergency(tmp_path / "e-stop.json", "ada", "the driver did not answer")
-    assert site.client.hold().stopped, "in the next control period, before anybody attaches"
+    assert not site.client.hold().stopped
     site.client.attach()
     assert site.client.hold().stopped
     assert site.client.rearm("ada") and not (tmp_path / "e-stop.json").exists()
+
+
+def test_a_press_beside_the_session_is_heeded_in_the_next_control_period(site: Site, tmp_path: Path) -> None:
+    shared = tmp_path / "shared.json"
+    site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared)
+    assert site.client.command(RIGHT).applied is not None
+    latch_emergency(shared, "ada", "from another terminal")
+    tick = site.client.command(RIGHT)
+    assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
+    assert site.client.rearm("ada") and not shared.exists()
+    site.robot.stops.clear()
+    latch_emergency(shared, "ada", "while the session is silent")
+    assert set(site.pass_ns(2 * PERIOD_NS)) == {StopLevel.SAFE}
 
 
 def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -> None:

@@ -71,7 +71,7 @@ def _answers(driver: RemoteDriver) -> bool:
 
 def test_a_robot_that_nobody_drives_stays_stopped_for_the_next(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop"]) == 2
-    assert "no robot is driven on this computer" in capsys.readouterr().err
+    assert "no robot is driven by a program of this computer" in capsys.readouterr().err
     assert main(["stop", "arm-0", "--by", "ada"]) == 0
     assert "driven by nobody on this computer" in capsys.readouterr().out
     robot = WatchedRobot()

@@ -167,7 +167,7 @@ class DriverServer:
         if request.order == "re-arm":
             return self._rearm(request), {}
         if request.order == "attach":
-            self._driver.heed_latch()
+            kernel.heed_latch()
             log.info("session.attached robot=%s %s token=%d", self._station.name, request.session, request.token)
             return self._card(), {}
         return self._advance(request, arrays, socket)

@@ -85,7 +85,10 @@ def stop_main(args: Namespace) -> int:
     """
     robots = sorted(set(args.robots) or driven())
     if not robots:
-        raise RunError("no robot is driven on this computer; to keep the next program from driving one, name it")
+        raise RunError(
+            f"no robot is driven by a program of this computer that has its locks in {runtime_folder()}; "
+            "to keep the next one from driving a robot, name that"
+        )
     owners = {robot: MachineLock(robot).owner() for robot in robots}
     by = (args.by or getpass.getuser())[:MAX_NAME_CHARS]
     console = Console()
