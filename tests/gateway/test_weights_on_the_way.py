@@ -294,6 +294,16 @@ def test_a_relay_forgets_the_run_before_and_its_order(counter: Counter) -> None:
     assert Shelf(counter.shelf.folder).open().versions() == [1]
 
 
+def test_a_learner_that_lost_its_newest_checkpoints_is_heard_though_its_numbers_are_smaller(counter: Counter) -> None:
+    for version in (7, 8):
+        counter.full(version, FIRST)
+        counter.answer()
+    counter.learner = Catalogue()
+    counter.full(3, Life(FIRST.run, FIRST.number + 1))
+    counter.answer()
+    assert counter.offered("one")[0] == 3
+
+
 def test_an_order_of_the_next_run_may_be_there_before_its_weights(counter: Counter) -> None:
     """A relay takes an order down before the offer that it came with; its number is of another clock, perhaps."""
     for version in (1, 2):

@@ -261,6 +261,17 @@ def test_a_run_that_began_since_is_newer_whatever_its_numbers_and_the_clock(worl
     assert world.loaded[-1][0].version == 301, "unless its learner goes on with it"
 
 
+def test_a_later_life_of_the_same_run_is_taken_though_its_numbers_are_smaller(world: World) -> None:
+    """Its learner has lost its newest checkpoints. What is of the life before is not, nor its own earlier ones."""
+    world.receiver.offered(published(world, 300, 1, FIRST))
+    world.run()
+    world.catalogue = Catalogue()
+    for number, life, acting in ((3, 6, 3), (300, 5, 3), (2, 6, 3), (4, 6, 4)):
+        world.receiver.offered(published(world, number, number, Life(FIRST.run, life)))
+        world.run()
+        assert world.receiver.version == acting
+
+
 def test_an_order_is_for_versions_of_its_run(world: World) -> None:
     def order(serial: int, version: int, life: Life) -> Signed:
         order = Order(serial=serial, version=version, by="ada", reason="", given_unix_ns=0, run=life.run)

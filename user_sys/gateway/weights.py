@@ -315,15 +315,22 @@ class WeightsDesk:
             self._offered = None
 
     def _begin_anew(self, offered: list[Manifest]) -> None:
-        """Forgets what is of another run than these: a relay may live through many, and the learner knows its own."""
-        run = offered[0].run if offered else self._numbers
-        if run == self._numbers:
+        """Forgets what is of other numbers than these: a relay may live through many runs.
+
+        The same run's numbers begin anew where a learner has lost its checkpoints, or the newest of them.
+        """
+        if not offered:
+            return
+        first = offered[0]
+        here = [m for (form, _), (m, _) in self._catalogue.manifests.items() if form == first.form]
+        lost = any(m.life < first.life and m.version >= first.version and m.digest != first.digest for m in here)
+        if first.run == self._numbers and not lost:
             return
         if self._catalogue.manifests:
-            logger.warning("weights.another_run version=%d: what is kept of another one goes", offered[0].version)
-        self._numbers, self._catalogue, self._aims = run, Catalogue(), {}
+            logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
+        self._numbers, self._catalogue, self._aims = first.run, Catalogue(), {}
         self._order, self._ordered = self._read_order()  # this run's may be there already
-        if self._ordered.run != run:
+        if self._ordered.run != first.run:
             self._withdraw_order()
 
     def _withdraw_order(self) -> None:

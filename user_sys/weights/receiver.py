@@ -267,14 +267,19 @@ class Receiver:
         return True
 
     def _wanted(self, manifest: Manifest) -> bool:
-        """Whether it is what is ordered; without an order, whether it is newer than what is held, or that again."""
+        """Whether it is what is ordered; without an order, whether it is newer than what is held, or that again.
+
+        A later life with smaller numbers has lost its newest checkpoints: it began from an older one, or anew.
+        """
         if manifest.run != self.run:
             return False
         order = self._orders.get(manifest.run)
         if order is not None and order.version != NO_VERSION:
             return manifest.version == order.version
         held = None if self._held is None else self._held.manifest
-        return held is None or held.run != manifest.run or manifest.version >= held.version
+        if held is None or held.run != manifest.run:
+            return True
+        return (manifest.life, manifest.version) >= (held.life, held.version)
 
     def _holds(self, offered: _Offered) -> bool:
         if self._held is None:
