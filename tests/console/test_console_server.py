@@ -216,7 +216,7 @@ def test_the_state_reaches_the_page(site: Site) -> None:
         view = alice.hear("state")["view"]
         assert (view["run"], view["episodes"], view["updates"]) == ("demo", 30, 29 * 50)
         names = {curve["name"] for curve in alice.hear("curves")["curves"]}
-        assert names == {"success", "learner/critic_loss", "learner/actor_loss"}
+        assert names == {"success", "helped", "learner/critic_loss", "learner/actor_loss"}
 
 
 def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> None:

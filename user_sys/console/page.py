@@ -24,7 +24,7 @@ SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_REPLIES = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 BAD_MESSAGE = 1008
-CHARTED = ("success", "evaluation")  # and every curve that has "loss" in its name
+CHARTED = ("success", "evaluation", "helped")  # and every curve that has "loss" in its name
 
 _log = logging.getLogger(__name__)
 
