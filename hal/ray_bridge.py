@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ import msgspec
 from hal.cards import sight
 from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
 from hal.lease import MachineLock
+from hal.ray_address import require_cluster
 from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
 from hal.ray_places import GROUP_MARK, Bundle, cluster_records, node_names
 from hal.resource import ResourceRecord
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 1.0
 ACTOR_TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 5.0
 RESERVE_TIMEOUT_S = 10.0
 GPU_SIGHT = 0.01  # of a GPU that Ray has chosen, reserved as a whole: several processes of its job may see it
 LOOK_TIMEOUT_S = 120.0  # a process of Ray's starts for it, on a computer that may be busy
@@ -450,25 +449,15 @@ def connect(address: str) -> Cluster:
     Raises:
         HalError: no cluster answers there.
     """
-    _require_listener(address)
+    require_cluster(address)
     ray = _import_ray(token=None)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        raise HalError(f"no Ray cluster answers at {address}: {error}") from error
+    except Exception as error:  # Ray raises bare ones too
+        hint = "does RAY_AUTH_TOKEN_PATH name a copy of its token, and is this computer one of its nodes?"
+        raise HalError(f"the Ray cluster at {address} cannot be joined: {error}; {hint}") from error
     _silence(ray)
     return Cluster(ray, None, None)
-
-
-def _require_listener(address: str) -> None:
-    """Ray itself tries a dead address for many minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError, ValueError) as error:  # the last two: no port, and no name of a host
-        raise HalError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _import_ray(token: str | None) -> Any:
