@@ -20,6 +20,7 @@ from typing import Self
 
 from hal.errors import PlacementError
 from hal.placement import Placement, place
+from hal.placement_words import listed
 from hal.ray_bridge import Cluster, Reservation, Seat
 from hal.ray_nodes import ROBOT
 from hal.ray_places import bundles
@@ -121,10 +122,12 @@ class Gang:
     def take_compute(self) -> str:
         """Tries to get the compute half alone, for a run whose robots are at work; why it cannot be had, or empty."""
         try:
-            placement = self._place(self._wanted.compute)
+            return self._seat(self._place(self._wanted.compute))
         except PlacementError as error:
             return str(error)
-        return self._seat(placement)
+        except OSError as error:  # of a full disk, say, which ends no run
+            self._give_back_compute()
+            return f"Nothing can be written beside {self._folder}: {error.strerror or error}."
 
     def give_up_lost(self) -> tuple[str, ...]:
         """The computers that were lost with learners on them; the compute half is then given back as a whole."""
@@ -177,7 +180,10 @@ class Gang:
         """Reserves the compute half as it was placed; why it cannot be had, or empty."""
         if not self._wanted.compute:
             return ""
-        chosen = bundles(self._wanted.compute, placement.assigned, self.cluster.addresses())
+        addresses = self.cluster.addresses()
+        if gone := sorted({record.node for records in placement.assigned for record in records} - addresses.keys()):
+            return f"{listed(gone)} has just gone."
+        chosen = bundles(self._wanted.compute, placement.assigned, addresses)
         self._compute = self.cluster.reserve(self._name, chosen)
         if self._compute is None:
             return "Another job was quicker to take what was free."
