@@ -117,6 +117,25 @@ def test_of_a_policy_of_which_an_adapter_is_trained_only_that_travels() -> None:
     assert same(found, new) and found.tensors["hidden.0.weight"] is base.tensors["hidden.0.weight"], "kept once"
 
 
+def test_a_difference_that_no_packet_holds_is_not_made() -> None:
+    """Whoever fetched it could not apply it. So many tensors, with such names, take more than a packet's header."""
+    weights = {f"{n:04d}".ljust(600, "x"): np.zeros(64, np.float32) for n in range(2000)}
+    base, new = build_state(weights), build_state({name: one_changed(array) for name, array in weights.items()})
+    assert delta_parcel(0, base, 1, new) is None
+    some = dict(list(weights.items())[:1000])
+    new = build_state(base.tensors | {name: one_changed(array) for name, array in some.items()})
+    parcel = delta_parcel(0, base, 1, new)
+    assert parcel is not None
+    found = assemble(replace(manifest_of(new), tensors=new.entries), parts(parcel), base)
+    assert found.digest == new.digest
+
+
+def one_changed(array: Array) -> Array:
+    fresh = array.copy()
+    fresh[0] = 1
+    return fresh
+
+
 def test_a_chain_of_differences_leads_to_the_last() -> None:
     states = [build_state(random_weights(0))]
     chain = []

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from user_sys.codec import Array, decode_packet, encode_packet
+from user_sys.codec import MAX_PACKET_BYTES, Array, decode_packet, encode_packet, open_packet
 from user_sys.errors import WireError
 from user_sys.weights.records import Codec
 from user_sys.weights.state import SLICE_BYTES, Breathe, State, at_once, dtype_name, dtype_of, raw_bytes, slices
@@ -48,12 +48,14 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 def encode_delta(base: State, new: State, most_bytes: int, breathe: Breathe = at_once) -> tuple[Codec, bytes] | None:
     """What makes `new` of `base`, and whether it is ``parts`` only.
 
-    None when names, dtypes or shapes differ, or as soon as it is clear that it takes more than `most_bytes`. Tensors
-    that travel whole count with their full size, as they do in a full parcel, however well they compress.
+    None when names, dtypes or shapes differ, when no packet holds it, or as soon as it is clear that it takes more than
+    `most_bytes`. Tensors that travel whole count with their full size, as they do in a full parcel, however well they
+    compress.
     """
     former = {entry.name: entry for entry in base.entries}
     if [(e.name, e.dtype, e.shape) for e in base.entries] != [(e.name, e.dtype, e.shape) for e in new.entries]:
         return None
+    most_bytes = min(most_bytes, MAX_PACKET_BYTES)
     parts: list[_Part] = []
     streams: dict[str, Array] = {}
     for entry in new.entries:
@@ -65,7 +67,12 @@ def encode_delta(base: State, new: State, most_bytes: int, breathe: Breathe = at
             if most_bytes < 0:
                 return None
     codec: Codec = "delta" if any(part.kind == "sparse" for part in parts) else "parts"
-    return codec, encode_packet(_Header(tuple(parts)), streams)
+    packet = encode_packet(_Header(tuple(parts)), streams)
+    try:
+        open_packet(packet)
+    except WireError:  # it is more than a packet may be: nobody could apply it
+        return None
+    return codec, packet
 
 
 def apply_delta(
