@@ -170,6 +170,12 @@ def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
         (RUNNING, RUNNING, None, "its processes start"),
         (RUNNING, RUNNING, report("connecting", "waiting for its lease"), "connects to tcp://desk:1"),
         (RUNNING, RUNNING, report("open", "waiting for its lease"), "waiting until the robot is free"),
+        (
+            RUNNING,
+            RUNNING,
+            report("open", "waiting for weights"),
+            "only a person moves the robot until something was learned",
+        ),
         (RUNNING, RUNNING, report("open", "driving"), "the run drives the robot"),
         (RUNNING, RUNNING, report("lost", "driving", "silent"), "out of reach (silent): the robot works on"),
         (RUNNING, RUNNING, report("lost", "waiting for its lease", "closed"), "trying again; the robot is held"),

@@ -20,6 +20,7 @@ from user_sys.config import load, save
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
+from user_sys.edge.session_report import read_report
 from user_sys.episode import Chunk, Phase, Source, decode_chunk
 from user_sys.learners import LEARNER
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, RobotStatus, StopRun
@@ -280,6 +281,7 @@ def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tm
         console, learner = site.client(CONSOLE), site.client(LEARNER)
         until(lambda: _note(console).startswith("waiting for weights"), "people are told")
         session.says("session.awaits_weights robot=fake-0")
+        until(lambda: _doing(session) == "waiting for weights", "whoever looks after its processes is told")
         assert site.recorded() == set(), "nothing was done that could be recorded"
         with Publisher(learner, new_signer(), PublishConfig()) as publisher:
             publisher.publish(Rlpd(RlpdConfig(), robot_spec(ROBOT), seed=0).policy_weights(), 7, updates=100)
@@ -289,6 +291,11 @@ def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tm
         assert session.process.wait(END_S) == 0
         require_whole(site)
         assert all((chunk.columns["policy_version"][:-1] == 7).all() for chunk in site.chunks())
+
+
+def _doing(session: NodeProcess) -> str:
+    report = read_report(ROBOT.name, session.process.pid)
+    return report.doing if report else ""
 
 
 def _note(console: TunnelClient) -> str:

@@ -113,6 +113,7 @@ class Session:
         outbox: Outbox,
         driver: RemoteDriver,
         leaving: threading.Event,
+        reporter: SessionReporter,
     ) -> None:
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
         self.leaving = leaving
@@ -166,7 +167,7 @@ class Session:
             self._weights.scalars,
         )
         self._note = ""
-        self._waits = False  # for its first weights, as was logged
+        self._waits, self._reporter = False, reporter  # for its first weights, as was told
         self._dropped_before = outbox.dropped.episodes
 
     def run(self, lease: LeaseKeeper) -> None:
@@ -240,6 +241,7 @@ class Session:
         self._driver.reduced = self._pilot.people_matter
         if waits != self._waits:
             self._waits = waits
+            self._reporter.doing = "waiting for weights" if waits else "driving"
             log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
 
     def _keep(self, packet: bytes) -> None:
@@ -365,7 +367,7 @@ def _run(config: SessionConfig) -> None:
                         reporter.doing = "driving"
                         sys.setswitchinterval(SWITCH_S)
                         _go_first(config)
-                        Session(config, client, outbox, driver, leaving).run(lease)
+                        Session(config, client, outbox, driver, leaving, reporter).run(lease)
                 finally:
                     reporter.doing = "delivering"
                     _drain(client)

@@ -19,7 +19,7 @@ from user_sys.tunnel.client import TunnelClient
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-Doing = Literal["waiting for its lease", "driving", "delivering"]
+Doing = Literal["waiting for its lease", "waiting for weights", "driving", "delivering"]
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):

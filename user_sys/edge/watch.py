@@ -33,6 +33,7 @@ AWAY, STARTING = "away", "starting"
 REFUSED = "session.failed Refused: "  # what the log of a session ends with that the gateway does not let in
 _DOING: dict[Doing, str] = {
     "waiting for its lease": "waiting until the robot is free",
+    "waiting for weights": "waiting for weights, and only a person moves the robot until something was learned",
     "driving": "the run drives the robot",
     "delivering": "what was recorded is delivered",
 }
