@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zmq
+from blake3 import blake3
+from msgspec.structs import replace
 
 from hal import diary, lease, registry, safety, standing
 from hal.errors import HalError
@@ -75,9 +77,9 @@ from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.wire import Channel, Envelope, channel_of, encode, protocol_of_hello
 from user_sys.weights.delta import apply_delta
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.records import Manifest, Order, ParcelInfo, Signed, check_parcel, decode_record
-from user_sys.weights.state import State, build_state, describe
+from user_sys.weights.state import State, build_state, describe, with_table
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 _LIMITS = TunnelLimits()
@@ -193,6 +195,7 @@ def _parcels() -> tuple[Parcel, Parcel]:
 
 _BASE, _NEW = _states()
 _PARCELS = _parcels()
+_TABLE = table_parcel(_NEW, 1)
 _MANIFEST = describe(_NEW, 1, 0, 0, (0.0, 0.0))
 _ORDER = Order(serial=1, version=1, by="b", reason="r", given_unix_ns=0)
 _SIGNED = Signed(msgspec.msgpack.encode(_MANIFEST), bytes(64))
@@ -207,7 +210,7 @@ def _record(raw: bytes) -> None:
 
 
 def _kinds_of_records() -> Iterable[bytes]:
-    for record in (_PARCELS[0].info, _PARCELS[1].info, _MANIFEST, _ORDER, _SIGNED):
+    for record in (_PARCELS[0].info, _PARCELS[1].info, _TABLE.info, _MANIFEST, _ORDER, _SIGNED):
         yield bytes([_RECORDS.index(type(record))]) + msgspec.msgpack.encode(record)
 
 
@@ -456,6 +459,12 @@ TARGETS = {
     "parcel": Target(_record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)),
     "delta": Target(
         lambda raw: apply_delta(_BASE.tensors, raw), (WireError,), (bytes(_PARCELS[1].payload),), mutations.packet
+    ),
+    "table": Target(
+        lambda raw: with_table(replace(_MANIFEST, digest=blake3(raw).digest()), raw),
+        (WireError,),
+        (bytes(_TABLE.payload),),
+        mutations.msgpack,
     ),
     "page": Target(
         lambda raw: console.decode(raw.decode(errors="replace")),
