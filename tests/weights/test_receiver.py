@@ -21,7 +21,7 @@ from user_sys.weights.fetch import MOST_DAMAGED, STALL_S
 from user_sys.weights.forms import convert
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
-from user_sys.weights.records import NO_VERSION, Form, Life, Manifest, Order, Signed
+from user_sys.weights.records import INLINE_TABLE_BYTES, NO_VERSION, Form, Life, Manifest, Order, Signed
 from user_sys.weights.serve import answers
 from user_sys.weights.signing import Signer, Trust, new_signer
 from user_sys.weights.state import State, build_state, describe
@@ -588,7 +588,9 @@ def chaotic(world: World, versions: int, seed: int) -> None:
             parcels.append(
                 Parcel(replace(lie.info, base_digest=state.digest if lie.info.base >= 0 else b""), lie.payload)
             )
-        world.add(*version_of(new, version, world.signer), *[p for p in parcels if p is not None])
+        manifest, signed = version_of(new, version, world.signer)
+        tables = [] if manifest.entire else [table_parcel(new, version)]
+        world.add(manifest, signed, *tables, *[p for p in parcels if p is not None])
         digests[version] = new.digest
         world.catalogue.retain([version], version - 8)
         chaos.flying.append((world.offer(version, greeting=rng.random() < 0.05), None))
@@ -609,7 +611,12 @@ def chaotic(world: World, versions: int, seed: int) -> None:
     assert len(world.loaded) > versions // 10
 
 
-def test_versions_through_chaos_are_digest_equal(world: World) -> None:
+@pytest.mark.parametrize("inline_bytes", [INLINE_TABLE_BYTES, 0])
+def test_versions_through_chaos_are_digest_equal(
+    world: World, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tables of tensors travel apart."""
+    monkeypatch.setattr("user_sys.weights.state.INLINE_TABLE_BYTES", inline_bytes)
     chaotic(world, 500, seed=1)
 
 
