@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,19 +109,35 @@ def robot_record(name: str, spec: RobotSpec, node: str, found_by: str) -> Resour
     )
 
 
-def probe_compute() -> Iterator[ResourceRecord]:
-    """This computer's processors and memory, as one resource."""
+def probe_compute(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[ResourceRecord]:
+    """This computer's processors and memory, as one resource; of a container, what it may use of them.
+
+    Args:
+        cgroup: where a container finds its own limits (cgroup v2).
+    """
     node, cores = local_node(), len(os.sched_getaffinity(0))
+    quota, period = _limits(cgroup / "cpu.max", 2)
+    (most_bytes,) = _limits(cgroup / "memory.max", 1)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield ResourceRecord(
         kind=Kind.COMPUTE,
         name=f"{node}/cpu",
         model=os.uname().machine,
         node=node,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        cores=cores,
+        memory_bytes=min(memory_bytes, most_bytes or memory_bytes),
+        cores=max(1, min(cores, quota // period)) if quota and period else cores,
         load=min(1.0, os.getloadavg()[0] / (os.cpu_count() or cores)),
         found_by="compute",
     )
+
+
+def _limits(path: Path, count: int) -> list[int]:
+    """The file's numbers; 0 for each that sets no limit, as ``max``, and where there is no such file."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        words = []
+    return [int(word) if word.isdecimal() else 0 for word in (*words, *["max"] * count)][:count]
 
 
 def probe_gpus() -> Iterator[ResourceRecord]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from hal.cards import UUID
 from hal.durable import replace_durably
 from hal.errors import HalError
-from hal.resource import Kind, ResourceRecord
+from hal.resource import Health, Kind, ResourceRecord
 
 DEFAULT_PORT = 6379
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
@@ -126,5 +126,6 @@ def fit(text: str) -> str:
 
 
 def _cards(records: Iterable[ResourceRecord]) -> dict[str, ResourceRecord]:
-    """The GPUs, by what they are called on their own computer, e.g. ``gpu-0``."""
-    return {fit(record.name.rpartition("/")[2]): record for record in records if record.kind is Kind.GPU}
+    """The GPUs that work, by what they are called on their own computer, e.g. ``gpu-0``."""
+    there = [record for record in records if record.kind is Kind.GPU and record.health is not Health.LOST]
+    return {fit(record.name.rpartition("/")[2]): record for record in there}

@@ -34,6 +34,7 @@ from user_sys.topology import RunConfig
 log = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
+UNFIT_FOR_S = 60.0  # then a computer is looked at anew: its storage may have come up meanwhile
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Gang:
         self._held: Reservation | None = None
         self._compute: Reservation | None = None
         self._unfit: dict[str, str] = {}  # computers that cannot have a learner, and why
+        self._ask_again_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +123,15 @@ class Gang:
 
     def take_compute(self) -> str:
         """Tries to get the compute half alone, for a run whose robots are at work; why it cannot be had, or empty."""
+        if time.monotonic() >= self._ask_again_s:
+            self._ask_again_s = time.monotonic() + UNFIT_FOR_S
+            self._unfit.clear()
+        while True:
+            unfit, why = len(self._unfit), self._try_compute()
+            if len(self._unfit) == unfit:  # else one more is found unfit, and another may do
+                return why
+
+    def _try_compute(self) -> str:
         try:
             return self._seat(self._place(self._wanted.compute))
         except PlacementError as error:

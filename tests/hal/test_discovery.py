@@ -171,3 +171,17 @@ def test_a_gpu_that_has_failed_or_does_not_tell_all_of_itself_hides_no_other(mon
         ("gpu-1", Health.LOST, "its driver says: GPU is lost", 0, 0.0),
         ("gpu-2", Health.READY, "", 0, 0.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "memory", "may"), [("150000 100000", "1000000", (1, 10**6)), ("50000 100000", "max", (1, None))]
+)
+def test_a_container_has_what_it_may_use(cpu: str, memory: str, may: tuple[int, int | None], tmp_path: Path) -> None:
+    (whole,) = probe_compute(tmp_path)
+    (tmp_path / "cpu.max").write_text(f"{cpu}\n")
+    (tmp_path / "memory.max").write_text(f"{memory}\n")
+    (part,) = probe_compute(tmp_path)
+    assert (part.cores, part.memory_bytes) == (may[0], may[1] or whole.memory_bytes)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert [(r.cores, r.memory_bytes) for r in probe_compute(tmp_path)] == [(whole.cores, whole.memory_bytes)]

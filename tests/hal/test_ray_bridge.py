@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hal.errors import PlacementError
@@ -46,6 +47,8 @@ def test_records_become_ray_resources() -> None:
         "card-gpu-0-uuid": "GPU-5f",
         "site": "lab-2nd-floor",
     }
+    dead = msgspec.structs.replace(gpu, health=Health.LOST)
+    assert ray_resources([dead]) == ray_labels([dead], {}) == {}, "a GPU that has failed is there for nobody"
     assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), "Ray would choose among those it counts"
 
 
