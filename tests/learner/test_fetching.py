@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_a_version_is_what_a_checkpoint_of_the_same_update_holds(site: Site, dev
             algorithm.update(example_batch(rng))
             assert learner.settle(DEADLINE_S) and not learner.busy and learner.version == version
     assert site.digests() == expected
+    assert "weights-fetch" not in {thread.name for thread in threading.enumerate()}, "it ends with the learner"
 
 
 def test_the_learner_goes_on_while_its_weights_are_fetched(site: Site) -> None:
@@ -95,6 +97,9 @@ def test_the_learner_goes_on_while_its_weights_are_fetched(site: Site) -> None:
         held.go.set()
         assert learner.settle(DEADLINE_S) and not learner.busy
         assert learner.scalars()["fetch_ms"] >= 0
+        fetched = weakref.ref(held)
+        del held
+        until(lambda: fetched() is None, "the device's memory is free for the next")
     assert site.digests() == {1: digest(weights(1))}
 
 

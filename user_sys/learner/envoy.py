@@ -285,14 +285,21 @@ class Envoy:
         self._changed.notify_all()
 
     def _fetch_all(self) -> None:
-        while (order := self._next_order()) is not None:
-            try:
-                self._fetch(order)
-            except UserSysError as error:
-                self._fail(error)
-            except Exception as error:  # of any kind: the learner must hear of it, and does at its next call
-                log.exception("weights.not_fetched")
-                self._fail(RunError(f"version {order.version} could not be fetched from its device: {error}"))
+        while self._fetch_next():
+            pass
+
+    def _fetch_next(self) -> bool:
+        """False once nothing is to be fetched any more. What was fetched is let go before it waits for the next."""
+        if (order := self._next_order()) is None:
+            return False
+        try:
+            self._fetch(order)
+        except UserSysError as error:
+            self._fail(error)
+        except Exception as error:  # of any kind: the learner must hear of it, and does at its next call
+            log.exception("weights.not_fetched")
+            self._fail(RunError(f"version {order.version} could not be fetched from its device: {error}"))
+        return True
 
     def _next_order(self) -> _Order | None:
         """None once there will be none any more."""
@@ -426,5 +433,5 @@ class Envoy:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure = error
+            self._failure = self._failure or error  # the first one is the cause
             self._changed.notify_all()
