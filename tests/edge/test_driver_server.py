@@ -111,13 +111,16 @@ def during(site: Site, call: Callable[[], Tick]) -> tuple[threading.Thread, list
 
 def test_a_robot_that_follows_the_clock_does_so_whatever_its_session_asks_for(site: Site) -> None:
     site.server.real_time = True
-    asked = threading.Thread(target=lambda: site.client.command(RIGHT))
+    asked = threading.Thread(target=lambda: site.client.reset(0))  # which may take its time
     asked.start()
-    until(lambda: len(site.robot.commands) == 1, "the period has begun")
-    assert not site.client.real_time and site.driver.real_time
-    site.now_ns += PERIOD_NS
-    asked.join(60)
-    assert not asked.is_alive()
+    until(lambda: site.driver.real_time, "the clock is followed")
+    assert not site.client.real_time
+
+    def over() -> bool:
+        site.now_ns += PERIOD_NS
+        return not asked.is_alive()
+
+    until(over, "the control period is over")
 
 
 def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Site) -> None:
