@@ -29,7 +29,7 @@ from user_sys.algorithms.rlpd import Rlpd
 from user_sys.compose import RobotConfig, build_station
 from user_sys.edge.driver import Driver, Tick
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
-from user_sys.learner.service import LearnerConfig
+from user_sys.learner.learner_config import LearnerConfig
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.features import Features

@@ -9,6 +9,7 @@ import pytest
 from hal.request import Request
 from hal.resource import Kind
 from user_sys.errors import ConfigError
+from user_sys.learner.learner_config import LearnerConfig
 from user_sys.needs import NeedConfig
 from user_sys.topology import RunConfig
 
@@ -40,3 +41,21 @@ def test_one_word_is_not_two_sorts_of_places() -> None:
     RunConfig(needs=(by_node, by_node))
     with pytest.raises(ConfigError, match="near 'cell' is by node in one and by site in another; use two words"):
         RunConfig(needs=(by_node, by_site))
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        NeedConfig(kind="gpu", count=2),
+        NeedConfig(kind="gpu", near="a"),
+        NeedConfig(kind="gpu", count=2, near="a", near_by="site"),
+    ],
+)
+def test_processes_that_train_together_need_their_gpus_on_one_computer(need: NeedConfig) -> None:
+    two, one = LearnerConfig(processes=2), NeedConfig(kind="gpu", near="learner")
+    RunConfig(learner=two, needs=(NeedConfig(kind="gpu", count=2, near="learner"), NeedConfig(kind="compute")))
+    RunConfig(learner=two, needs=(one, one))
+    RunConfig(learner=two)
+    RunConfig(learner=LearnerConfig(processes=2, device="cpu"), needs=(need,))
+    with pytest.raises(ConfigError, match=r"processes is 2, and each needs a GPU of one computer: .*count: 2, near"):
+        RunConfig(learner=two, needs=(need,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,3 +65,16 @@ def require_one_place(needs: Sequence[NeedConfig]) -> None:
     for need in needs:
         if need.near and meant.setdefault(need.near, need.near_by) != need.near_by:
             raise ConfigError(f"needs: near {need.near!r} is by node in one and by site in another; use two words")
+
+
+def require_whole_learners(needs: Sequence[NeedConfig], processes: int) -> None:
+    """Raises ConfigError where GPUs are asked for, and not as many on one computer as a learner has `processes`."""
+    together: Counter[str] = Counter()
+    for need in needs:
+        if need.kind == "gpu":
+            together[need.near if need.near_by == "node" else ""] += need.count
+    if together and processes > 1 and max((n for near, n in together.items() if near), default=0) < processes:
+        raise ConfigError(
+            f"learner.processes is {processes}, and each needs a GPU of one computer: "
+            f"needs: [{{kind: gpu, count: {processes}, near: learner}}]"
+        )

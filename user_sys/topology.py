@@ -17,9 +17,9 @@ from user_sys.edge.stations import module_argv, station_argv
 from user_sys.errors import ConfigError
 from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
-from user_sys.learner.service import LearnerConfig
+from user_sys.learner.learner_config import LearnerConfig
 from user_sys.metrics import LoggingConfig
-from user_sys.needs import NeedConfig, require_one_place
+from user_sys.needs import NeedConfig, require_one_place, require_whole_learners
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.inlet import InletConfig
 
@@ -85,6 +85,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_unique_names((*self.robots, *self.guests))
         require_one_place(self.needs)
+        if self.learner.device != "cpu":
+            require_whole_learners(self.needs, self.learner.processes)
 
     def requests(self) -> tuple[Request, ...]:
         """The robots that it names, and its needs, as one request for placement."""

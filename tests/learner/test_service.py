@@ -20,8 +20,9 @@ from user_sys.config import load, save
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import latest
+from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import WeightsSink
-from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner, LearnerConfig
+from user_sys.learner.service import VERSIONS_PER_CHECKPOINT, Learner
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.replay.sampler_config import InterventionsConfig, OnlyConfig, SamplerConfig
@@ -365,8 +366,15 @@ class Watched(Learner):
 
     def _update(self) -> None:
         super()._update()
-        batch = self._batch
-        copies = (batch.row, batch.weight, batch.reward, batch.discount, batch.terminated, self._algorithm.td_errors())
+        batch = self._share.batch
+        copies = (
+            batch.row,
+            batch.weight,
+            batch.reward,
+            batch.discount,
+            batch.terminated,
+            self._share.algorithm.td_errors(),
+        )
         self.drawn = [*getattr(self, "drawn", []), tuple(np.array(column) for column in copies)]
 
 

@@ -29,6 +29,9 @@ from torch import Tensor
 
 from hal.spec import Array, ArraySpec, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, Transitions
+from user_sys.algorithms.gathering import GatheredWeights
+from user_sys.algorithms.network import Network, Parameters
+from user_sys.algorithms.ranks import Ranks
 from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import WireError
 from user_sys.policies.mlp import (
@@ -43,12 +46,18 @@ from user_sys.weights.gpu.device import DeviceCopy, HostCopies, as_array
 from user_sys.weights.snapshot import PolicySnapshot
 
 LAST_LAYER_GAIN = 0.01
-GENERATOR = "generator"
-Parameters = dict[str, Tensor]
+GENERATOR, NOISE = "generator", "noise"
+NETWORKS = ("targets", "acting", "actor", "critics")
+TEMPERATURE = "temperature"
 
 
 class Rlpd(Algorithm):
-    """See the file's head. Float32 on one device; draws from its own generators only."""
+    """See the file's head. Float32 on one device; draws from its own generators only.
+
+    Where `ranks` train it together, each process updates with a batch of its own and keeps its rows of every network,
+    gradient and moment (FSDP2). Gradients are means over all of them, so that the batches count as one. All of them
+    call the same methods in the same order; weights and state are whole at rank 0, and empty elsewhere.
+    """
 
     def __init__(
         self,
@@ -59,29 +68,42 @@ class Rlpd(Algorithm):
         seed: int,
         device: str = "cpu",
         copies: HostCopies | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`.
 
         Args:
             copies: takes snapshots on `device`, to be fetched later; None where it is the host's memory.
+            ranks: this process among others; None where it trains alone.
         """
-        self._config, self._device = config, torch.device(device)
+        self._config, self._device, self._seed, self._ranks = config, torch.device(device), seed, ranks
         self._host = copies
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._generator = torch.Generator(self._device).manual_seed(seed)  # what it draws is the same on all ranks
         specs = feature_specs(spec, features)
         self._features = tuple(s.name for s in specs)
         self._affine = self._fixed_affine(specs, spec.action)
         inputs, actions = self._affine["input.offset"].numel(), self._affine["action.centre"].numel()
-        self._actor = actor_parameters(inputs, actions, config.actor_hidden, self._generator)
-        self._critics = critic_parameters(inputs + actions, config.critic_hidden, config.critics, self._generator)
-        self._targets = {name: p.detach().clone() for name, p in self._critics.items()}
-        self._acting = {name: p.detach().clone() for name, p in self._actor.items()}
+        self._actor = Network(
+            actor_parameters(inputs, actions, config.actor_hidden, self._generator), compute=actor_forward
+        )
+        self._critics = Network(
+            critic_parameters(inputs + actions, config.critic_hidden, config.critics, self._generator),
+            compute=critic_values,
+        )
+        self._targets, self._acting = self._critics.twin(), self._actor.twin()
+        self._networks = dict(zip(NETWORKS, (self._targets, self._acting, self._actor, self._critics), strict=True))
+        self._noise = self._generator
+        if ranks is not None:
+            for network in self._networks.values():
+                ranks.shard(network)
+            self._noise = torch.Generator(self._device).manual_seed(_own_seed(seed, ranks.rank, 0))
+        self._shares = {name: network.shares() for name, network in self._networks.items()}
         self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self._device, requires_grad=True)
         self._target_entropy = config.entropy_per_action * actions
         self._optimizers = {
-            "actor": self._adam(self._actor.values()),
-            "critics": self._adam(self._critics.values()),
-            "temperature": self._adam([self._log_alpha]),
+            "actor": self._adam(self._shares["actor"].values()),
+            "critics": self._adam(self._shares["critics"].values()),
+            TEMPERATURE: self._adam([self._log_alpha]),
         }
         self._updates = 0
         self._newest: dict[str, Tensor] = {}
@@ -104,49 +126,64 @@ class Rlpd(Algorithm):
     def _target(self, next_observation: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
         """y, shape (n,); `discount` is 0 where nothing is bootstrapped."""
         with torch.no_grad():
-            next_action, log_prob = self._draw(self._actor, next_observation)
+            next_action, log_prob = self._draw(next_observation)
             shuffled = torch.randperm(self._config.critics, generator=self._generator, device=self._device)
-            subset = {name: p[shuffled[: self._config.target_critics]] for name, p in self._targets.items()}
-            q = critics_forward(subset, torch.cat([next_observation, next_action], -1)).amin(0)
+            subset = shuffled[: self._config.target_critics]
+            q: Tensor = self._targets(torch.cat([next_observation, next_action], -1), subset=subset).squeeze(-1).amin(0)
             if self._config.backup_entropy:
                 q = q - self._log_alpha.exp() * log_prob
             return reward + discount * q
 
     def _update_critics(self, observation: Tensor, action: Tensor, target: Tensor, weight: Tensor) -> None:
-        q = critics_forward(self._critics, torch.cat([observation, action], -1))
+        q = self._critics(torch.cat([observation, action], -1)).squeeze(-1)
         loss = ((q - target).square() * weight).mean(-1)
-        self._step("critics", loss.sum(), self._critics)  # the critics share nothing: a sum trains each as if alone
-        online = [p.detach() for p in self._critics.values()]
-        torch._foreach_lerp_(list(self._targets.values()), online, self._config.target_rate)
+        self._step("critics", loss.sum())  # the critics share nothing: a sum trains each as if alone
+        self._follow("targets", "critics", self._config.target_rate)
         self._newest |= {"critic_loss": loss.detach(), "q": q.detach(), "target": target}
 
     def _update_actor(self, observation: Tensor) -> Tensor:
         """Returns log pi of the drawn actions, shape (n,), without gradient."""
-        action, log_prob = self._draw(self._actor, observation)
-        frozen = {name: p.detach() for name, p in self._critics.items()}
-        q = critics_forward(frozen, torch.cat([observation, action], -1)).mean(0)
+        action, log_prob = self._draw(observation)
+        q = self._critics(torch.cat([observation, action], -1), frozen=True).squeeze(-1).mean(0)
         loss = (self._log_alpha.detach().exp() * log_prob - q).mean()
-        self._step("actor", loss, self._actor)
-        newest = [p.detach() for p in self._actor.values()]
-        torch._foreach_lerp_(list(self._acting.values()), newest, self._config.acting_rate)
+        self._step("actor", loss)
+        self._follow("acting", "actor", self._config.acting_rate)
         self._newest |= {"actor_loss": loss.detach(), "log_prob": log_prob.detach()}
         return log_prob.detach()
 
     def _update_temperature(self, log_prob: Tensor) -> None:
-        loss = -self._log_alpha.exp() * (log_prob.mean() + self._target_entropy)
-        self._step("temperature", loss, {"log_alpha": self._log_alpha})
+        self._step(TEMPERATURE, -self._log_alpha.exp() * (log_prob.mean() + self._target_entropy))
 
-    def _step(self, network: str, loss: Tensor, parameters: Parameters) -> None:
-        optimizer = self._optimizers[network]
+    def _step(self, name: str, loss: Tensor) -> None:
+        optimizer = self._optimizers[name]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(list(parameters.values()), self._config.gradient_norm_max)
+        self._clip(name, optimizer.param_groups[0]["params"])
         optimizer.step()
 
-    def _draw(self, actor: Parameters, observation: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = actor_forward(actor, observation)
-        noise = torch.empty_like(mean).normal_(generator=self._generator)
-        return squash(mean, log_std, noise)
+    def _clip(self, name: str, parameters: list[Tensor]) -> None:
+        """Scales a gradient down to the norm that it may have: of all of it, where ranks have shares."""
+        most = self._config.gradient_norm_max
+        if self._ranks is None:
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+        elif name == TEMPERATURE:  # a single number, which everybody has
+            self._ranks.average(gradient(self._log_alpha))
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+        else:
+            self._networks[name].hand_gradients_to(self._shares[name])
+            total = self._ranks.norm([gradient(p) for p in parameters])
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
+
+    def _follow(self, slow: str, fast: str, rate: float) -> None:
+        newest = [p.detach() for p in self._shares[fast].values()]
+        torch._foreach_lerp_(list(self._shares[slow].values()), newest, rate)
+
+    def _draw(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self._actor(observation)
+        return squash(mean, log_std, self._draw_noise(mean))
+
+    def _draw_noise(self, mean: Tensor) -> Tensor:
+        return torch.empty_like(mean).normal_(generator=self._noise)
 
     def _inputs(self, arrays: Mapping[str, Array]) -> Tensor:
         parts = [torch.as_tensor(arrays[name], dtype=torch.float32, device=self._device) for name in self._features]
@@ -172,19 +209,30 @@ class Rlpd(Algorithm):
         return optimizer
 
     def _tensors(self) -> Parameters:
-        """Every tensor that updates change, by name."""
-        networks = {"actor": self._actor, "critics": self._critics, "temperature": {"log_alpha": self._log_alpha}}
-        named = {f"targets.{name}": p for name, p in self._targets.items()}
-        named |= {f"acting.{name}": p for name, p in self._acting.items()}
-        for network, parameters in networks.items():
+        """Every tensor that updates change, or this process's share of it, by name."""
+        named = {f"{slow}.{name}": p for slow in ("targets", "acting") for name, p in self._shares[slow].items()}
+        trained = {name: self._shares[name] for name in ("actor", "critics")}
+        for network, parameters in (trained | {TEMPERATURE: {"log_alpha": self._log_alpha}}).items():
             for name, p in parameters.items():
                 named[f"{network}.{name}"] = p
                 for moment, value in self._optimizers[network].state[p].items():
                     named[f"{network}.{name}.{moment}"] = value
         return named
 
+    def _shapes(self, tensors: Parameters) -> dict[str, tuple[int, ...]]:
+        """Of the whole tensors of which these may be shares; a moment's is that of its parameter."""
+        whole = {
+            f"{network}.{name}": shape
+            for network, parts in self._networks.items()
+            for name, shape in parts.shapes.items()
+        }
+        return {
+            name: (whole[name] if name in whole else whole[name.rpartition(".")[0]]) if tensor.ndim else ()
+            for name, tensor in tensors.items()
+        }
+
     def scalars(self) -> dict[str, float]:
-        """See `Algorithm.scalars`."""
+        """See `Algorithm.scalars`; of this process's batch."""
         means = {name: float(value.mean()) for name, value in self._newest.items()}
         if "log_prob" in means:
             means["entropy"] = -means.pop("log_prob")
@@ -192,11 +240,21 @@ class Rlpd(Algorithm):
 
     def policy_weights(self) -> dict[str, Array]:
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
-        return _copies({**self._acting, **self._affine})
+        acting = self._shares["acting"]
+        if self._ranks is None:
+            return _copies({**acting, **self._affine})
+        whole = self._ranks.gather(acting, self._acting.shapes)
+        return {**whole, **_copies(self._affine)} if self._ranks.rank == 0 else {}
 
     def policy_snapshot(self) -> PolicySnapshot:
-        """See `Algorithm.policy_snapshot`."""
-        weights = {**self._acting, **self._affine}
+        """See `Algorithm.policy_snapshot`. Where ranks have what is fetched later, each of them fetches it."""
+        acting = self._shares["acting"]
+        if self._ranks is not None:
+            if self._host is None:
+                return self.policy_weights()
+            rest = _copies(self._affine)
+            return GatheredWeights(self._host.snapshot(acting), self._acting.shapes, rest, self._ranks.publishing)
+        weights = {**acting, **self._affine}
         if self._host is not None:
             return self._host.snapshot(weights)
         return {name: as_array(tensor) for name, tensor in weights.items()}
@@ -210,45 +268,65 @@ class Rlpd(Algorithm):
         return errors
 
     @torch.no_grad()
-    def policy_kl(self, former: PolicySnapshot, batch: Transitions) -> float:
+    def policy_kl(self, former: PolicySnapshot, batch: Transitions, newest: Mapping[str, Array] | None = None) -> float:
         """Mean KL(acting policy || the one of the snapshot `former`) over the batch's observations, in nats.
 
         Of the Gaussians before squashing, which both undergo alike.
+
+        Args:
+            newest: the acting policy's weights, as `policy_weights` has given them, where ranks have shares of it.
         """
         x = self._inputs(batch.observation)
-        mean, log_std = actor_forward(self._acting, x)
-        mean0, log_std0 = actor_forward(self._earlier(former), x)
+        mean, log_std = actor_forward(self._shares["acting"] if newest is None else self._on_device(newest), x)
+        mean0, log_std0 = actor_forward(self._on_device(former), x)
         ratio = (2 * (log_std - log_std0)).exp()
         distance = ((mean - mean0) / log_std0.exp()).square()
         return float((0.5 * (ratio + distance - 1.0) - (log_std - log_std0)).sum(-1).mean())
 
-    def _earlier(self, former: PolicySnapshot) -> Parameters:
-        if isinstance(former, DeviceCopy):
-            return {name: former.tensors[name] for name in self._acting}
-        assert isinstance(former, Mapping)  # these are the two that `policy_snapshot` gives
-        return {name: torch.from_numpy(former[name]).to(self._device) for name in self._acting}
+    def _on_device(self, weights: PolicySnapshot) -> Parameters:
+        """The actor among a policy's weights."""
+        if isinstance(weights, DeviceCopy):
+            return {name: weights.tensors[name] for name in self._acting.shapes}
+        assert isinstance(weights, Mapping)  # these are the two that are whole
+        return {name: torch.from_numpy(weights[name]).to(self._device) for name in self._acting.shapes}
 
     def state_dict(self) -> dict[str, Array]:
         """See `Algorithm.state_dict`."""
-        state = _copies(self._tensors())
+        tensors = self._tensors()
+        if self._ranks is None:
+            state = _copies(tensors)
+        else:
+            state = self._ranks.gather(tensors, self._shapes(tensors))
+            noise = self._ranks.collect(self._noise.get_state().numpy().tobytes())
+            if self._ranks.rank:
+                return {}
+            state[NOISE] = np.stack([np.frombuffer(each, np.uint8) for each in noise])
         state[GENERATOR] = self._generator.get_state().numpy().copy()
         state["updates"] = np.array([self._updates], np.int64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """See `Algorithm.load_state_dict`. A state from another sort of device gives all but its generator."""
-        expected = {name: value.shape for name, value in self.state_dict().items()}
-        found = {name: np.shape(value) for name, value in state.items()}
-        same_device = found.get(GENERATOR) == expected[GENERATOR]
-        if found | {GENERATOR: ()} != expected | {GENERATOR: ()} or GENERATOR not in found:
-            wrong = sorted({k for k, _ in set(found.items()) ^ set(expected.items())})
+        """See `Algorithm.load_state_dict`. A state from another sort of device gives all but its generators, one from
+        another number of ranks all but those that draw noise; these begin anew. Each of several ranks is given all of
+        it, and takes its share."""
+        tensors = self._tensors()
+        expected = {**self._shapes(tensors), GENERATOR: (), "updates": (1,)}
+        found = {name: np.shape(value) for name, value in state.items() if name != NOISE}
+        if {**found, GENERATOR: ()} != expected or GENERATOR not in found:
+            wrong = sorted({k for k, _ in set(found.items()) ^ set(expected.items())} - {GENERATOR})
             raise WireError(f"the state is of another RLPD (other settings or another robot): {wrong[:6]} differ")
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                tensor.copy_(torch.from_numpy(np.array(state[name])))
-        if same_device:
-            self._generator.set_state(torch.from_numpy(np.array(state[GENERATOR])))
+            for name, tensor in tensors.items():
+                whole = torch.from_numpy(np.array(state[name]))
+                tensor.copy_(whole if self._ranks is None else self._ranks.own(whole))
         self._updates = int(state["updates"][0])
+        _restore(self._generator, state[GENERATOR])
+        if self._ranks is not None:
+            self._restore_noise(state.get(NOISE, np.empty(0, np.uint8)), self._ranks)
+
+    def _restore_noise(self, saved: Array, ranks: Ranks) -> None:
+        if len(saved) != ranks.world or not _restore(self._noise, saved[ranks.rank]):
+            self._noise.manual_seed(_own_seed(self._seed, ranks.rank, self._updates))
 
 
 def actor_parameters(inputs: int, actions: int, hidden: tuple[int, ...], generator: torch.Generator) -> Parameters:
@@ -299,11 +377,45 @@ def critics_forward(critics: Parameters, x: Tensor) -> Tensor:
 
     The layer norm has no gain and bias of its own: the next linear layer has them.
     """
+    return critic_values(critics, x).squeeze(-1)
+
+
+def critic_values(critics: Parameters, x: Tensor, *, subset: Tensor | None = None, frozen: bool = False) -> Tensor:
+    """As `critics_forward`, but (E, n, 1): FSDP2 wants no view.
+
+    Args:
+        subset: numbers of critics; then only theirs.
+        frozen: the critics get no gradient.
+    """
+    if frozen:
+        critics = {name: p.detach() for name, p in critics.items()}
+    if subset is not None:
+        critics = {name: p[subset] for name, p in critics.items()}
     depth, h = len(critics) // 2, x.expand(critics["0.weight"].shape[0], -1, -1)
     for i in range(depth - 1):
         h = torch.baddbmm(critics[f"{i}.bias"], h, critics[f"{i}.weight"])
         h = F.relu(F.layer_norm(h, h.shape[-1:]))
-    return torch.baddbmm(critics[f"{depth - 1}.bias"], h, critics[f"{depth - 1}.weight"]).squeeze(-1)
+    return torch.baddbmm(critics[f"{depth - 1}.bias"], h, critics[f"{depth - 1}.weight"])
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """Raises RuntimeError: a backward pass has left it none."""
+    if parameter.grad is None:
+        raise RuntimeError("a parameter has no gradient: the loss does not depend on it")
+    return parameter.grad
+
+
+def _restore(generator: torch.Generator, saved: Array) -> bool:
+    """False, and nothing is changed, where `saved` is the state of another sort of device."""
+    fits = np.shape(saved) == tuple(generator.get_state().shape)
+    if fits:
+        generator.set_state(torch.from_numpy(np.array(saved)))
+    return fits
+
+
+def _own_seed(seed: int, rank: int, updates: int) -> int:
+    """For a rank's own draws, from so many updates on."""
+    return int(np.random.SeedSequence((seed, rank, updates)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _xavier(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

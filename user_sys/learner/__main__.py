@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,11 +15,13 @@ from msgspec.structs import replace
 from hal.errors import HalError
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
+from user_sys.algorithms.ranks import Ranks
 from user_sys.errors import RunError, UserSysError
 from user_sys.learner.checkpoint import sole_writer
 from user_sys.learner.device import training_device
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
+from user_sys.learner.followers import Assignment, Followers
 from user_sys.learner.service import Learner
 from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.logs import configure_logging
@@ -82,7 +85,8 @@ def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec:
 def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, stop: threading.Event) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_setup` gave it
-    device = training_device(config.learner.device, reserved=any(need.kind == "gpu" for need in config.needs))
+    reserved = any(need.kind == "gpu" for need in config.needs)
+    device = training_device(config.learner.device, reserved, config.learner.processes)
 
     def stopped(reason: str) -> None:
         log.info("run.stopped %s", reason)
@@ -92,6 +96,7 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
         MetricsWriter(folder.path, name) as metrics,
         Envoy(setup, stopped) as envoy,
+        _ranks(folder, config, spec, checkpoints, device) as ranks,
     ):
 
         def report(updates: int, scalars: dict[str, float]) -> None:
@@ -107,11 +112,31 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
             checkpoint_dir=checkpoints,
             features=config.policy.features,
             seed=config.seed,
-            device=device,
+            device=device if ranks is None else str(ranks.device),
+            ranks=ranks,
         )
         learner.run(stop)
         if not envoy.settle(FAREWELL_S):
             log.warning("weights.not_delivered version=%d", envoy.version)
+
+
+def _ranks(
+    folder: RunFolder, config: RunConfig, spec: RobotSpec, checkpoints: Path, device: str
+) -> AbstractContextManager[Ranks | None]:
+    """This process among those that train together; None where it trains alone."""
+    if config.learner.processes == 1:
+        return nullcontext()
+    return Followers(
+        Assignment(
+            config=config.learner,
+            spec=spec,
+            store=str(folder.store),
+            checkpoints=str(checkpoints),
+            features=config.policy.features,
+            seed=config.seed,
+            device=device,
+        )
+    )
 
 
 def _spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:

@@ -14,23 +14,33 @@ Device = Literal["auto", "cpu", "cuda"]
 CPU: Literal["cpu"] = "cpu"
 
 
-def training_device(wanted: Device, reserved: bool) -> str:
-    """The name of torch's device for `wanted`.
+def training_device(wanted: Device, reserved: bool, processes: int = 1) -> str:
+    """The name of torch's device for `wanted`; of several `processes`, each has the one of its own number.
 
     Args:
         reserved: the run has asked for a GPU (`needs`), which it is ``auto``'s to use.
 
     Raises:
-        ConfigError: ``cuda`` is wanted, and torch finds no GPU here.
+        ConfigError: ``cuda`` is wanted, and torch finds no GPU here; or GPUs are to be used, and there are too few.
     """
     if wanted == CPU or (wanted == "auto" and not reserved):
         return CPU
     import torch  # seconds: who only reads the configuration need not wait for it
 
     if torch.cuda.is_available():
+        require_gpus(torch.cuda.device_count(), processes)
         return "cuda"
     why = f"torch {torch.__version__} finds no GPU on {local_node()}"
     if wanted == "cuda":
         raise ConfigError(f"learner.device is cuda, and {why}")
     log.warning("learner.no_gpu the run needs a GPU, and %s: it trains on the processor", why)
     return CPU
+
+
+def require_gpus(found: int, processes: int) -> None:
+    """Raises ConfigError: `found` GPUs are too few for a learner's `processes`, each of which trains on one."""
+    if found < processes:
+        raise ConfigError(
+            f"learner.processes is {processes}, and torch finds {found} GPU{'s' * (found != 1)} on {local_node()}: "
+            f"set learner.processes to {found} at most, or have `needs` ask for {processes} GPUs near one another"
+        )

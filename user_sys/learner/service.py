@@ -13,96 +13,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hal.spec import RobotSpec
-from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import ConfigError, WireError
 from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
-from user_sys.learner.device import CPU, Device
+from user_sys.learner.device import CPU
+from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import Publishing, WeightsSink
-from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.features import Features
-from user_sys.replay.mix import DemoOnline
-from user_sys.replay.prefetch import Prefetcher
-from user_sys.replay.sampler import Sampler
-from user_sys.replay.sampler_config import SamplerConfig
-from user_sys.replay.shapes import Transitions
-from user_sys.replay.where import Where
+from user_sys.learner.share import PROCESSES, Share
 from user_sys.store.store import StoreReader
-from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.snapshot import PolicySnapshot
 from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
-MIN_CACHE_BYTES = 1 << 16
-DEMO_FRACTION = 0.5
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
-SAMPLER = "sampler."  # before the names of the sampler's arrays in a checkpoint
 VERSIONS_PER_CHECKPOINT = 1000
 """At most so many versions are published from one checkpoint to the next. A resumed learner skips twice as many, since
 the next checkpoint may have been begun and not finished: so it never gives a number that was used before, as robots
 take only numbers that grow."""
 
+if TYPE_CHECKING:
+    from user_sys.algorithms.ranks import Ranks
+
 Report = Callable[[int, dict[str, float]], None]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LearnerConfig:
-    """The learner's settings.
-
-    Attributes:
-        algorithm: RLPD's own settings.
-        batch_size: transitions in an update.
-        demo_fraction: share of demonstrations and interventions in a batch of the mixed sampler.
-        sampler: what batches are drawn from, and how.
-        cache_bytes: memory of the replay buffer's hot cache; what does not fit is read from the disk when it is drawn.
-        batches_ahead: how many batches are got ready while one trains; 0 saves the threads, where states are all.
-        warmup_updates: updates allowed on demonstrations alone, before the first online step.
-        utd_max: the staleness bound: updates allowed for each online step, besides the warm-up.
-        publish: when weights are published, and in which forms.
-        checkpoint_interval_s, checkpoints_kept: likewise, and how many stay on disk.
-        report_interval_s: from one report of scalars to the next.
-        device: what networks are trained on: ``cpu``, ``cuda``, or ``auto``: a GPU where the run's `needs` ask for one.
-        threads: CPU threads of torch; one leaves the rest of a small machine to the robots.
-        max_training_s: training ends then; time in which the staleness bound held it up does not count.
-        max_updates: ... or after so many updates; 0 sets no such end.
-    """
-
-    algorithm: RlpdConfig = field(default_factory=RlpdConfig)
-    batch_size: int = 256
-    demo_fraction: float = DEMO_FRACTION
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    cache_bytes: int = 256 << 20
-    batches_ahead: int = 0
-    warmup_updates: int = 500
-    utd_max: float = 8.0
-    publish: PublishConfig = field(default_factory=PublishConfig)
-    checkpoint_interval_s: float = 20.0
-    checkpoints_kept: int = 3
-    report_interval_s: float = 1.0
-    device: Device = "auto"
-    threads: int = 1
-    max_training_s: float = 300.0
-    max_updates: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.batch_size, self.threads, self.checkpoints_kept) < 1:
-            raise ConfigError("learner: batch_size, threads and checkpoints_kept must be at least 1")
-        if self.cache_bytes < MIN_CACHE_BYTES or self.batches_ahead < 0 or not 0 <= self.demo_fraction <= 1:
-            raise ConfigError(
-                f"learner: cache_bytes must be at least {MIN_CACHE_BYTES}, batches_ahead not negative, "
-                "and demo_fraction a share between 0 and 1"
-            )
-        if self.sampler.kind != "mixed" and self.demo_fraction != DEMO_FRACTION:
-            raise ConfigError(f"demo_fraction means nothing to sampler.kind {self.sampler.kind!r}: leave it out")
-        if self.utd_max <= 0 or self.warmup_updates < 1:
-            raise ConfigError("learner: utd_max must be above 0 and warmup_updates at least 1, or nothing is learned")
 
 
 class Learner:
@@ -120,6 +58,7 @@ class Learner:
         features: Sequence[str] = (),
         seed: int = 0,
         device: str = CPU,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up the newest checkpoint of `checkpoint_dir`, where there is one.
@@ -130,36 +69,29 @@ class Learner:
             report: takes the count of updates and scalars to show; must return at once.
             features: the observations that the policy reads; empty for all vectors.
             device: torch's name of what trains; for a GPU, batches lie in page-locked memory.
+            ranks: the processes that train it together, of which this is the first (`followers.Followers`).
             clock: monotonic seconds.
 
         Raises:
             ConfigError: settings that do not fit the robot or the device.
             WireError: the checkpoint is of other settings or another robot.
         """
-        from user_sys.algorithms.rlpd import Rlpd  # torch: the learner's process alone needs it
-        from user_sys.weights.gpu.device import host_copies
-
         self._config, self._reader, self._clock = config, reader, clock
         self._sink, self._report_scalars = publish, report
         self._publishing = Publishing(config.publish, publish, clock)
-        copies = host_copies(device, config.publish)
-        self._algorithm = Rlpd(config.algorithm, spec, features=features, seed=seed, device=device, copies=copies)
-        here = Where(embodiments=frozenset({spec.embodiment}))
-        self._replay = ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes, where=here)
-        self._mix = DemoOnline(spec.embodiment, config.demo_fraction)  # what counts, whatever is drawn from
-        chooser = self._mix if config.sampler.plain else config.sampler.chooser(spec.embodiment, config.demo_fraction)
-        if chooser is not self._mix:
-            self._replay.listen(self._mix.update)
-        steps = Transitions(config.sampler.n_step, config.algorithm.discount)
-        self._sampler = Sampler(self._replay, chooser, steps, config.batch_size, seed=seed, pin=device != CPU)
-        self._batches = Prefetcher(self._sampler, config.batches_ahead)
+        self._share = Share(config, spec, reader, features=features, seed=seed, device=device, ranks=ranks)
+        self._processes = 1 if ranks is None else ranks.world
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
         self._told = False  # that there is nothing to draw
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
         self._steps_s: deque[float] = deque(maxlen=MAX_STEPS)
-        self._resume(checkpoint_dir)
+        try:
+            self._resume(checkpoint_dir)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def updates(self) -> int:
@@ -190,8 +122,7 @@ class Learner:
 
     def close(self) -> None:
         """Ends the replay buffer's threads. `run` does it too; calling it twice is harmless."""
-        self._batches.close()
-        self._replay.close()
+        self._share.close()
 
     def _run(self, stop: threading.Event) -> None:
         self._checkpoint(wait=True)  # an unwritable disk shows now, and the versions to come are reserved
@@ -211,13 +142,13 @@ class Learner:
                 self._update()
             else:
                 stop.wait(IDLE_WAIT_S)
-            self._publishing.publish_if_due(self._updates, self._algorithm.policy_snapshot, self._moved)
+            self._publishing.publish_if_due(self._updates, self._share.snapshot, self._share.moved)
             if checkpoint.due():
                 self._checkpoint()
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
-        self._publishing.publish(self._updates, self._algorithm.policy_snapshot)
+        self._publishing.publish(self._updates, self._share.snapshot)
         self._report()
         self._checkpoint(wait=True)
 
@@ -226,14 +157,8 @@ class Learner:
         return self._training_s >= config.max_training_s or 0 < config.max_updates <= self._updates
 
     def _update(self) -> None:
-        self._batch = self._batches.next()
-        self._algorithm.update(self._batch)
-        if self._sampler.hears:
-            self._sampler.feedback(self._batch, self._algorithm.td_errors())
+        self._share.update()
         self._updates += 1
-
-    def _moved(self, former: PolicySnapshot) -> float:
-        return self._algorithm.policy_kl(former, self._batch)
 
     def _count_time(self, trained: bool, seconds: float) -> None:
         if trained:
@@ -245,14 +170,14 @@ class Learner:
 
     def _may_update(self) -> bool:
         allowed = self._config.warmup_updates + self._config.utd_max * self._online_steps
-        return len(self._sampler) > 0 and self._updates < allowed and not self._publishing.too_far_ahead
+        return self._share.ready and self._updates < allowed and not self._publishing.too_far_ahead
 
     def _follow(self) -> None:
         """Takes in what is new in the store."""
-        self._replay.refresh()
-        self._online_steps += max(0, len(self._mix.online) - self._online_seen)
-        self._online_seen = len(self._mix.online)
-        if len(self._mix) and not len(self._sampler) and not self._told:
+        self._share.follow()
+        self._online_steps += max(0, len(self._share.mix.online) - self._online_seen)
+        self._online_seen = len(self._share.mix.online)
+        if len(self._share.mix) and not self._share.ready and not self._told:
             log.warning("learner.nothing_to_draw none of what is stored meets learner.sampler.only: training waits")
             self._told = True
         self._publishing.episodes_ended(lambda: int(self._reader.index.episodes.complete.sum()))
@@ -281,21 +206,21 @@ class Learner:
             "policy": self._policy_digest(),
             "training_s": self._training_s,
             "waited_s": self._waited_s,
+            PROCESSES: self._processes,
         }
-        sampler = {SAMPLER + name: value for name, value in self._batches.state_dict().items()}
-        return Checkpoint(self._updates, scalars, {**self._algorithm.state_dict(), **sampler})
+        return Checkpoint(self._updates, scalars, self._share.state())
 
     def _position(self) -> int:
         """How far into the store the learner has seen: the sequence number of the newest chunk's record."""
-        sequence = self._replay.timeline.index.chunks.sequence
+        sequence = self._share.replay.timeline.index.chunks.sequence
         return int(sequence.max()) if len(sequence) else -1
 
     def _policy_digest(self) -> str:
         """Of what would be published now: a checkpoint and a version of the same update agree bit for bit."""
-        return build_state(self._algorithm.policy_weights()).digest.hex()
+        return build_state(self._share.weights()).digest.hex()
 
     def _resume(self, folder: Path) -> None:
-        self._replay.refresh()
+        self._share.follow()
         checkpoint = latest(folder)
         if checkpoint is None:
             return
@@ -313,11 +238,11 @@ class Learner:
                 f"the checkpoint has seen the store's record {position} and the store ends at {self._position()}: "
                 "it belongs to another store"
             )
-        sampler = {name: value for name, value in checkpoint.arrays.items() if name.startswith(SAMPLER)}
-        self._algorithm.load_state_dict({k: v for k, v in checkpoint.arrays.items() if k not in sampler})
+        if not self._share.load(checkpoint):
+            before = scalars.get(PROCESSES, 1)
+            log.warning("learner.other_processes before=%s now=%d: the sampler begins anew", before, self._processes)
         if self._policy_digest() != policy:
             raise WireError(f"the checkpoint in {folder} does not give the policy that was published from it")
-        self._batches.load_state_dict({name.removeprefix(SAMPLER): value for name, value in sampler.items()})
         self._updates = checkpoint.updates
         log.info("learner.resumed updates=%d training_s=%.1f", self._updates, self._training_s)
 
@@ -325,20 +250,20 @@ class Learner:
         updates, seconds = self._reported
         elapsed = self._training_s - seconds
         self._reported = (self._updates, self._training_s)
-        steps_s, cache = list(self._steps_s), self._replay.report()
+        steps_s, cache = list(self._steps_s), self._share.replay.report()
         self._steps_s.clear()
         self._report_scalars(
             self._updates,
             {
-                **self._algorithm.scalars(),
+                **self._share.algorithm.scalars(),
                 "training_s": self._training_s,
                 "waited_s": self._waited_s,
                 "step_ms": 1e3 * statistics.median(steps_s) if steps_s else 0.0,
                 "updates_per_s": (self._updates - updates) / elapsed if elapsed > 0 else 0.0,
                 "online_steps": float(self._online_steps),
                 "updates_per_step": self._updates / max(1, self._online_steps),
-                "demo_transitions": float(len(self._mix.demo)),
-                "online_transitions": float(len(self._mix.online)),
+                "demo_transitions": float(len(self._share.mix.demo)),
+                "online_transitions": float(len(self._share.mix.online)),
                 "cold_share": cache.cold / max(1, cache.observations),
                 "damaged": float(cache.damaged),
                 "policy_version": float(self._publishing.version),

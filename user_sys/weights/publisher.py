@@ -48,6 +48,8 @@ class PublishConfig:
         governor: what publishing may cost the training step.
         green_sms: multiprocessors of a CUDA green context in which a GPU's weights are packed and copied to the host; 0
             for none: then on a stream of the lowest priority.
+        collective_ctas: thread blocks of a GPU with which weights are gathered where several processes have shares of
+            them.
     """
 
     every_s: float = 1.0
@@ -58,12 +60,15 @@ class PublishConfig:
     max_lead: int = 0
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     green_sms: int = 0
+    collective_ctas: int = 2
 
     def __post_init__(self) -> None:
         if min(self.every_s, self.every_updates, self.kl, self.max_lead) < 0:
             raise ConfigError("learner.publish: every_s, every_updates, kl and max_lead are not negative")
         if not (self.every_s or self.every_updates or self.kl or self.at_episode_ends):
             raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
+        if self.collective_ctas < 1:
+            raise ConfigError("learner.publish: collective_ctas is at least 1")
         if not self.forms:
             raise ConfigError("learner.publish: forms names at least one of exact, bf16, int8")
         if self.green_sms < 0:

@@ -1,0 +1,205 @@
+"""A learner of several processes: from a store to published weights, and what becomes of it when one of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace as replace_record
+from test_service import CONFIG, PRIORITIZED, SPEC, STEPS, Bench, Sink, bench
+
+from user_sys.config import load
+from user_sys.episode import Source
+from user_sys.errors import ConfigError, RunError
+from user_sys.learner import followers
+from user_sys.learner.checkpoint import Checkpoint, latest
+from user_sys.learner.device import require_gpus
+from user_sys.learner.followers import Assignment, Followers
+from user_sys.learner.learner_config import LearnerConfig
+from user_sys.learner.service import Learner, Report
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.store.store import StoreReader
+from user_sys.topology import RunConfig
+from user_sys.weights.publisher import PublishConfig
+
+__all__ = ["bench"]  # pytest finds the fixture here
+TWO = replace(CONFIG, processes=2)
+ENDLESS = replace(TWO, warmup_updates=10**9, max_training_s=1e9)
+ASSIGNMENT = Assignment(config=TWO, spec=SPEC, store="", checkpoints="")
+
+
+def train(
+    bench: Bench,
+    config: LearnerConfig,
+    checkpoints: str = "a",
+    seed: int = 0,
+    report: Report | None = None,
+    device: str = "cpu",
+) -> Checkpoint:
+    """Trains as long as `config` says; the last checkpoint."""
+    store, folder = bench.folder / "store", bench.folder / checkpoints
+    told = Assignment(config=config, spec=SPEC, store=str(store), checkpoints=str(folder), seed=seed, device=device)
+    with Followers(told) as ranks, StoreReader.open(store) as reader:
+        learner = Learner(
+            config,
+            SPEC,
+            reader,
+            publish=Sink(bench.published),
+            report=report or (lambda count, scalars: bench.reported.append((count, scalars))),
+            checkpoint_dir=folder,
+            seed=seed,
+            device=str(ranks.device),
+            ranks=ranks,
+        )
+        learner.run(threading.Event())
+    checkpoint = latest(folder)
+    assert checkpoint is not None and checkpoint.updates == learner.updates == config.max_updates
+    return checkpoint
+
+
+def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_from_there(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.fill(Source.ONLINE, 4)
+    publish = PublishConfig(every_s=0.0, kl=1e-9)
+    config = replace(TWO, sampler=PRIORITIZED, batches_ahead=2, publish=publish, max_updates=21)
+    straight = train(bench, replace(config, checkpoint_interval_s=0.0, checkpoints_kept=100), "straight")
+    assert [published.updates for published in bench.published] == [10, 20, 21]
+    assert bench.published[-1].state.digest.hex() == straight.scalars["policy"]
+    MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
+    count, scalars = bench.reported[-1]
+    assert count == 21 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
+    own, others = (straight.arrays[f"{rank}sampler.chooser.powers"] for rank in ("", "rank.1."))
+    assert not np.array_equal(own, others), "each has drawn for itself"
+
+    early = sorted((bench.folder / "straight").glob("*.checkpoint"))[1]  # the first was there before any update
+    (bench.folder / "later").mkdir()
+    (bench.folder / "later" / early.name).write_bytes(early.read_bytes())
+    resumed = train(bench, config, "later", seed=99)
+    assert straight.arrays.keys() == resumed.arrays.keys()
+    for name, value in straight.arrays.items():
+        np.testing.assert_array_equal(value, resumed.arrays[name], err_msg=name)
+    assert "other_processes" not in caplog.text
+
+    alone = bench.learner(replace(config, processes=1, max_updates=24), "later")
+    assert alone.updates == 21 and caplog.text.count("learner.other_processes before=2 now=1") == 1
+    alone.run(threading.Event())
+    assert bench.published[-1].updates == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
+def test_on_two_gpus_they_train_publish_and_go_on_also_without_any(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    for updates, device in ((10, "cuda"), (20, "cuda"), (30, "cpu")):
+        checkpoint = train(bench, replace(TWO, max_updates=updates), device=device)
+        assert bench.published[-1].updates == updates
+        assert bench.published[-1].state.digest.hex() == checkpoint.scalars["policy"]
+
+
+def test_a_follower_that_is_killed_ends_the_learner_with_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "NOTICE_S", 300.0)  # or a busy machine would end this process
+    bench.fill(Source.DEMO, 3)
+    killed = threading.Event()
+
+    def kill(count: int, scalars: dict[str, float]) -> None:
+        if count > 3 and not killed.is_set():
+            killed.set()
+            os.kill(children(os.getpid())[0], signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"^process 1 of the 2 that train together ended by signal 9; what it said"):
+        train(bench, replace(ENDLESS, report_interval_s=0.0), report=kill)
+    assert killed.is_set() and not children(os.getpid())
+    assert latest(bench.folder / "a") is not None, "there is a checkpoint to go on from"
+
+
+def children(of: int) -> list[int]:
+    """The followers that are children of a process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(state[1]) == of and state[0] != "Z" and b"follower_process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+LEARNER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_followers import ENDLESS, train
+from test_service import Bench
+train(Bench(Path(sys.argv[1]), None), ENDLESS, report=lambda count, scalars: print(count, flush=True))
+"""
+
+
+@pytest.mark.slow  # the learner's process and its follower both import torch
+def test_a_learner_that_is_killed_takes_its_follower_along(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    argv = [sys.executable, "-c", LEARNER, str(bench.folder), str(Path(__file__).parent)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and any(int(line) > 3 for line in process.stdout)
+    (follower,) = children(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not Path(f"/proc/{follower}").exists())
+
+
+def test_a_follower_whose_learner_is_gone_ends_wherever_it_is(bench: Bench) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    meeting = str(bench.folder / "ranks")  # where nobody comes
+    told = replace_record(ASSIGNMENT, store=str(bench.folder / "store"), meeting=meeting, rank=1)
+    with ours, theirs:
+        argv = [sys.executable, "-m", "user_sys.learner.follower_process", str(theirs.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
+        ours.send(msgspec.msgpack.encode(told))
+        wait_until(lambda: Path(meeting).exists())
+        assert process.poll() is None
+    assert process.wait(60) == 1
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+WRONG = {
+    "{processes: 0}": ["0 processes do not divide a batch of 256"],
+    "{processes: 3}": ["3 processes do not divide a batch of 256 evenly", "a multiple of it"],
+    "{processes: 2, cache_bytes: 100000}": ["cache_bytes 100000 is shared by 2 processes", "65536"],
+    "{processes: 2, publish: {green_sms: 8}}": ["green_sms is for a learner of one process"],
+    "{publish: {collective_ctas: 0}}": ["collective_ctas is at least 1"],
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_processes_that_cannot_share_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"learner: {text}")
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, tmp_path / "run.yaml")
+    assert [part for part in WRONG[text] if part not in str(caught.value)] == []
+
+
+def test_each_process_needs_a_gpu_of_its_own() -> None:
+    require_gpus(found=2, processes=2)
+    with pytest.raises(ConfigError, match=r"learner\.processes is 3, and torch finds 2 GPUs on \S+: set"):
+        require_gpus(found=2, processes=3)

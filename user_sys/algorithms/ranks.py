@@ -1,0 +1,162 @@
+"""Several processes of one computer that train one policy: what they have of it, and what they say to each other.
+
+Rank 0 decides what is done next and says so (`tell`, `hear`); then all of them make the same collectives in the same
+order. Networks are sharded with FSDP2: parameters, gradients, and whatever follows their shape. Each collective has a
+deadline; one that another process left, or never came to, raises torch's RuntimeError.
+
+What passes between processes goes through gloo, what passes between GPUs through NCCL; rank r has the GPU of that
+number. Weights are gathered for publishing through a group of their own, which on GPUs may use a few thread blocks
+only and has no priority over training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from user_sys.algorithms.gathering import Gathering, own_rows
+from user_sys.algorithms.network import Network
+from user_sys.codec import Array
+from user_sys.errors import RunError
+
+COLLECTIVE_S = 300.0
+"""Longer than rank 0 may wait for its disk, for a batch and for a slot of its envoy, all in one turn."""
+LOOPBACK = "lo"
+
+
+class Ranks:
+    """One process among those that train one policy; all of them make theirs at the same time. One thread calls it.
+
+    Attributes:
+        rank: this process's number; 0 decides.
+        world: how many there are.
+        device: what this one trains on.
+        publishing: gathers weights; another thread may call it, the same one each time.
+    """
+
+    def __init__(self, rank: int, world: int, device: str, meeting: Path, collective_ctas: int) -> None:
+        """Blocks until all have come.
+
+        Args:
+            device: ``cpu``, or ``cuda`` for the GPU of the process's own number.
+            meeting: path of a file in a folder that nobody else may write to; made by who comes first.
+            collective_ctas: thread blocks of a GPU that gathering weights may use.
+
+        Raises:
+            RunError: not all came within `COLLECTIVE_S`, or they cannot reach one another.
+        """
+        self.rank, self.world = rank, world
+        self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", LOOPBACK)  # nobody beyond this computer takes part
+        try:
+            self._join(meeting)
+            group = self._publishing_group(collective_ctas)
+        except RuntimeError as error:
+            raise RunError(f"the {world} processes of the learner did not come together: {error}") from error
+        self.publishing = Gathering(rank, world, self.device, group)
+        self._gathering = Gathering(rank, world, self.device, None)
+
+    def _join(self, meeting: Path) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        on_gpus = self.device.type == "cuda"
+        if on_gpus:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            store=dist.FileStore(str(meeting), self.world),  # type: ignore[attr-defined]  # torch documents it there
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
+        self._mesh = init_device_mesh(self.device.type, (self.world,))
+
+    def _publishing_group(self, collective_ctas: int) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=COLLECTIVE_S)
+        if self.device.type == "cpu":
+            return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="gloo"))
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
+        options.config.max_ctas = collective_ctas
+        return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="nccl", pg_options=options))
+
+    def leave(self) -> None:
+        """Ends the groups."""
+        dist.destroy_process_group()
+
+    # What is done next
+
+    def tell(self, turn: int, detail: int = 0) -> None:
+        """Rank 0 says what all do next."""
+        dist.broadcast(torch.tensor([turn, detail]), 0)
+
+    def hear(self) -> tuple[int, int]:
+        """What rank 0 says next: a turn and its detail. Blocks for `COLLECTIVE_S` at most."""
+        said = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(said, 0)
+        turn, detail = said.tolist()
+        return turn, detail
+
+    def agree(self, mine: bool) -> bool:
+        """Whether it is so with all of them."""
+        every = torch.tensor([int(mine)])
+        dist.all_reduce(every, dist.ReduceOp.MIN)
+        return bool(every.item())
+
+    def collect(self, content: bytes) -> list[bytes]:
+        """Everybody's `content` by rank, at rank 0; nothing elsewhere."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(content)]))
+        if self.rank:
+            if content:
+                dist.send(torch.from_numpy(np.frombuffer(content, np.uint8).copy()), 0)
+            return []
+        found = [content]
+        for rank in range(1, self.world):
+            piece = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            if len(piece):
+                dist.recv(piece, rank)
+            found.append(piece.numpy().tobytes())
+        return found
+
+    # Tensors in shares
+
+    def shard(self, network: Network) -> None:
+        """Leaves this process its share of a network that all of them have made alike."""
+        from torch.distributed.fsdp import fully_shard
+
+        sharded = fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
+        if self.device.type == "cpu":
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no average: torch divides
+        network.sharded = True
+
+    def average(self, tensor: Tensor) -> None:
+        """Makes `tensor` the mean of everybody's."""
+        dist.all_reduce(tensor)
+        tensor.div_(self.world)
+
+    def norm(self, shares: Sequence[Tensor]) -> Tensor:
+        """The Euclidean norm, as one vector, of tensors of which each process has a share."""
+        squared = torch.nn.utils.get_total_norm(shares).square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This process's share of a whole tensor, in the same memory. A single number is everybody's."""
+        return own_rows(whole, self.rank, self.world)
+
+    def gather(self, shares: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+        """Whole tensors of `shapes` in rank 0's host memory; nothing elsewhere. See `Gathering.gather`."""
+        found = {}
+        if self.rank == 0:
+            found = {name: torch.empty(shapes[name], dtype=share.dtype).numpy() for name, share in shares.items()}
+        self._gathering.gather(shares, found)
+        return found
