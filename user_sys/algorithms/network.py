@@ -31,10 +31,19 @@ class Network(nn.Module):
         self.sharded = False
         for name, p in parameters.items():  # torch allows no dot in a name
             self.register_parameter(name.replace(".", "/"), nn.Parameter(p.detach(), requires_grad=trained))
+        self._whole = self._named()
+
+    def was_sharded(self) -> None:
+        """From now on each process has a share only: lets go of the whole."""
+        self.sharded, self._whole = True, {}
 
     def twin(self) -> Network:
         """One with copies of the parameters, which get no gradients. Only before it is sharded."""
         return Network({name: p.detach().clone() for name, p in self._named().items()}, self._compute, trained=False)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Straight to `compute` where nothing has to be gathered: a module's call costs a small network a percent."""
+        return super().__call__(*args, **options) if self.sharded else self._compute(self._whole, *args, **options)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self._compute(self._named(), *args, **options)
@@ -42,7 +51,7 @@ class Network(nn.Module):
     def shares(self) -> Parameters:
         """This process's share of each parameter, in the memory that is trained; all of it where it is not sharded."""
         if not self.sharded:
-            return self._named()
+            return self._whole
         with torch.no_grad():  # then it is the very memory, and no node of a graph
             return {name: cast(Any, p).to_local().detach() for name, p in self._named().items()}
 

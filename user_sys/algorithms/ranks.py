@@ -136,7 +136,7 @@ class Ranks:
         sharded = fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
         if self.device.type == "cpu":
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no average: torch divides
-        network.sharded = True
+        network.was_sharded()
 
     def average(self, tensor: Tensor) -> None:
         """Makes `tensor` the mean of everybody's."""
