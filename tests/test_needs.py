@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hal.request import Request
 from hal.resource import Kind
 from user_sys.errors import ConfigError
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.needs import NeedConfig
+from user_sys.opening import take_places
 from user_sys.topology import RunConfig
 
 
@@ -59,3 +62,29 @@ def test_processes_that_train_together_need_their_gpus_on_one_computer(need: Nee
     RunConfig(learner=LearnerConfig(processes=2, device="cpu"), needs=(need,))
     with pytest.raises(ConfigError, match=r"processes is 2, and each needs a GPU of one computer: .*count: 2, near"):
         RunConfig(learner=two, needs=(need,))
+
+
+def test_on_one_computer_a_learner_is_to_see_the_gpu_that_meets_the_need_unless_a_person_has_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cards-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: cards\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[user_sys.probes]\ncards = probe_of_two_cards:find\n")
+    (tmp_path / "probe_of_two_cards.py").write_text(
+        "from hal.resource import Kind, ResourceRecord\n"
+        "def find():\n"
+        "    for number, size in enumerate((8, 24)):\n"
+        "        name, labels = f'here/gpu-{number}', {'uuid': f'GPU-of-{size}-GB'}\n"
+        "        yield ResourceRecord(\n"
+        "            kind=Kind.GPU, name=name, model='x', node='here', labels=labels, memory_bytes=size * 10**9\n"
+        "        )\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = RunConfig(needs=(NeedConfig(kind="gpu", memory_gb=24),))
+    with take_places(config, tmp_path / "run", Console()) as places:
+        assert places.gpus == ("GPU-of-24-GB",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with take_places(config, tmp_path / "run", Console()) as places:
+        assert places.gpus == ()
