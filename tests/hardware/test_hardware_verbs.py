@@ -19,10 +19,12 @@ from hal.lease import LeaseTable, MachineLock
 from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
+from hal.standing import OrderBook
 from user_sys.cli import main
 from user_sys.compose import RobotConfig
 from user_sys.hardware.verbs import in_use, with_cluster
 from user_sys.run_folder import create, read_card
+from user_sys.store.store import StoreWriter
 from user_sys.topology import RunConfig
 
 JOB = """
@@ -48,13 +50,16 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run folder whose gateway has known a robot."""
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run folder whose gateway knows a robot."""
     folder, _ = create(RunConfig(runs=tmp_path / "runs"), "demo", "tcp://127.0.0.1:5999")
-    registry = Registry(LeaseTable(None), folder.path)
-    registry.announce(ResourceRecord(kind=Kind.ROBOT, name="far-0", model="panda", node="10.0.0.7", found_by="tunnel"))
-    registry.lease("far-0", "edge on cart")
-    return folder.path
+    with StoreWriter.open(folder.store):
+        registry = Registry(LeaseTable(None), folder.path)
+        registry.announce(
+            ResourceRecord(kind=Kind.ROBOT, name="far-0", model="panda", node="10.0.0.7", found_by="tunnel")
+        )
+        registry.lease("far-0", "edge on cart")
+        yield folder.path
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
@@ -133,6 +138,23 @@ def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_
     assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
     with MachineLock("left", "for runs/other/edge/left"):
         assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
+
+
+def test_what_a_gateway_knew_that_was_killed_is_not_told_as_if_it_were_so(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = create(RunConfig(runs=tmp_path / "runs"), "killed", "tcp://127.0.0.1:5999")
+    registry = Registry(LeaseTable(None), folder.path)
+    for name in ("far-0", "far-1", "left"):
+        registry.announce(ResourceRecord(kind=Kind.ROBOT, name=name, model="panda", node="10.0.0.7"))
+        registry.lease(name, "run killed")
+    OrderBook(folder.path / "orders.json").give("far-1", "quarantined", "ana", "oil")
+    registry.expire()
+    StoreWriter.open(folder.store).close()
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", folder.path)}
+    assert (rows["far-0"]["health"], rows["far-0"]["trouble"]) == ("lost", "the run's gateway does not run")
+    assert (rows["far-1"]["health"], rows["far-1"]["note"]) == ("quarantined", "by ana: oil"), "orders stand"
+    assert rows["left"]["health"] == "ready", "of what is here, this computer knows more"
 
 
 def lose(run: Path, name: str, last_there_unix_s: float) -> None:

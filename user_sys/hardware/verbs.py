@@ -33,9 +33,11 @@ from user_sys.compose import LIBRARIES, RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import RunError, UserSysError
 from user_sys.run_folder import read_card
+from user_sys.store.segments import is_written
 from user_sys.topology import RunConfig, RunFolder
 
 EVENT_WAIT_S = 0.5
+UNWATCHED = "the run's gateway does not run"
 IMPOSSIBLE = 1  # the exit status where a job cannot be placed, or something does not work
 _MARKS = {Verdict.OK: ("ok", "green"), Verdict.ADVICE: ("advice", "yellow"), Verdict.PROBLEM: ("problem", "red")}
 _NEWS = {
@@ -228,11 +230,18 @@ def _robots(path: Path | None) -> tuple[RobotConfig, ...]:
 
 
 def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[ResourceRecord]:
-    """`records`, and what the run's gateway knows, which says more of a robot than this computer can."""
+    """`records`, and what the run's gateway knows, which says more of a robot than this computer can. Of what a gateway
+    knew that does not run any more, orders still stand; where a robot is now, it cannot say."""
     named = {record.name: record for record in records}
     if run is not None:
-        for known in read_registry(_run_folder(run)):
+        folder = RunFolder(_run_folder(run))
+        runs = is_written(folder.store)
+        for known in read_registry(folder.path):
             here = named.get(known.name)
+            if not runs and known.health not in (Health.QUARANTINED, Health.DRAINING):
+                if here is not None and here.health is not Health.LOST:
+                    continue
+                known = msgspec.structs.replace(known, health=Health.LOST, note="", trouble=UNWATCHED)
             labels = {**(here.labels if here else {}), **known.labels}
             named[known.name] = msgspec.structs.replace(known, labels=labels)
     return [named[name] for name in sorted(named)]
