@@ -23,6 +23,7 @@ LEAD_S = 0.5  # at the speed of the way
 STILL = 0.25  # share of a step; joints that moved less are where they were
 SETTLE_S = 0.2  # joints that were there so long stand
 ATTEND_EVERY_S = 0.01
+SLACK_S = 0.1  # joints may be as far out of their range as they move in it at their greatest speed, or in a period
 
 
 def require_home(spec: RobotSpec, home: Sequence[float], low: Array, high: Array) -> None:
@@ -38,6 +39,25 @@ def require_home(spec: RobotSpec, home: Sequence[float], low: Array, high: Array
     for label, position, least, most in zip(labels, home, low[joints], high[joints], strict=False):
         if not least <= position <= most:
             raise SpecError(f"home: {label} is {position:g}; it may be between {least:g} and {most:g}")
+
+
+def require_in_range(spec: RobotSpec, measured: Array, low: Array, high: Array) -> None:
+    """Raises HardwareLost: a joint is so far out of its range that a command, cut off at the range's end, is a leap.
+
+    Args:
+        measured: of the spec's `joint_target`, in that order.
+        low, high: of the whole action, (a,).
+    """
+    joints = list(spec.joint_target)
+    fastest = np.array(spec.limits.joint_velocity_max or (np.inf,) * len(joints))
+    slack = fastest * max(SLACK_S, spec.period_s)
+    out = np.flatnonzero((measured < low[joints] - slack) | (measured > high[joints] + slack))
+    if len(out):
+        joint = joints[out[0]]
+        raise HardwareLost(
+            f"{spec.model}: {spec.action.labels[joint]} is at {measured[out[0]]:.4g}; it may be between {low[joint]:g} "
+            f"and {high[joint]:g}: a person must bring it back there, or widen its limits"
+        )
 
 
 def walk_home(robot: Robot, home: Sequence[float], told: Array) -> None:

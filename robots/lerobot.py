@@ -26,7 +26,7 @@ from hal.station import Station, StationRequest, read_options
 from robots.alone import DeviceLock, devices_in
 from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
-from robots.homing import require_home, walk_home
+from robots.homing import require_home, require_in_range, walk_home
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
 from robots.lerobot_plugins import build, has_setting, persist
 from robots.reaching import REACH, ReachConfig, with_reach
@@ -100,6 +100,7 @@ class LerobotRobot(Robot):
         self._alone = DeviceLock(*devices_in(config.settings))
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
+        self._measured: Array = np.zeros(len(self._state.names), np.float32)
         self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
 
     def connect(self) -> None:
@@ -132,12 +133,14 @@ class LerobotRobot(Robot):
         for camera in self.spec.cameras:
             if camera.name in raw:
                 self.images[camera.name] = Frame(_picture(raw[camera.name], camera), captured_ns)
-        return Observation({STATE: self._state.vector(raw)}, captured_ns)
+        self._measured = self._state.vector(raw)
+        return Observation({STATE: self._measured.copy()}, captured_ns)
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
         if self._released:
             self._hold()
+        require_in_range(self.spec, self._measured[list(self.spec.limits.joint_position)], self._low, self._high)
         self._moving = True
         return self._send(np.clip(action, self._low, self._high))
 
@@ -214,14 +217,14 @@ class LerobotRobot(Robot):
 
     def _hold(self) -> None:
         """Makes the measured pose the goal; motors that were released come under torque again."""
-        measured = self._state.vector(self._ask("reading", self._device.get_observation))
+        measured = self._measured = self._state.vector(self._ask("reading", self._device.get_observation))
         goal = np.array(self.spec.neutral, np.float32)
         for index, feature in enumerate(self._action.all):
             if index == self.spec.gripper and self._moving:
                 goal[index] = self._goal[index]  # keeps its grip
             elif feature.is_position and feature.name in self._state.names:
                 goal[index] = measured[self._state.index(feature.name)]
-        self._send(np.clip(goal, self._low, self._high))
+        self._send(goal)  # wherever that is: what a bound cuts off would be leapt
         if self._released:
             self._ask("taking hold", self._device.bus.enable_torque, CONNECT_DEADLINE_S)
         self._moving = self._released = False
@@ -230,8 +233,8 @@ class LerobotRobot(Robot):
         values = self._action.values(action)
         sent = self._ask("commanding", lambda: self._device.send_action(values))
         applied = self._action.vector(sent if isinstance(sent, Mapping) else {}, instead=action)
-        self._goal: Array = np.clip(applied, self.spec.action.low, self.spec.action.high).astype(np.float32)
-        return self._goal.copy()
+        self._goal: Array = applied.astype(np.float32)
+        return np.clip(self._goal, self.spec.action.low, self.spec.action.high).astype(np.float32)
 
     def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
         if self._thread is None:

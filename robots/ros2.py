@@ -23,7 +23,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
-from robots.homing import require_home, walk_home
+from robots.homing import require_home, require_in_range, walk_home
 from robots.reaching import REACH, with_reach
 from robots.ros2_camera import RosCamera, stamp_ns
 from robots.ros2_controllers import ANSWER_S, Controller, ControllerManager, targets_of
@@ -69,6 +69,7 @@ class Ros2Robot(Robot):
         try:
             self._listen()
             self._find_sensor()
+            self._require_in_range(self._readings.of(self.config.moved)[0])
             self._find_controllers()
             self._connected, self._moving, self._released = True, True, False
             self._hold()
@@ -101,7 +102,9 @@ class Ros2Robot(Robot):
         self.spec.action.validate(action)
         self._require_link()
         self._require_unpressed()
-        self._require_alive(self._readings.of(self.config.moved)[2])
+        positions, _, captured_ns = self._readings.of(self.config.moved)
+        self._require_alive(captured_ns)
+        self._require_in_range(positions)
         if self._released:
             self._activate()
             self._released = False
@@ -208,7 +211,7 @@ class Ros2Robot(Robot):
             grip = len(self.config.joints)
             fresh = self._age_s(captured_ns) <= self.config.stale_s
             goal = np.concatenate([goal[:grip] if fresh else self._target[:grip], self._target[grip:]])
-        self._send(np.clip(goal, self._low, self._high))
+        self._send(goal)  # wherever that is: what a limit cuts off would be leapt
         self._moving = False
 
     def _send(self, action: Array) -> Array:
@@ -255,6 +258,9 @@ class Ros2Robot(Robot):
             raise HardwareLost(f"{topic} has not said for {silent_s:.3f} s whether the stop button is pressed")
         if self._button.tell():
             raise EmergencyStopped(f"a stop button of the cell is pressed, or was just now ({topic})")
+
+    def _require_in_range(self, positions: Array) -> None:
+        require_in_range(self.spec, positions[: len(self.config.joints)], self._low, self._high)
 
     def _require_alive(self, captured_ns: int) -> None:
         age_s = self._age_s(captured_ns)

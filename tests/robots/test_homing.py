@@ -14,7 +14,7 @@ from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.station import Station
 from robots.attended import AttendedTask
-from robots.homing import require_home, walk_home
+from robots.homing import require_home, require_in_range, walk_home
 from robots.reaching import ReachConfig, ReachingRobot, with_reach
 from user_sys.edge.driver import Driver
 
@@ -161,6 +161,16 @@ def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why:
     require_home(spec, HOME, low, high)
     with pytest.raises(SpecError, match=why):
         require_home(spec, home, low, high)
+
+
+def test_joints_that_are_far_out_of_their_range_are_not_moved() -> None:
+    spec = Arm().spec
+    low, high = np.array(spec.action.low), np.array(spec.action.high)
+    slack = SPEED * robots.homing.SLACK_S
+    for measured in (START, (1.0 + 0.9 * slack, -1.0 - 0.9 * slack)):
+        require_in_range(spec, np.array(measured), low, high)
+    with pytest.raises(HardwareLost, match="arm: b is at -3.2; it may be between -1 and 1: a person must bring it"):
+        require_in_range(spec, np.array([0.0, -1.0 - 1.1 * slack]), low, high)
 
 
 def test_joints_without_a_greatest_speed_are_not_sent_home() -> None:

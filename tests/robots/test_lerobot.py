@@ -241,6 +241,18 @@ def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(ar
         assert abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
 
 
+def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_into_them(arm: SimulatedArm) -> None:
+    arm.poke("shoulder_pan", PRESENT, 2700 % 256, 2700 // 256)
+    with follower(arm, features={"shoulder_pan.pos": FeatureConfig("deg", -30, 30)}) as robot:
+        for level in (StopLevel.HOLD, StopLevel.HOLD, StopLevel.SAFE):
+            assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
+            robot.stop(level)
+        assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
+        with pytest.raises(HardwareLost, match=r"shoulder_pan.pos is at 0.99.*: a person must bring it back"):
+            robot.command(robot.spec.rest_action(robot.observe().arrays))
+        assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
+
+
 def test_a_leader_that_loses_a_packet_is_asked_again(arm: SimulatedArm) -> None:
     device = leader(arm)
     device.connect()

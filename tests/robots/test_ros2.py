@@ -212,6 +212,19 @@ def test_a_hold_is_where_the_arm_is_and_a_safe_stop_deactivates_until_the_next_c
     assert peer.state()["controllers"]["arm_controller"] == "inactive", "closing is a safe stop"
 
 
+def test_an_arm_that_stands_out_of_its_limits_is_refused_and_does_not_leap_into_them(peer: Ros2Peer) -> None:
+    with Ros2Robot(PLAIN) as robot:
+        arrive(robot, np.array([0.3, 0, 0], np.float32))
+    limits = {"shoulder": JointLimits(-0.1, 0.1, 1.0), "*": JointLimits(-2.0, 2.0, 1.0)}
+    with pytest.raises(HardwareLost, match=r"shoulder.pos is at 0\.\d+; .* a person must bring it back"):
+        Ros2Robot(replace(PLAIN, limits=limits)).connect()
+    known = peer.state()
+    assert known["place"]["shoulder"] == pytest.approx(0.3, abs=0.02)
+    assert known["controllers"]["arm_controller"] == "inactive", "as the safe stop before left it"
+    with Ros2Robot(PLAIN) as robot:
+        arrive(robot, HOME)
+
+
 def test_a_safe_stop_calls_its_service_though_the_controllers_cannot_be_deactivated(peer: Ros2Peer) -> None:
     with Ros2Robot(replace(PLAIN, stop_service="/stop")) as robot:
         stops = peer.state()["counts"]["stops"]
