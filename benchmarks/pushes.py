@@ -1,8 +1,9 @@
-"""The demo's arm at 100 Hz in real time, with a push of weights after every update and without (goals 11 and 16).
+"""The demo's arm at 100 Hz in real time, with a push of weights after every update and hardly any (goals 11 and 16).
 
-``python -m benchmarks.pushes [--seconds 60] [--pairs 2]``: whole runs through the command line, a simulated arm that
-learns to lift. Runs with and without pushes take turns, each first in every other pair. Of a run count, once the
-learner has trained for `SETTLE_S`:
+``python -m benchmarks.pushes [--seconds 60] [--pairs 4]``: whole runs through the command line, a simulated arm that
+learns to lift. Runs with many pushes and with one every five seconds take turns, each first in every other pair: with
+none at all the arm would never move otherwise than at first, and simulating it would cost the machine another time. Of
+a run count, once the learner has trained for `SETTLE_S`:
 
 - the learner's median step, with all that it does to publish, as its metrics have it;
 - the time for each update, of every second, and the median of these: every other step trains the actor too, so that
@@ -46,7 +47,7 @@ SETTINGS = {
     "console.port": "0",
 }
 PUSHING = {"learner.publish.every_s": "0", "learner.publish.every_updates": "1"}
-QUIET = {"learner.publish.every_s": "1000000"}  # the first version at once, so that there is a policy, and then none
+QUIET = {"learner.publish.every_s": "5"}
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,12 @@ def rows(pairs: int, seconds: float) -> list[Row]:
     share = statistics.median(run.versions / run.updates for run in on)
     name, period, fine = "demo at 100 Hz", period_ms[1] / period_ms[0], period_ms[0] <= TARGET_MS
     return [
-        Row(11, f"{name}, learner's median step; bound: no pushes", "ms", *step_ms, step, 1 / 1.03, step >= 1 / 1.03),
-        Row(11, f"{name}, time for each update; bound: no pushes", "ms", *update_ms, update, 1 / 1.03),
-        Row(16, f"{name}, period error, p99; bound: no pushes", "ms", *period_ms, period, None, fine),
-        Row(16, f"{name}, watchdog holds within episodes; bound: no pushes", "", *within, None, None, within[0] == 0),
-        Row(16, f"{name}, watchdog holds between episodes; bound: no pushes", "", *between, None, None),
-        Row(11, f"{name}, step without a push, by the governor; bound: no pushes", "ms", seen_ms, update_ms[1], None),
+        Row(11, f"{name}, learner's median step; bound: a push in 5 s", "ms", *step_ms, step, 1 / 1.03, step >= 1 / 1.03),
+        Row(11, f"{name}, time for each update; bound: a push in 5 s", "ms", *update_ms, update, 1 / 1.03),
+        Row(16, f"{name}, period error, p99; bound: a push in 5 s", "ms", *period_ms, period, None, fine),
+        Row(16, f"{name}, watchdog holds within episodes; bound: a push in 5 s", "", *within, None, None, within[0] == 0),
+        Row(16, f"{name}, watchdog holds between episodes; bound: a push in 5 s", "", *between, None, None),
+        Row(11, f"{name}, step without a push, by the governor; bound: a push in 5 s", "ms", seen_ms, update_ms[1], None),
         Row(11, f"{name}, share left to pushes", "", statistics.median(run.share for run in on), None, None),
         Row(11, f"{name}, versions for each update", "", share, None, None),
     ]  # fmt: skip
@@ -147,7 +148,7 @@ def rows(pairs: int, seconds: float) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of training in each run")
-    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=4)
     args = parser.parse_args()
     report("pushes", rows(args.pairs, args.seconds))
 
