@@ -186,8 +186,16 @@ def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
     with pytest.raises(WireError, match="robot too many"):
         for i in range(MAX_ROBOTS + 1):
             hub.feed(status(f"r-{i}"))
-    hub.feed(MetricsReport(node="n", count=0, scalars={str(i): 0.0 for i in range(MAX_CURVES * 2)}))
+    hub.feed(MetricsReport(node="learner", count=0, scalars={f"loss_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
     assert len(hub.curves()) == MAX_CURVES
+
+
+def test_many_scalars_of_others_leave_room_for_success_and_losses(hub: ConsoleHub) -> None:
+    hub.feed(MetricsReport(node="gateway", count=1, scalars={f"wait_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
+    hub.feed(MetricsReport(node="learner", count=1, scalars={f"time_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
+    hub.feed(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
+    hub.feed(episode(True))
+    assert {curve.name for curve in hub.curves()} == {"learner/critic_loss", "success", "helped"}
 
 
 def test_orders_go_out_numbered_upwards(hub: ConsoleHub, sent: list[Any]) -> None:

@@ -221,7 +221,7 @@ class ConsoleHub:
             )
 
     def curves(self) -> tuple[CurveView, ...]:
-        """``success``, ``helped`` and ``evaluation`` against seconds; ``<node>/<scalar>`` against the node's count."""
+        """``success``, ``helped`` and ``evaluation`` against seconds; ``<learner>/<loss>`` against its updates."""
         with self._lock:
             return tuple(curve.view() for curve in self._curves.values())
 
@@ -308,12 +308,14 @@ class ConsoleHub:
         self._metrics.setdefault(report.node, {}).update(report.scalars)
         if report.node.startswith(LEARNER):
             self._updates = max(self._updates, report.count)
-        for name, value in report.scalars.items():
-            self._point(f"{report.node}/{name}", report.count, value)
+            for name, value in report.scalars.items():
+                self._loss(f"{report.node}/{name}", report.count, value)
+
+    def _loss(self, name: str, updates: int, value: float) -> None:
+        if "loss" in name and (name in self._curves or len(self._curves) < MAX_CURVES):  # the metrics files have all
+            self._point(name, updates, value)
 
     def _point(self, name: str, x: float, y: float) -> None:
-        if name not in self._curves and len(self._curves) >= MAX_CURVES:
-            return  # the metrics files have them all; the page could not show more
         if math.isfinite(y):
             self._curves.setdefault(name, Curve(name)).add(x, y)
 

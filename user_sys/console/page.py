@@ -24,7 +24,6 @@ SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_REPLIES = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 BAD_MESSAGE = 1008
-CHARTED = ("success", "evaluation", "helped")  # and every curve that has "loss" in its name
 
 _log = logging.getLogger(__name__)
 
@@ -156,8 +155,7 @@ class Page:
             await self._send_text(wire.encode(wire.State(self._hub.view())))
         if now_s - self._curves_at_s >= CURVES_PERIOD_S:
             self._curves_at_s = now_s
-            charted = tuple(c for c in self._hub.curves() if c.name in CHARTED or "loss" in c.name)
-            await self._send_text(wire.encode(wire.Curves(charted)))
+            await self._send_text(wire.encode(wire.Curves(self._hub.curves())))
 
     async def _write_pictures(self) -> None:
         for robot in self._hub.view().robots:
