@@ -44,7 +44,7 @@ class GovernorConfig:
 
     Attributes:
         enabled: without it a push takes what it can get.
-        budget: how much longer the victim may take; 0.02 is two percent.
+        budget: how much longer the victim may take; 0.01 is one percent.
         quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
             times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
         least_share: the push always gets this much, so that weights do arrive.
@@ -55,7 +55,7 @@ class GovernorConfig:
     """
 
     enabled: bool = True
-    budget: float = 0.02
+    budget: float = 0.01
     quantile: float = 0.0
     least_share: float = 0.05
     cut: float = 0.7
