@@ -150,7 +150,7 @@ def test_of_two_sorts_of_steps_the_longer_count_in_full() -> None:
 
 
 def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:
-    learner = Pushed(cost_s=1e-4)
+    learner = Pushed(cost_s=5e-5)
     learner.run(1000)
     pushed = learner.pushed
     learner.run(10_000)
