@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import logging
 import os
 import time
@@ -30,6 +31,13 @@ LOCK_WITHIN_S = 5.0
 MAX_WORDS_CHARS = 500  # of a reason: it goes to terminals, pages and robots, as one line
 
 What = Literal["quarantined", "draining"]
+
+
+def who_orders(given: str | None) -> str:
+    """Who gives an order: the one who is named, else who is logged in; a container may know no name of its user."""
+    with contextlib.suppress(KeyError, OSError):  # which of them, depends on Python's version
+        return given or getpass.getuser()
+    return f"uid {os.getuid()}"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import threading
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def test_a_robot_that_nobody_drives_stays_stopped_for_the_next(capsys: pytest.Ca
         pass
     assert robot.commands == []
     assert main(["stop", "../arm-0"]) == 2 and "is not a robot's name" in capsys.readouterr().err
+
+
+def test_a_user_without_a_name_stops_robots_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert main(["stop", "arm-0"]) == 0
+    assert latch_of("arm-0").exists() and capsys.readouterr().out.startswith("arm-0: the e-stop is pressed")
 
 
 def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import socket
 import threading
@@ -15,6 +14,7 @@ from rich.console import Console
 from hal.errors import HalError
 from hal.lease import MachineLock, driven, runtime_folder
 from hal.safety import latch_emergency
+from hal.standing import who_orders
 from user_sys.edge.driver_client import RemoteDriver
 from user_sys.edge.driver_wire import endpoint, shared_latch
 from user_sys.errors import RunError
@@ -90,7 +90,7 @@ def stop_main(args: Namespace) -> int:
             "to keep the next one from driving a robot, name that"
         )
     owners = {robot: MachineLock(robot).owner() for robot in robots}
-    by = (args.by or getpass.getuser())[:MAX_NAME_CHARS]
+    by = who_orders(args.by)[:MAX_NAME_CHARS]
     console = Console()
     with ThreadPoolExecutor(min(len(robots), MAX_AT_ONCE)) as pool:
         for robot, done in [(robot, pool.submit(press, robot, by, args.reason)) for robot in robots]:

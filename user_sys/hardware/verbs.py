@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -28,7 +25,7 @@ from hal.placement_words import asked, listed, state, when
 from hal.ray_bridge import connect
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
-from hal.standing import OrderBook, What
+from hal.standing import OrderBook, What, who_orders
 from user_sys.compose import LIBRARIES, RobotConfig, probes
 from user_sys.config import load
 from user_sys.errors import RunError, UserSysError
@@ -142,7 +139,7 @@ def drain_main(args: Namespace) -> int:
 
 def restore_main(args: Namespace) -> int:
     """``user-sys hardware restore ROBOT --run RUN``"""
-    order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, _person(args.by))
+    order = OrderBook(_run_folder(args.run) / "orders.json").lift(args.name, who_orders(args.by))
     Console().print(Text(f"{args.name} is back in use; it was {order.what} {order.note}"), soft_wrap=True)
     return 0
 
@@ -204,16 +201,9 @@ def _order(args: Namespace, what: What, meaning: str) -> int:
     known |= {robot.name for robot in (*config.robots, *config.guests)}
     if known and args.name not in known:
         raise RunError(f"{args.run} knows no {args.name}; there is {listed(sorted(known))}")
-    order = OrderBook(folder.path / "orders.json").give(args.name, what, _person(args.by), args.reason)
+    order = OrderBook(folder.path / "orders.json").give(args.name, what, who_orders(args.by), args.reason)
     Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
     return 0
-
-
-def _person(given: str | None) -> str:
-    """Who gives an order: the one who is named, else who is logged in; a container may know no name of its user."""
-    with contextlib.suppress(KeyError, OSError):  # which of them, depends on Python's version
-        return given or getpass.getuser()
-    return f"uid {os.getuid()}"
 
 
 def _run_folder(path: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import getpass
 import json
 import time
 from argparse import Namespace
@@ -12,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hal.standing import who_orders
 from user_sys.errors import RunError
 from user_sys.learners import folder_of
 from user_sys.weights.records import NO_VERSION, Manifest, Order, decode_record
@@ -83,7 +83,7 @@ def _give(args: Namespace, version: int, told: str) -> str:
     former = _standing(shelf)
     run = next((m.run for m, _ in shelf.open().manifests.values()), b"")
     serial = max(int(time.time()), former.serial + 1 if former is not None else 0)
-    by = args.by or getpass.getuser()
+    by = who_orders(args.by)
     order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns(), run=run)
     signer = load_signer(args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}")
     shelf.give(signer.sign(order))

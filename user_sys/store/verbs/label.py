@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hal.standing import who_orders
 from user_sys.episode import Phase
 from user_sys.errors import StoreError, StoreLocked
 from user_sys.store.inbox import await_taken, post
@@ -40,7 +40,7 @@ def label_main(args: argparse.Namespace) -> int:
 
 
 def _labels(args: argparse.Namespace, episode: str, steps: range) -> Iterator[Label]:
-    labeller, now, note = args.by or getpass.getuser(), time.time_ns(), args.note
+    labeller, now, note = who_orders(args.by), time.time_ns(), args.note
     said = {"episode": episode, "labeller": labeller, "at_unix_ns": now, "note": note}
     if args.success is not None:
         yield SuccessLabel(success=_KNOWN[args.success], **said)
