@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from hal.discovery import Probe, installed_probes, lazily
 from hal.doctor import Library
-from hal.errors import SpecError
+from hal.errors import HalError, SpecError
 from hal.probes import configured_robots
+from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.spec import RobotSpec
 from hal.station import (
     Station,
@@ -24,7 +25,7 @@ from hal.station import (
 )
 from hal.teleoperator import Teleoperator
 from user_sys.config import as_dict, build
-from user_sys.errors import ConfigError
+from user_sys.errors import ConfigError, UserSysError
 from user_sys.policies.policy import Policy
 
 
@@ -149,21 +150,63 @@ LIBRARIES = (
 """What our drivers and input devices import when they are used."""
 
 
-def probes(robots: Sequence[RobotConfig] = ()) -> dict[str, Probe]:
+def probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict[str, Probe]:
     """Everything that looks for hardware: for the robots that a config names, the hardware layer's own probes, our
-    drivers', and those of installed packages. Raises ConfigError: a robot that cannot be built."""
-    found: dict[str, Probe] = {}
-    if robots:
-        found["config"] = configured_robots(
-            {robot.name: robot_spec(robot) for robot in robots},
-            addresses={robot.name: robot.address for robot in robots if robot.address},
-            labels={robot.name: robot.labels for robot in robots},
-        )
+    drivers', and those of installed packages.
+
+    Args:
+        lenient: a robot that cannot be built, for want of its driver perhaps, is LOST, and its record says why.
+
+    Raises:
+        ConfigError: a robot that cannot be built.
+    """
+    found: dict[str, Probe] = {"config": _configured(robots, lenient)} if robots else {}
 
     def loader(module: str, function: str) -> Callable[[], Any]:
         return lambda: getattr(import_module(module), function)
 
     return found | installed_probes() | {name: lazily(loader(*where)) for name, where in _PROBES.items()}
+
+
+def _configured(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
+    specs: dict[str, RobotSpec] = {}
+    unbuilt: list[ResourceRecord] = []
+    for robot in robots:
+        try:
+            specs[robot.name] = robot_spec(robot)
+        except Exception as error:  # a foreign driver may fail in any way
+            if not lenient:
+                raise
+            unbuilt.append(_unbuilt(robot, error))
+    look = configured_robots(
+        specs,
+        addresses={robot.name: robot.address for robot in robots if robot.address and robot.name in specs},
+        labels={robot.name: robot.labels for robot in robots},
+    )
+
+    def probe() -> Iterator[ResourceRecord]:
+        yield from unbuilt
+        yield from look()
+
+    return probe
+
+
+def _unbuilt(robot: RobotConfig, error: Exception) -> ResourceRecord:
+    return ResourceRecord(
+        kind=Kind.ROBOT,
+        name=robot.name,
+        model="",
+        node=local_node(),
+        labels={"driver": robot.driver, **robot.labels},
+        health=Health.LOST,
+        trouble=why_not_built(robot, error).removeprefix(f"robot {robot.name}: "),
+    )
+
+
+def why_not_built(robot: RobotConfig, error: Exception) -> str:
+    """One line that names the robot; a package that is missing is another's error, and in its words."""
+    says = str(error) if isinstance(error, UserSysError | HalError) else f"{type(error).__name__}: {error}"
+    return says if robot.name in says else f"robot {robot.name}: {says}"
 
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:

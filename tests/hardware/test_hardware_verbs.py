@@ -211,6 +211,21 @@ def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pyt
     assert "nothing answers" in robots["right"]["says"]
 
 
+def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = "{name: crane, driver: nowhere, task: reach, address: '127.0.0.1:1', labels: {site: yard}}"
+    job.write_text(f"robots: [{nowhere}, {{name: left, driver: fake, task: reach}}]\n")
+    rows = {row["name"]: row for row in told(capsys, "list", job)}
+    assert rows["left"]["health"] == "ready"
+    crane = rows["crane"]
+    assert (crane["health"], crane["labels"]) == ("lost", {"driver": "nowhere", "site": "yard"})
+    assert crane["trouble"].startswith("no driver 'nowhere'; there are ['fake', 'franka', 'lerobot', ")
+    why = said(capsys, "explain", job, status=1)
+    assert why.startswith("The job asks for the robot crane and the robot left. crane is not there (no driver ")
+    assert why.endswith("It would fit if crane were free.\n")
+
+
 def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,8 +332,8 @@ def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -
     camera = ("camera:wrist",)
     here = [
         record("here", Kind.COMPUTE, "here", cores=64),
-        record("left", Kind.ROBOT, "here", model="panda", capabilities=camera),
-        record("lone", Kind.ROBOT, "here", model="ur5e"),
+        record("left", Kind.ROBOT, "here", model="panda", capabilities=camera, embodiment="e1"),
+        record("lone", Kind.ROBOT, "here", model="ur5e", embodiment="e2"),
     ]
     note = "by run demo"
     cluster = [
@@ -327,5 +342,7 @@ def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -
     ]
     both = {known.name: known for known in with_cluster(here, cluster)}
     assert sorted(both) == ["left", "lone", "rack"]
+    unbuilt = msgspec.structs.replace(here[1], embodiment="", health=Health.LOST, trouble="no driver")
+    assert {known.name: known for known in with_cluster([unbuilt], cluster)}["left"] is unbuilt
     left = both["left"]
     assert (left.model, left.capabilities, left.node, left.note) == ("panda", camera, "rack", note)

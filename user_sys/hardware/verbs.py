@@ -18,7 +18,7 @@ from rich.text import Text
 from hal.diary import DIARY, read_diary
 from hal.discovery import Change, Discoverer, Discovery, Event, Probe, discover
 from hal.doctor import Finding, Machine, Verdict, examine
-from hal.errors import HalError, PlacementError, SpecError
+from hal.errors import PlacementError, SpecError
 from hal.lease import MachineLock
 from hal.placement import Placement, place
 from hal.placement_words import asked, listed, state, when
@@ -26,9 +26,9 @@ from hal.ray_bridge import connect
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What, who_orders
-from user_sys.compose import LIBRARIES, RobotConfig, probes
+from user_sys.compose import LIBRARIES, RobotConfig, probes, why_not_built
 from user_sys.config import load
-from user_sys.errors import RunError, UserSysError
+from user_sys.errors import RunError
 from user_sys.run_folder import read_card
 from user_sys.store.segments import is_written
 from user_sys.topology import RunConfig, RunFolder
@@ -51,7 +51,7 @@ _NEWS = {
 def list_main(args: Namespace) -> int:
     """``user-sys hardware list``: this computer, a config's robots and guests, those that a run's gateway knows."""
     config = _config(args.config)
-    found = discover(probes(config.robots))
+    found = discover(probes(config.robots, lenient=True))
     records = _with_run([*map(in_use, found.records), *_guest_records(config.guests, args.run)], args.run)
     if args.json:
         _print_json([json.loads(record.to_json()) for record in records])
@@ -65,7 +65,7 @@ def list_main(args: Namespace) -> int:
 def watch_main(args: Namespace) -> NoReturn:
     """``user-sys hardware watch``: one line an event, until Ctrl-C."""
     console = Console()
-    with Discoverer(probes(_robots(args.config))) as discoverer:
+    with Discoverer(probes(_robots(args.config), lenient=True)) as discoverer:
         while True:
             event = discoverer.next_event(EVENT_WAIT_S)
             if event is None:
@@ -101,7 +101,7 @@ def _ports(config: RunConfig) -> dict[str, int]:
 def explain_main(args: Namespace) -> int:
     """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
     config = load(RunConfig, args.config)
-    found = discover(probes(config.robots))
+    found = discover(probes(config.robots, lenient=True))
     here = map(in_use, found.records)
     address = args.ray or config.ray.address
     records = _with_run(with_cluster(here, _of_cluster(address)) if address else here, args.run)
@@ -177,10 +177,13 @@ def in_use(record: ResourceRecord) -> ResourceRecord:
 
 def with_cluster(here: Iterable[ResourceRecord], cluster: Sequence[ResourceRecord]) -> list[ResourceRecord]:
     """What there is for a run on a cluster: what the cluster has, and of what is known here the robots. Of a robot that
-    a node of the cluster has, the cluster says where it is and who uses it, and the config what it is."""
+    a node of the cluster has, the cluster says where it is and who uses it, and the config what it is: one that cannot
+    be built here can be in no run that begins here."""
     robots = {record.name: record for record in here if record.kind is Kind.ROBOT}
     for record in cluster:
         if (known := robots.get(record.name)) and record.kind is Kind.ROBOT:
+            if not known.embodiment:
+                continue
             labels = {**known.labels, **record.labels}
             record = msgspec.structs.replace(
                 record, model=known.model, capabilities=known.capabilities, labels=labels, embodiment=known.embodiment
@@ -273,9 +276,8 @@ def _of_robots(robots: Sequence[RobotConfig]) -> Iterator[Finding]:
     for robot in robots:
         try:
             looks[robot.name] = probes((robot,))["config"]
-        except (UserSysError, HalError) as error:
-            mend = "install what its driver needs, or mend its options in CONFIG"
-            says = str(error) if robot.name in str(error) else f"{robot.name}: {error}"
+        except Exception as error:  # a foreign driver may fail in any way
+            mend, says = "install what its driver needs, or mend its options in CONFIG", why_not_built(robot, error)
             yield Finding(check="robots", verdict=Verdict.PROBLEM, says=says, mend=mend)
     found = discover(looks)
     yield from map(_of_robot, found.records)
