@@ -36,6 +36,7 @@ DEFAULT_EVERY_S = 2.0
 DEFAULT_WITHIN_S = 5.0
 MAX_EVENTS = 10_000  # that nobody has taken
 MAX_RECORDS = 10_000  # of one look
+MAX_VANISHED = 1_000  # that are remembered, and told as LOST
 
 
 class Probe(Protocol):
@@ -184,7 +185,8 @@ class Discoverer:
     """Looks all the time and tells what changes. A context manager: within it, each probe has a thread.
 
     A probe that fails or hangs says nothing about what it found before: that stays, and is degraded until the probe
-    answers again. A hanging look is not called a second time before it returns.
+    answers again. A hanging look is not called a second time before it returns. Of what vanished the newest
+    `MAX_VANISHED` are remembered; what was there before that appears anew.
     """
 
     def __init__(self, probes: Mapping[str, Probe]) -> None:
@@ -193,6 +195,7 @@ class Discoverer:
         self._lock = threading.Lock()
         self._known: dict[str, ResourceRecord] = {}
         self._owner: dict[str, str] = {}
+        self._vanished: dict[str, None] = {}  # in that order
         self._failures: dict[str, str] = {}
         self._stop = threading.Event()
         self._threads = [
@@ -239,12 +242,20 @@ class Discoverer:
             for record in records:
                 if record.name not in seen and self._may_tell(source, record.name):
                     self._owner[record.name] = source
+                    self._vanished.pop(record.name, None)
                     seen.add(record.name)
                     self._compare(source, record)
             for name in [n for n, owner in self._owner.items() if owner == source and n not in seen]:
                 record = self._known[name]
                 gone = {"trouble": f"{source}: {failure}"} if failure else {"health": Health.LOST}
                 self._compare(source, msgspec.structs.replace(record, **gone))
+                if not failure:
+                    self._vanished.setdefault(name)
+            self._forget()
+
+    def _forget(self) -> None:
+        for name in [*self._vanished][: max(0, len(self._vanished) - MAX_VANISHED)]:
+            del self._vanished[name], self._known[name], self._owner[name]
 
     def _may_tell(self, source: str, name: str) -> bool:
         """Of two probes that find the same name, the first is believed for as long as it finds it."""

@@ -13,6 +13,7 @@ import grp
 import importlib.util
 import os
 import resource
+import runpy
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,12 @@ class Library:
     install: str
 
 
+def installed_torch() -> Path | None:
+    """The folder of the installed torch, which is not imported; None where there is none."""
+    found = importlib.util.find_spec("torch")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where to look.
@@ -72,6 +79,7 @@ class Machine:
         folder: where runs are to be written.
         ports: to be listened on, by what for.
         libraries: of the drivers, optional each.
+        torch: the folder of an installed torch; None where there is none.
     """
 
     root: Path = Path("/")
@@ -79,6 +87,7 @@ class Machine:
     folder: Path = Path(".")
     ports: Mapping[str, int] = field(default_factory=dict)
     libraries: Sequence[Library] = ()
+    torch: Path | None = field(default_factory=installed_torch)
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
@@ -135,6 +144,8 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
         yield _ok("gpu", f"{pynvml.nvmlDeviceGetCount()} NVIDIA GPU(s), driver {pynvml.nvmlSystemGetDriverVersion()}")
+        if pynvml.nvmlDeviceGetCount():
+            yield from _torch(machine, pynvml.nvmlSystemGetCudaDriverVersion_v2())
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         if not driver:
@@ -142,6 +153,24 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
             return
         mend = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
         yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", mend)
+
+
+def _torch(machine: Machine, cuda: int) -> Iterator[Finding]:
+    """Whether torch can compute on the GPUs of a driver that speaks this CUDA, as 12080 is 12.8. Of one major version a
+    program may be newer than the driver (CUDA Compatibility, "Minor Version Compatibility")."""
+    file = machine.torch / "version.py" if machine.torch else None
+    if file is None or not file.exists():
+        return
+    built_for: str | None = runpy.run_path(str(file)).get("cuda")
+    most = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    if built_for is None:
+        mend = f"install a torch for CUDA {most} or older: https://pytorch.org/get-started/locally"
+        yield _advice("gpu", "torch was built without CUDA: what learns here does so on the processors", mend)
+    elif int(built_for.partition(".")[0]) > cuda // 1000:
+        mend = f"update the driver, or install a torch for CUDA {most}: https://pytorch.org/get-started/locally"
+        yield _problem("gpu", f"torch was built for CUDA {built_for}, and the driver speaks {most} at most", mend)
+    else:
+        yield _ok("gpu", f"torch was built for CUDA {built_for}, which the driver speaks")
 
 
 _NO_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from hal.address import host_and_port
 from hal.cards import UUID
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.spec import RobotSpec
@@ -82,11 +83,10 @@ def ask(address: str) -> tuple[str, str]:
 
     Blocks for the search of the host's name, for `CONNECT_WITHIN_S` at most, and for a greeting.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if (place := host_and_port(address)) is None:
         return "", f"{address!r} is no address: write HOST:PORT"
     try:
-        with socket.create_connection((host, int(port)), CONNECT_WITHIN_S) as link:
+        with socket.create_connection(place, CONNECT_WITHIN_S) as link:
             link.settimeout(GREETING_WITHIN_S)
             with contextlib.suppress(TimeoutError):
                 return _UNPRINTABLE.sub(b" ", link.recv(MAX_GREETING_BYTES)).decode().strip(), ""

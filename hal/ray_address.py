@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
+from hal.address import host_and_port
 from hal.errors import HalError
 
 CONNECT_WITHIN_S = 5.0
@@ -20,11 +21,10 @@ def require_cluster(address: str) -> None:
     Raises:
         HalError: nothing answers at ``HOST:PORT``, or something that is no Ray cluster.
     """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
+    if (place := host_and_port(address.removeprefix("ray://"))) is None:
         return
     try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_WITHIN_S) as link:
+        with socket.create_connection(place, timeout=CONNECT_WITHIN_S) as link:
             if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
                 return
             link.settimeout(ANSWER_WITHIN_S)

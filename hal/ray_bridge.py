@@ -87,10 +87,12 @@ class NodeActor:
 
 
 class RobotKeeper:
-    """Has a robot's lock on its computer, from when a job gets the robot until its driver process takes over."""
+    """Has a robot's lock on its computer, from when a job gets the robot until its driver process takes over. Where its
+    process dies meanwhile, Ray starts it anew, and it has the lock again before anybody asks for it."""
 
     def __init__(self, robot: str, holder: str) -> None:
         self._lock = MachineLock(robot, holder)
+        self.take()
 
     def take(self) -> str:
         """Who drives the robot already, in words; empty where the lock is had."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hal.discovery import Change, Discoverer, Event, Paced, discover, what_changed
+from hal.discovery import MAX_VANISHED, Change, Discoverer, Event, Paced, discover, what_changed
 from hal.probes import configured_robots
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
@@ -108,6 +108,19 @@ def test_a_probe_that_says_one_name_twice_is_believed_the_first_time() -> None:
         assert next_event(discoverer).change is Change.APPEARED
         bench.records = ()
         assert next_event(discoverer).change is Change.VANISHED, "and nothing has changed to and fro meanwhile"
+
+
+def test_of_what_vanished_long_ago_nothing_is_kept() -> None:
+    """As of the nodes of a ROS graph, whose names have a number that grows."""
+    bench = Bench(*(msgspec.structs.replace(ARM, name=f"arm-{number:05}") for number in range(MAX_VANISHED + 100)))
+    with Discoverer({"bench": quick(bench)}) as discoverer:
+        for change in (Change.APPEARED, Change.VANISHED):
+            assert {next_event(discoverer).change for _ in bench.records or range(MAX_VANISHED + 100)} == {change}
+            bench.records = ()
+        bench.records = (ARM, msgspec.structs.replace(ARM, name="arm-00000"))
+        assert [next_event(discoverer).change for _ in range(2)] == [Change.APPEARED] * 2
+        known = {record.name: record.health for record in discoverer.now().records}
+    assert (len(known), known["arm-00000"], known["arm-00100"]) == (MAX_VANISHED + 2, Health.READY, Health.LOST)
 
 
 def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:

@@ -121,6 +121,15 @@ def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing
     assert (a.health, b.health) == (Health.LOST, Health.READY) and why in a.trouble
 
 
+@pytest.mark.usefixtures("ipv6")
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        address = f"[::1]:{server.getsockname()[1]}"
+        found = discover({"config": configured_robots({"a": SPEC}, addresses={"a": address})})
+    (record,) = found.records
+    assert (record.health, record.trouble, record.labels["address"]) == (Health.READY, "", address)
+
+
 def test_a_name_that_nobody_resolves_in_time_costs_the_other_robots_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
 

@@ -8,6 +8,7 @@ import resource
 import socket
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from hal.doctor import Finding, Library, Machine, Verdict, examine
@@ -102,3 +103,29 @@ def test_the_root_of_a_container_may_not_claim_what_it_was_not_given(
     found = findings(Machine(root=tmp_path), "real time")
     assert [finding.says.endswith("may be claimed") for finding in found] == [may, may]
     assert may or [finding.mend.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "verdict", "says", "mend"),
+    [
+        ("None", Verdict.ADVICE, "torch was built without CUDA", "install a torch for CUDA 12.4 or older"),
+        (
+            "'13.0'",
+            Verdict.PROBLEM,
+            "for CUDA 13.0, and the driver speaks 12.4 at most",
+            "update the driver, or install",
+        ),
+        ("'12.8'", Verdict.OK, "torch was built for CUDA 12.8, which the driver speaks", ""),
+    ],
+)
+def test_a_torch_that_does_not_fit_the_gpus_driver_is_told(
+    built_for: str, verdict: Verdict, says: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "SystemGetDriverVersion": "550.54.14"}
+    for name, answer in {**driver, "SystemGetCudaDriverVersion_v2": 12040}.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", lambda answer=answer: answer)
+    (tmp_path / "version.py").write_text(f"from typing import Optional\ncuda: Optional[str] = {built_for}\n")
+    there, torch = findings(Machine(root=tmp_path, torch=tmp_path), "gpu")
+    assert there.says == "1 NVIDIA GPU(s), driver 550.54.14"
+    assert (torch.verdict, says in torch.says, torch.mend.startswith(mend)) == (verdict, True, True)
+    assert findings(Machine(root=tmp_path, torch=None), "gpu") == [there]

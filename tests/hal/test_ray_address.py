@@ -14,10 +14,11 @@ from hal.ray_address import require_cluster
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
-def ask(says: bytes | None) -> None:
+def ask(says: bytes | None, host: str = "127.0.0.1") -> None:
     """Asks a server that says this to whoever comes, and then ends; None: that is silent until it was asked."""
     asked = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
 
         def serve() -> None:
             link, _ = server.accept()
@@ -31,7 +32,7 @@ def ask(says: bytes | None) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            require_cluster(f"127.0.0.1:{server.getsockname()[1]}")
+            require_cluster(f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}")
         finally:
             asked.set()
             thread.join(60.0)
@@ -40,6 +41,11 @@ def ask(says: bytes | None) -> None:
 def test_what_speaks_as_ray_does_is_let_be() -> None:
     ask(SETTINGS)
     require_cluster("auto")
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    ask(SETTINGS, "::1")
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from hal.errors import PlacementError
-from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy
+from hal.lease import MachineLock
+from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy, RobotKeeper
 from hal.ray_nodes import node_argv, ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
 
@@ -50,6 +51,15 @@ def test_records_become_ray_resources() -> None:
     dead = msgspec.structs.replace(gpu, health=Health.LOST)
     assert ray_resources([dead]) == ray_labels([dead], {}) == {}, "a GPU that has failed is there for nobody"
     assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), "Ray would choose among those it counts"
+
+
+def test_a_keeper_that_is_started_anew_has_its_robots_lock_before_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "locks"))
+    keeper = RobotKeeper("arm-0", "run demo")
+    assert MachineLock("arm-0").owner() == f"pid {os.getpid()} run demo" and keeper.take() == ""
+    assert RobotKeeper("arm-0", "run two").take() == f"pid {os.getpid()} run demo"
 
 
 def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:

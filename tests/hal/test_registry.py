@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hal.diary import read_diary
+from hal.diary import FILES_KEPT, Diary, read_diary
 from hal.errors import LeaseError, LeaseHeld, RegistryError, StaleToken
 from hal.lease import LeaseTable
 from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, Registry
@@ -281,6 +281,20 @@ def test_who_drove_what_when_can_be_read_afterwards(
         ("restored", "", 0, "by carol"),
     ]
     assert all(entry.resource == "panda-0" and entry.unix_s > 1.7e9 for entry in diary)
+
+
+def test_the_diary_keeps_the_newest_entries_and_does_not_grow_without_bound(tmp_path: Path) -> None:
+    diary = Diary(tmp_path / "drivers.jsonl", lambda: 1.0, max_bytes=1000)
+    for token in range(1, 16):
+        diary.write("granted", "panda-0", holder="alice", token=token)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [entry.token for entry in read_diary(tmp_path / "drivers.jsonl")] == [*range(1, 16)]
+    for token in range(16, 1001):
+        diary.write("granted", "panda-0", holder="alice", token=token)
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert (len(sizes), max(sizes) <= 1000) == (1 + FILES_KEPT, True)
+    kept = [entry.token for entry in read_diary(tmp_path / "drivers.jsonl")]
+    assert kept == [*range(1001 - len(kept), 1001)] and len(kept) > 8 * FILES_KEPT
 
 
 def test_the_diary_says_once_what_stands_through_restarts_and_who_ended_it_meanwhile(

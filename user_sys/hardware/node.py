@@ -15,6 +15,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
+from hal.address import host_and_port
 from hal.cards import visible
 from hal.discovery import discover
 from hal.placement_words import listed
@@ -50,8 +51,7 @@ def join_main(args: Namespace) -> int:
     """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
     Ray's own."""
     _require_ray()
-    host, _, port = args.address.rpartition(":")
-    if not host or not port.isdecimal():
+    if host_and_port(args.address) is None:
         raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
     labels, environment, records = _labels(args.label), node_environment(args.token), _found(args)
     return _keep(node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize)
