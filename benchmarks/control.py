@@ -4,8 +4,8 @@
 tunnel, gateway and store. The load is two cameras recorded and watched, inference, episodes uploaded, and a push of
 weights each second. Times are the driver's own, as recorded: when a command was applied, and when its control period
 was over. What counts is how far the distance of two such times is from the period: the goal is at most 1 ms, p99, for
-the ends of control periods, and no watchdog hold within an episode. A hold comes two periods after an observation to
-which no command came.
+the ends of control periods, and no watchdog hold within an episode. A hold comes two periods after a command that no
+other has followed: the robot was observed one period after it, so that an answer has a little less than one.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ __all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
 
 logger = logging.getLogger(__name__)
 
+EARLY_S = 0.005  # the hold is due so much before the time is over, for waking up; a fifth of a period at most
+
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)
 
@@ -86,6 +88,8 @@ class SafetyKernel:
 
     Attributes:
         reduced: a person teleoperates or is near: only ``limits.reduced_speed`` of each commanded speed is allowed.
+        hold_after_ns: how long after the last command `tick` holds: ``watchdog_periods`` less `EARLY_S`, so that
+            whoever wakes up for it is done within them.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class SafetyKernel:
         _require_times(spec)
         self._stale_ns = round(spec.limits.stale_after_s * _NS)
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
+        self.hold_after_ns = self._watchdog_ns - round(min(EARLY_S, spec.period_s / 5) * _NS)
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
         self._counts = dict.fromkeys(Reason, 0)
         self._stopped: EmergencyStop | None = None
@@ -162,7 +167,7 @@ class SafetyKernel:
         if self._stopped is not None:
             return self._refuse(Reason.ESTOP, now, self._explain_estop)
         silent_ns = now - self._last_applied_ns
-        if silent_ns <= self._watchdog_ns:
+        if silent_ns < self.hold_after_ns:
             return None
         return self._refuse(Reason.WATCHDOG, now, lambda: f"no command was applied for {silent_ns / _NS:.3f} s")
 
@@ -281,8 +286,8 @@ def _require_times(spec: RobotSpec) -> None:
             f"{spec.model}: stale_after_s is {limits.stale_after_s:g}, safe_stop_after_s {limits.safe_stop_after_s:g}; "
             "they are times"
         )
-    if limits.watchdog_periods < 1:
-        raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; it is at least 1")
+    if limits.watchdog_periods < 2:  # the first is the command's own
+        raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; it is at least 2")
 
 
 def latch_emergency(path: Path, by: str, why: str) -> None:

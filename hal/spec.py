@@ -122,7 +122,7 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1];
             of the bounds of an action element too that is a speed by its unit.
         stale_after_s: an observation older than this is not acted upon.
-        watchdog_periods: control periods without a command before the robot holds.
+        watchdog_periods: control periods from a command until the robot holds where no other follows; at least 2.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
 
     Limits of acceleration and rate bound how motion builds up, those of jerk how acceleration does. Going back towards

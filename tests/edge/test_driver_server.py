@@ -15,8 +15,8 @@ from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
 
 from hal.errors import HalError, StaleToken
 from hal.lease import Fence, MachineLock
-from hal.robot import Robot, StopLevel
-from hal.safety import Reason, SafetyKernel, latch_emergency
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import EARLY_S, Reason, SafetyKernel, latch_emergency
 from hal.spec import ACTION
 from hal.station import Station
 from robots.fake import FakeTask
@@ -96,6 +96,36 @@ def test_a_silent_session_is_held_at_two_control_periods_whatever_others_say(sit
     tick = site.client.command(STILL)
     assert tick.held == 2 and tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
     assert site.client.command(STILL).held == 0
+
+
+@pytest.fixture
+def slow_to_see(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A robot that follows the clock, just where a control period ends; half of one passes when it is looked at."""
+    site.server.real_time, site.now_ns = True, site.now_ns + PERIOD_NS
+    observe = site.robot.observe
+
+    def late() -> Observation:
+        site.now_ns += PERIOD_NS // 2
+        return observe()
+
+    monkeypatch.setattr(site.robot, "observe", late)
+    return site
+
+
+def test_a_robot_that_follows_the_clock_is_held_within_two_periods_of_its_last_command(slow_to_see: Site) -> None:
+    site, early_ns = slow_to_see, round(EARLY_S * 1e9)
+    assert site.client.command(RIGHT).applied is not None
+    assert site.pass_ns(3 * PERIOD_NS // 2 - early_ns - 1) == []
+    assert site.driver.kernel.counts["watchdog"] == 0
+    assert site.pass_ns(1) == [StopLevel.HOLD]
+    assert site.driver.kernel.counts["watchdog"] == 1, "the kernel counts alike"
+
+
+def test_a_robot_that_stands_is_given_two_periods_from_the_answer_on(slow_to_see: Site) -> None:
+    site = slow_to_see
+    site.client.hold()
+    assert site.pass_ns(2 * PERIOD_NS - 1) == [StopLevel.HOLD], "the one that was asked for"
+    assert site.pass_ns(1) == [StopLevel.HOLD] * 2
 
 
 def during(site: Site, call: Callable[[], Tick]) -> tuple[threading.Thread, list[Tick]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -236,6 +237,17 @@ def test_silence_leads_to_hold_and_then_to_the_safe_stop(bench: Bench) -> None:
     assert bench.kernel.tick() is None
 
 
+@pytest.mark.parametrize(("rate_hz", "early_s"), [(10.0, 0.005), (100.0, 0.002), (1000.0, 0.0002)])
+def test_a_hold_is_due_a_little_before_two_periods_are_over(rate_hz: float, early_s: float) -> None:
+    bench = Bench(msgspec.structs.replace(SPEC, rate_hz=rate_hz))
+    bench.kernel.filter(act(0, 0, 0, 0), bench.state())
+    bench.clock.now_s += 2 / rate_hz - 1.1 * early_s
+    assert bench.kernel.tick() is None
+    bench.clock.now_s += 0.2 * early_s
+    verdict = bench.kernel.tick()
+    assert verdict is not None and verdict.stop is StopLevel.HOLD
+
+
 def test_refused_actions_do_not_feed_the_watchdog(bench: Bench) -> None:
     for _ in range(60):
         bench.clock.now_s += 0.1
@@ -328,6 +340,7 @@ def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
         {"limits": SafetyLimits(stale_after_s=0.0)},
         {"limits": SafetyLimits(safe_stop_after_s=np.nan)},
         {"limits": SafetyLimits(watchdog_periods=0)},
+        {"limits": SafetyLimits(watchdog_periods=1)},
         {"neutral": (0.0, 0.0)},
         {"neutral": (0.0, 0.01, 0.0, 0.0)},
         {"neutral": (0.5, 0.0, 0.0, 0.0), "tool_delta": ()},

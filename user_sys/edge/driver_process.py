@@ -1,8 +1,11 @@
 """The driver process: ``python -m user_sys.edge.driver_process ROBOT.yaml``.
 
 It owns the robot for as long as it lives, obeys the session with the newest token, and keeps the robot safe when
-nobody speaks: after ``watchdog_periods`` control periods without a command it holds, ``safe_stop_after_s`` later it
-safe-stops. A session may be killed, stopped or replaced at any time without the robot noticing more than a hold.
+nobody speaks: ``watchdog_periods`` control periods after the last command it holds, ``safe_stop_after_s`` later it
+safe-stops. A session may be killed, stopped or replaced at any time without the robot noticing more than a hold. Of a
+robot that follows the clock the hold is done by then, counted from when the command was applied: its session has a
+little less than one control period to answer in. A simulated one that goes as fast as it can stands still between two
+commands, and is given the time from the answer on; so is a robot that holds or was brought to its start.
 
 When the robot itself is lost the process says so and ends with exit status 4: its supervisor starts it again, and
 starting is connecting. Nothing of the lost connection lives on in it; e-stop latch and fence are on the disk. What the
@@ -47,7 +50,7 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_WAITING = 32  # requests that came in the middle of a control period
-SLEEP_NS = 2_000_000  # the end of a control period is slept through: polling counts in milliseconds
+SLEEP_NS = 2_000_000  # the end of a control period is slept through: to be on the dot
 LINGER_MS = 200  # for the last reply
 TURN_EVERY_S = 0.5
 CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
@@ -58,7 +61,7 @@ class DriverServer:
 
     Attributes:
         refused_realtime: what the system refused this process, for those who ask what it drives.
-        real_time: control periods follow the clock whatever a session asks for.
+        real_time: control periods follow the clock whatever a session asks for, and the watchdog counts from commands.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class DriverServer:
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
         self._clock, self._owner = clock, owner
         self._period_ns = int(driver.spec.period_s * 1e9)
-        self._next_ns = self._hold_at_ns = clock()
+        self._next_ns = self._hold_at_ns = self._told_ns = clock()
         self._held = 0
         self._pressed = self._armed = ("", 0)  # session and turn of the newest e-stop and re-arm
         self._waiting: deque[tuple[bytes, bytes]] = deque()
@@ -110,9 +113,11 @@ class DriverServer:
 
     def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
         """Whose request it is, and its packet; None where nothing that could be one came until then."""
-        wait_ns = until_ns - self._clock()
-        if not socket.poll(max(0, -(-wait_ns // 1_000_000))):
-            return None
+        whole_ms, rest_ns = divmod(max(0, until_ns - self._clock()), 1_000_000)
+        if not socket.poll(whole_ms):
+            time.sleep(rest_ns / 1e9)  # polling counts in milliseconds
+            if not socket.poll(0):
+                return None
         frames = socket.recv_multipart()
         if len(frames) != 3 or frames[1]:
             log.warning("request.malformed robot=%s frames=%d", self._station.name, len(frames))
@@ -123,10 +128,11 @@ class DriverServer:
         self._hold_at_ns = self._clock() + periods * self._period_ns
 
     def _guard(self) -> None:
-        if self._held == 0:
-            log.info("watchdog.hold robot=%s: no command for two control periods", self._station.name)
-        self._held += 1
         self._driver.guard()
+        if self._held == 0:
+            periods = self._driver.spec.limits.watchdog_periods
+            log.info("watchdog.hold robot=%s: no command for %d control periods", self._station.name, periods)
+        self._held += 1
         self._feed_watchdog(1)
 
     def _answer(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
@@ -205,15 +211,19 @@ class DriverServer:
             if ACTION not in arrays:
                 raise SpecError("a command without an action")
             tick = self._driver.command(arrays[ACTION])
-        self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
+        if self.real_time and request.order == "command":
+            self._hold_at_ns = self._told_ns + self._driver.kernel.hold_after_ns
+        else:
+            self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
         return _reply(tick, held)
 
     def _await_period(self, socket: zmq.Socket[bytes]) -> None:
-        """Sleeps to the end of the control period, on a fixed grid; obeys an e-stop meanwhile.
+        """Sleeps to the end of the control period, on a fixed grid; obeys an e-stop meanwhile. Called once the robot is
+        told what to do.
 
         The grid starts anew when a period was missed, so that lateness is never made up by haste.
         """
-        now = self._clock()
+        now = self._told_ns = self._clock()
         self._next_ns += self._period_ns
         if not now <= self._next_ns <= now + 2 * self._period_ns:
             self._next_ns = now + self._period_ns
