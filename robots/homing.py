@@ -60,6 +60,19 @@ def require_in_range(spec: RobotSpec, measured: Array, low: Array, high: Array) 
         )
 
 
+def cut_off(spec: RobotSpec, action: Array, measured: Array, low: Array, high: Array) -> Array:
+    """`action` within `low` and `high`, (a,) each. A joint that stands out of its range is told to be between there and
+    the range, so that it does not leap back into it.
+
+    Args:
+        measured: of the spec's `joint_target`, in that order.
+    """
+    joints, least, most = list(spec.joint_target), low.copy(), high.copy()
+    least[joints], most[joints] = np.minimum(low[joints], measured), np.maximum(high[joints], measured)
+    within: Array = np.clip(action, least, most).astype(np.float32)
+    return within
+
+
 def walk_home(robot: Robot, home: Sequence[float], told: Array) -> None:
     """Moves the robot's joints to `home` and lets it stand there. Blocks, and calls `Robot.attend` all the while.
 

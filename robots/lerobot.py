@@ -26,7 +26,7 @@ from hal.station import Station, StationRequest, read_options
 from robots.alone import DeviceLock, devices_in
 from robots.attended import AttendedTask
 from robots.device_thread import DeviceThread
-from robots.homing import require_home, require_in_range, walk_home
+from robots.homing import cut_off, require_home, require_in_range, walk_home
 from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
 from robots.lerobot_plugins import build, has_setting, persist
 from robots.reaching import REACH, ReachConfig, with_reach
@@ -140,9 +140,12 @@ class LerobotRobot(Robot):
         self.spec.action.validate(action)
         if self._released:
             self._hold()
-        require_in_range(self.spec, self._measured[list(self.spec.limits.joint_position)], self._low, self._high)
+        joints = self._measured[list(self.spec.limits.joint_position)]
+        require_in_range(self.spec, joints, self._low, self._high)
         self._moving = True
-        return self._send(np.clip(action, self._low, self._high))
+        sent = self._send(cut_off(self.spec, action, joints, self._low, self._high))
+        low, high = np.array(self.spec.action.low, np.float32), np.array(self.spec.action.high, np.float32)
+        return cut_off(self.spec, sent, joints, low, high)
 
     def stop(self, level: StopLevel) -> None:
         """See `hal.robot.Robot`. Positions are held where they were measured when the stop began, grippers as they are
@@ -234,7 +237,7 @@ class LerobotRobot(Robot):
         sent = self._ask("commanding", lambda: self._device.send_action(values))
         applied = self._action.vector(sent if isinstance(sent, Mapping) else {}, instead=action)
         self._goal: Array = applied.astype(np.float32)
-        return np.clip(self._goal, self.spec.action.low, self.spec.action.high).astype(np.float32)
+        return self._goal
 
     def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
         if self._thread is None:

@@ -23,7 +23,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array
 from hal.station import Station, StationRequest, read_options
 from robots.attended import AttendedTask
-from robots.homing import require_home, require_in_range, walk_home
+from robots.homing import cut_off, require_home, require_in_range, walk_home
 from robots.reaching import REACH, with_reach
 from robots.ros2_camera import RosCamera, stamp_ns
 from robots.ros2_controllers import ANSWER_S, Controller, ControllerManager, targets_of
@@ -110,7 +110,8 @@ class Ros2Robot(Robot):
             self._released = False
         self._watch()
         self._moving = True
-        return self._send(np.clip(action, self._low, self._high))
+        joints = positions[: len(self.config.joints)]
+        return self._send(cut_off(self.spec, action, joints, self._low, self._high))
 
     def stop(self, level: StopLevel) -> None:
         """See `hal.robot.Robot`. The arm is held where it was measured when the stop began, a gripper at its target."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -175,6 +176,18 @@ def test_a_joint_out_of_its_range_may_come_back() -> None:
     kernel = kernel_of(JOINTS)
     assert applied(filtered(kernel, (3, 0, 0), 2.5, 0))[0] == pytest.approx(2.5)
     assert applied(filtered(kernel, (0, 0, 0), 2.5, 0))[0] < 2.5
+
+
+def test_a_joint_that_stands_out_of_the_actions_bounds_comes_back_no_faster_than_its_speed() -> None:
+    action = msgspec.structs.replace(JOINTS.action, low=(-2.0, -1.0, -9.0), high=(2.0, 1.0, 9.0))
+    kernel = kernel_of(msgspec.structs.replace(JOINTS, action=action))
+    way = [2.5]
+    for _ in range(6):
+        told = applied(filtered(kernel, (0, 0, 0), way[-1], 0))
+        kernel.correct(told)
+        way.append(float(told[0]))
+    steps = -np.diff(way)
+    assert (steps > 0).all() and steps.max() <= 0.2 + ROUNDING, "2 rad/s at 10 Hz"
 
 
 def test_what_the_hardware_made_of_a_target_is_where_the_next_starts() -> None:

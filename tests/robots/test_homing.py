@@ -14,7 +14,7 @@ from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 from hal.station import Station
 from robots.attended import AttendedTask
-from robots.homing import require_home, require_in_range, walk_home
+from robots.homing import cut_off, require_home, require_in_range, walk_home
 from robots.reaching import ReachConfig, ReachingRobot, with_reach
 from user_sys.edge.driver import Driver
 
@@ -171,6 +171,15 @@ def test_joints_that_are_far_out_of_their_range_are_not_moved() -> None:
         require_in_range(spec, np.array(measured), low, high)
     with pytest.raises(HardwareLost, match="arm: b is at -3.2; it may be between -1 and 1: a person must bring it"):
         require_in_range(spec, np.array([0.0, -1.0 - 1.1 * slack]), low, high)
+
+
+def test_what_is_cut_off_does_not_make_a_joint_leap_into_its_range() -> None:
+    spec = Arm().spec
+    low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
+    for wanted, stands, told in ((1.4, 1.5, 1.4), (1.6, 1.5, 1.5), (0.5, 1.5, 0.5), (1.4, 0.5, 1.0), (-1.4, 1.5, -1.0)):
+        action = np.array([wanted, 0.0, 0.2], np.float32)
+        cut = cut_off(spec, action, np.array([stands, 0.0]), low, high)
+        np.testing.assert_allclose(cut, [told, 0.0, 0.1], atol=1e-6)
 
 
 def test_joints_without_a_greatest_speed_are_not_sent_home() -> None:
