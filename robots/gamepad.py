@@ -14,6 +14,7 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
+from robots.alone import DeviceLock
 from robots.bindings import Bindings, gripper_element, in_order, moving_elements
 
 AXES = ("leftx", "lefty", "rightx", "righty", "triggerleft", "triggerright")
@@ -53,6 +54,7 @@ class Gamepad(Teleoperator):
         usual = {axis: f"-{element}" for axis, element in in_order(USUAL_AXES, moving_elements(spec)).items()}
         self._bindings = Bindings(config.axes or usual, AXES, spec)
         self._gripper = spec.gripper if gripper_element(spec) else -1
+        self._alone = DeviceLock(f"gamepad-{config.index}")
         self._pad: Any = None
 
     def connect(self) -> None:
@@ -61,10 +63,14 @@ class Gamepad(Teleoperator):
         pygame = _pygame()
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL hands on input only where it has a display
         os.environ.setdefault("SDL_JOYSTICK_ALLOW_BACKGROUND_EVENTS", "1")
+        self._alone.acquire()
         try:
             self._pad = self._open(pygame)
         except pygame.error as error:  # as of a display that SDL_VIDEODRIVER names, or a pad that may not be opened
             raise HardwareLost(f"the gamepad {self.config.index} cannot be opened: {error}") from error
+        finally:
+            if self._pad is None:
+                self._alone.release()
 
     def _open(self, pygame: Any) -> Any:
         pygame.display.init()
@@ -99,6 +105,7 @@ class Gamepad(Teleoperator):
         if self._pad is not None:
             self._pad.quit()
             self._pad = None
+            self._alone.release()
 
     def _pressed(self, button: str) -> int:
         return int(self._pad.get_button(getattr(_pygame(), f"CONTROLLER_BUTTON_{button.upper()}")))

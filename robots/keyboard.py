@@ -16,6 +16,7 @@ from hal.errors import HardwareLost
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
+from robots.alone import DeviceLock
 from robots.bindings import Bindings, gripper_element, moving_elements
 
 # linux/input-event-codes.h
@@ -70,13 +71,17 @@ class Keyboard(Teleoperator):
         self._pressed: set[int] = set()
         self._file = -1
         self._rest = b""
+        self._alone = DeviceLock()
 
     def connect(self) -> None:
         if self._file < 0:
             path = self.config.device or _first_keyboard()
+            self._alone = DeviceLock(path)
+            self._alone.acquire()
             try:
                 self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
+                self._alone.release()
                 raise HardwareLost(f"keyboard {path}: {error.strerror}") from error
             self._pressed.clear()
             self._rest = b""
@@ -96,6 +101,7 @@ class Keyboard(Teleoperator):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+            self._alone.release()
 
     def _take(self) -> bool:
         """Takes what the kernel has of key presses; False once there is nothing more."""

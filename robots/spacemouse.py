@@ -21,6 +21,7 @@ from hal.errors import HardwareLost, SpecError
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
+from robots.alone import DeviceLock
 from robots.bindings import Bindings, in_order, moving_elements
 
 AXES = ("x", "y", "z", "roll", "pitch", "yaw")
@@ -90,6 +91,7 @@ class SpaceMouse(Teleoperator):
         self._bindings = Bindings(config.axes or in_order(AXES, moving_elements(spec)), AXES, spec)
         self._gripper = spec.gripper
         self._device: Any = None
+        self._alone = DeviceLock()
         self._newest, self._heard_s = -1.0, 0.0  # report, by pyspacemouse's time and by ours
 
     def connect(self) -> None:
@@ -101,9 +103,12 @@ class SpaceMouse(Teleoperator):
         from pyspacemouse.types import AxisConvention
 
         device = SpaceMouseDevice(apply_axis_convention(model, AxisConvention.ROS), HidRaw(path))
+        self._alone = DeviceLock(path)
+        self._alone.acquire()
         try:
             device.open()
         except OSError as error:
+            self._alone.release()
             raise HardwareLost(f"SpaceMouse {path}: {error.strerror}") from error
         self._device = device
 
@@ -133,6 +138,7 @@ class SpaceMouse(Teleoperator):
         if self._device is not None:
             self._device.close()
             self._device = None
+            self._alone.release()
 
     def _find(self) -> tuple[str, Any]:
         """Where the device is, and pyspacemouse's description of it. Raises HardwareLost, SpecError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -304,3 +304,24 @@ def test_a_deflected_cap_of_which_nothing_more_is_heard_counts_as_let_go(puck: K
         assert device.read().twist.tolist() == [0, 0, 0, 1]
     finally:
         device.close()
+
+
+def require_had_by_one(make: Callable[[], Teleoperator]) -> None:
+    first, second = make(), make()
+    first.connect()
+    with pytest.raises(HardwareLost, match="is in use already, on this machine by"):
+        second.connect()
+    first.read()
+    first.close()
+    second.connect()
+    second.read()
+    second.close()
+
+
+def test_two_robots_do_not_have_one_keyboard_or_spacemouse(keys: Keys, puck: Keys) -> None:
+    require_had_by_one(lambda: Keyboard(KeyboardConfig(device=str(keys.path)), SPEC))
+    require_had_by_one(lambda: space_mouse(puck))
+
+
+def test_two_robots_do_not_have_one_gamepad(pad: VirtualPad) -> None:
+    require_had_by_one(lambda: Gamepad(GamepadConfig(), SPEC))
