@@ -107,8 +107,8 @@ class ActionLimits:
         return NO_REASON if (within[self._speeds] == wanted).all() else Reason.SPEED
 
     def remember(self, applied: Array) -> None:
-        """`applied` is what the hardware made of the last limited action. That was out of the bounds itself where a joint
-        stands out of them and comes back."""
+        """`applied` is what the hardware made of the last limited action, itself out of the bounds where a joint stands
+        out of them and comes back."""
         if applied.shape == self._shape and np.isfinite(applied).all():
             low, high = np.fmin(self._low, self._last), np.fmax(self._high, self._last)
             self._remember(np.clip(applied.astype(np.float64), low, high))
