@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Library:
-    """A vendor's library: the module to import, what it is for, and what to install."""
+    """A vendor's library: the module to import, what it is for, and how it is installed."""
 
     module: str
     purpose: str
@@ -127,7 +127,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
             yield _ok("libraries", f"{library.module} is there, for {library.purpose}")
         else:
             says = f"{library.module} is not there; it is needed for {library.purpose}"
-            yield _advice("libraries", says, f"pip install '{library.install}'")
+            yield _advice("libraries", says, library.install)
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Cameras on the robot's own computer, for any station: V4L2 devices and streams by OpenCV, and RealSense.
 
 A thread reads each camera, so that `Camera.read` never waits; the newest frame wins. A camera that delivers nothing new
-for `CameraConfig.stale_after_s` is stale, and one whose stream ends or whose device goes away is lost. OpenCV (``pip
-install 'user-sys[cameras]'``) and pyrealsense2 (``user-sys[realsense]``) are imported when a camera is connected.
+for `CameraConfig.stale_after_s` is stale, and one whose stream ends or whose device goes away is lost. OpenCV (of the
+extra ``cameras``) and pyrealsense2 (of ``realsense``) are imported when a camera is connected.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from hal.camera import Camera, Frame
 from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
+from hal.extras import with_extra
 from hal.spec import Array, CameraSpec
 from hal.station import StationRequest
 from robots.alone import DeviceLock, camera_place
@@ -293,4 +294,4 @@ def _import(library: str, extra: str) -> Any:
     try:
         return import_module(library)
     except ImportError as error:
-        raise SpecError(f"{library} cannot be used: {error}; it comes with: pip install 'user-sys[{extra}]'") from error
+        raise SpecError(f"{library} cannot be used: {error}; it comes with: {with_extra(extra)}") from error

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.extras import with_extra
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
 from hal.station import Station, StationRequest, read_options
@@ -324,7 +325,7 @@ def _import_franky() -> Any:
     try:
         return import_module("franky")
     except ImportError as error:
-        raise SpecError(f"franky cannot be used: {error}; it comes with: pip install 'user-sys[franka]'") from error
+        raise SpecError(f"franky cannot be used: {error}; it comes with: {with_extra('franka')}") from error
 
 
 def make_station(request: StationRequest) -> Station:

@@ -1,4 +1,4 @@
-"""A gamepad on the robot's own computer, by pygame (SDL): ``pip install 'user-sys[devices]'``. No display is needed.
+"""A gamepad on the robot's own computer, by pygame (SDL; the extra ``devices``). No display is needed.
 
 The robot moves while the `hold` button is pressed (dead-man switch). SDL knows where most pads have what, so that axes
 and buttons go by the names of an Xbox pad. Constructed anywhere, used from one thread.
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hal.errors import HardwareLost, SpecError
+from hal.extras import with_extra
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
@@ -124,7 +125,7 @@ def _pygame() -> Any:
     try:
         import pygame
     except ImportError as error:
-        raise HardwareLost(f"a gamepad needs pygame: pip install 'user-sys[devices]' ({error})") from error
+        raise HardwareLost(f"a gamepad needs pygame ({error}): {with_extra('devices')}") from error
     return pygame
 
 

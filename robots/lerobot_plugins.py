@@ -1,6 +1,6 @@
 """LeRobot's own side of the driver: its registries and plugins.
 
-LeRobot (0.4.4 or later; ``pip install 'user-sys[lerobot]'``) is imported when a device is built, not before.
+LeRobot (0.4.4 or later; the extra ``lerobot``) is imported when a device is built, not before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, Literal, TypeVar
 
 from hal.errors import SpecError
+from hal.extras import with_extra
 
 Kind = Literal["robot", "camera", "teleoperator"]
 TRIES = 3
@@ -37,7 +38,7 @@ def _registries() -> dict[Kind, tuple[Any, Callable[[Any], Any]]]:
         from lerobot.teleoperators import TeleoperatorConfig, make_teleoperator_from_config
         from lerobot.utils.import_utils import register_third_party_plugins
     except (ImportError, RuntimeError) as error:  # a torchvision that does not fit its torch raises RuntimeError
-        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: pip install 'user-sys[lerobot]'") from error
+        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: {with_extra('lerobot')}") from error
     for kind in ("robots", "teleoperators", "cameras"):
         _import_built_in(f"lerobot.{kind}")
     register_third_party_plugins()

@@ -1,6 +1,6 @@
 """The one place that speaks to rclpy: a node of our own, spun by a thread of its own, and every wait with a deadline.
 
-rclpy comes with a sourced ROS 2 installation (Jazzy or later), or as wheels: ``pip install 'user-sys[ros2]'``. It is
+rclpy comes with a sourced ROS 2 installation (Jazzy or later), or as wheels: the extra ``ros2``. It is
 imported when a link is opened, not before.
 """
 
@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, Self
 
 from hal.errors import HardwareLost, SpecError
+from hal.extras import with_extra
 
 POLL_S = 0.01
 END_S = 2.0
@@ -44,7 +45,7 @@ def _rclpy() -> Any:
         return import_module("rclpy")
     except ImportError as error:
         raise SpecError(
-            f"ROS 2 cannot be used ({error}); source a ROS 2 installation, or: pip install 'user-sys[ros2]'"
+            f"ROS 2 cannot be used ({error}); source a ROS 2 installation, or: {with_extra('ros2')}"
         ) from error
 
 

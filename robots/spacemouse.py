@@ -1,4 +1,4 @@
-"""A SpaceMouse on the robot's own computer: ``pip install 'user-sys[devices]'`` for pyspacemouse's table of devices.
+"""A SpaceMouse on the robot's own computer; the extra ``devices`` brings pyspacemouse's table of devices.
 
 Its reports are read from the kernel (``/dev/hidraw*``), which whoever runs the driver must be allowed to read. A cap
 that is let go springs back: that is its dead-man switch, and a `hold` button can be asked for besides. A deflected cap
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hal.errors import HardwareLost, SpecError
+from hal.extras import with_extra
 from hal.spec import RobotSpec
 from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
@@ -145,7 +146,7 @@ class SpaceMouse(Teleoperator):
         try:
             from pyspacemouse.loader import get_device_specs
         except ImportError as error:
-            raise HardwareLost(f"it needs pyspacemouse: pip install 'user-sys[devices]' ({error})") from error
+            raise HardwareLost(f"it needs pyspacemouse ({error}): {with_extra('devices')}") from error
         known = get_device_specs()
         if self.config.device and self.config.model:
             if self.config.model not in known:

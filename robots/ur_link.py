@@ -1,4 +1,4 @@
-"""The connection to one controller of Universal Robots, by ur_rtde (1.6 or later; ``pip install 'user-sys[ur]'``).
+"""The connection to one controller of Universal Robots, by ur_rtde (1.6 or later; the extra ``ur``).
 
 A thread alone speaks to ur_rtde's control interface: it streams the way to the newest target to the controller and
 feeds the controller's watchdog, so that no call of the library makes anybody wait. When updates stop coming the
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hal.errors import HardwareLost, SpecError
+from hal.extras import with_extra
 from hal.spec import Array
 
 DASHBOARD_PORT = 29999
@@ -442,7 +443,7 @@ def import_rtde(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise SpecError(f"ur_rtde cannot be used: {error}; it comes with: pip install 'user-sys[ur]'") from error
+        raise SpecError(f"ur_rtde cannot be used: {error}; it comes with: {with_extra('ur')}") from error
 
 
 def why_not(receive: Any) -> str:

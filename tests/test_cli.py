@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from hal.errors import LeaseHeld
+from hal.extras import with_extra
 from user_sys.cli import main
 from user_sys.errors import RunError
 
@@ -113,8 +114,8 @@ def test_wrong_usage_is_told(argv: list[str], said: str, capsys: pytest.CaptureF
         (RunError("port 8088 is in use;\n take another"), "port 8088 is in use; take another"),
         (LeaseHeld("panda-0 is driven by lab-2"), "panda-0 is driven by lab-2"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
-        (ModuleNotFoundError("No module named 'ray'", name="ray"), "'ray': pip install 'user-sys[learner]'"),
-        (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': pip install 'user-sys[interchange]'"),
+        (ModuleNotFoundError("No module named 'ray'", name="ray"), "'ray': " + with_extra("learner")),
+        (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': " + with_extra("interchange")),
     ],
 )
 def test_an_error_is_one_line(error: Exception, said: str, launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hal.errors import HalError
+from hal.extras import with_extra
 from user_sys.errors import RunError, UserSysError
 from user_sys.hardware.grammar import add_hardware, add_node
 from user_sys.store.verbs.grammar import add_store
@@ -52,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("hal", "robots", "sim", "user_sys"):
             raise
-        raise RunError(f"this needs the package {package!r}: pip install 'user-sys[{_extra(package)}]'") from error
+        raise RunError(f"this needs the package {package!r}: {with_extra(_extra(package))}") from error
     return status
 
 

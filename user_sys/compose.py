@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hal.discovery import Probe, installed_probes, lazily
 from hal.doctor import Library
 from hal.errors import HalError, SpecError
+from hal.extras import with_extra
 from hal.probes import configured_robots
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.spec import RobotSpec
@@ -137,15 +138,15 @@ _PROBES: dict[str, tuple[str, str]] = {
 
 
 LIBRARIES = (
-    Library("mujoco", "the driver sim", "user-sys[sim]"),
-    Library("lerobot", "the driver lerobot", "user-sys[lerobot]"),
-    Library("rtde_control", "the driver ur", "user-sys[ur]"),
-    Library("franky", "the driver franka", "user-sys[franka]"),
-    Library("rclpy", "the driver ros2", "user-sys[ros2]"),
-    Library("pygame", "gamepads", "user-sys[devices]"),
-    Library("pyspacemouse", "SpaceMice", "user-sys[devices]"),
-    Library("cv2", "cameras of the drivers ur and franka", "user-sys[cameras]"),
-    Library("pyrealsense2", "RealSense cameras", "user-sys[realsense]"),
+    Library("mujoco", "the driver sim", with_extra("sim")),
+    Library("lerobot", "the driver lerobot", with_extra("lerobot")),
+    Library("rtde_control", "the driver ur", with_extra("ur")),
+    Library("franky", "the driver franka", with_extra("franka")),
+    Library("rclpy", "the driver ros2", with_extra("ros2")),
+    Library("pygame", "gamepads", with_extra("devices")),
+    Library("pyspacemouse", "SpaceMice", with_extra("devices")),
+    Library("cv2", "cameras of the drivers ur and franka", with_extra("cameras")),
+    Library("pyrealsense2", "RealSense cameras", with_extra("realsense")),
 )
 """What our drivers and input devices import when they are used."""
 

@@ -50,7 +50,7 @@ def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> 
 def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_path: Path) -> None:
     make(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").write_text("powersave\n")
-    libraries = (Library("no_such_module", "the driver x", "user-sys[x]"), Library("json", "everything", "python"))
+    libraries = (Library("no_such_module", "the driver x", "pip install 'x'"), Library("json", "everything", "python"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         machine = Machine(root=tmp_path, ports={"the console": port}, libraries=libraries)
@@ -59,7 +59,7 @@ def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_
         found["ports", f"port {port} is in use (the console)"].mend == f"end what uses it (ss -ltnp 'sport = :{port}')"
     )
     missing = found["libraries", "no_such_module is not there; it is needed for the driver x"]
-    assert (missing.verdict, missing.mend) == (Verdict.ADVICE, "pip install 'user-sys[x]'")
+    assert (missing.verdict, missing.mend) == (Verdict.ADVICE, "pip install 'x'")
     assert found["libraries", "json is there, for everything"].verdict is Verdict.OK
     assert found["real time", "processors save power, and wake up late"].verdict is Verdict.ADVICE
 

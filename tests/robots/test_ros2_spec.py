@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said_in_words(options: dict[str, object], said: str) -
 
 @pytest.mark.skipif(importlib.util.find_spec("rclpy") is not None, reason="ROS 2 is here")
 def test_without_ros_it_says_what_to_install() -> None:
-    with pytest.raises(SpecError, match=r"pip install 'user-sys\[ros2\]'"):
+    with pytest.raises(SpecError, match=r"pip install '\.\[ros2\]' in a checkout"):
         station(limits=STATED).robot.connect()  # type: ignore[attr-defined]
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from hal.address import host_and_port
 from hal.cards import visible
 from hal.discovery import discover
+from hal.extras import with_extra
 from hal.placement_words import listed
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token, fit, node_argv, node_environment
 from hal.resource import Kind, ResourceRecord
@@ -59,7 +60,7 @@ def join_main(args: Namespace) -> int:
 
 def _require_ray() -> None:
     if find_spec("ray") is None:
-        raise RunError("a node needs the package 'ray': pip install 'user-sys[learner]'")
+        raise RunError(f"a node needs the package 'ray': {with_extra('learner')}")
 
 
 def _found(args: Namespace) -> tuple[ResourceRecord, ...]:
