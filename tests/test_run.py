@@ -21,6 +21,8 @@ from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
+from user_sys.gateway import GatewayConfig
+from user_sys.gateway.relay import RelayConfig
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.metrics import MetricsWriter
 from user_sys.monitor import LOST_AFTER_S, RunMonitor, earlier_s
@@ -139,6 +141,22 @@ def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
     session = load(SessionConfig, state / "session.yaml")
     assert (session.robot, session.holder, session.endpoint, session.seed) == ("left", "run first", ENDPOINT, 5)
     assert session.state == state.resolve() and session.keys == folder.keys.resolve()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "5555", "0.0.0.0:5555", "tcp://0.0.0.0", "tcp://*:*", "tcp://:5555", "tcp://::1:5555", "tcp://a:65536"],
+)
+def test_an_address_at_which_nobody_can_listen_is_refused_before_anything_is_made(endpoint: str) -> None:
+    for config in (GatewayConfig, RelayConfig):
+        with pytest.raises(ConfigError, match=f"^endpoint: {re.escape(endpoint)}: expected tcp://ADDRESS:PORT, "):
+            config(endpoint=endpoint)
+
+
+def test_an_address_of_another_machine_is_refused_before_anything_is_made() -> None:
+    assert free_endpoint("tcp://*:0").startswith("tcp://*:")
+    with pytest.raises(RunError, match="gateway.endpoint: cannot listen on tcp://192.0.2.1:0: "):
+        free_endpoint("tcp://192.0.2.1:0")
 
 
 def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:

@@ -153,14 +153,20 @@ def free_endpoint(endpoint: str) -> str:
     The port is kept for whoever listens on it by name, until this process ends: a socket that is bound and does not
     listen keeps the kernel from choosing it for others, and SO_REUSEADDR, which libzmq and asyncio set too, lets one
     listen beside it.
+
+    Raises:
+        RunError: this machine has no such address.
     """
     host, _, port = endpoint.rpartition(":")
     if port != "0":
         return endpoint
-    address = host.removeprefix("tcp://")
+    address = host.removeprefix("tcp://").replace("*", "0.0.0.0")
     with socket.socket(socket.AF_INET6 if address.startswith("[") else socket.AF_INET) as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind((address.strip("[]"), 0))
+        try:
+            keeper.bind((address.strip("[]"), 0))
+        except OSError as error:
+            raise RunError(f"gateway.endpoint: cannot listen on {endpoint}: {error.strerror}") from error
         chosen = keeper.getsockname()[1]
         keeper.detach()
     return f"{host}:{chosen}"

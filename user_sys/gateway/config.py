@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from user_sys.store.retention import Retention
 from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.local import require_listening
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,6 @@ class GatewayConfig:
     retention: Retention = field(default_factory=Retention)
     upkeep_s: float = 10.0
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
+
+    def __post_init__(self) -> None:
+        require_listening(self.endpoint)

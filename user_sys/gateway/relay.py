@@ -51,7 +51,7 @@ from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.local import require_dialled
+from user_sys.tunnel.local import require_dialled, require_listening
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.records import Signed
@@ -78,6 +78,9 @@ class RelayConfig:
     endpoint: str = "tcp://127.0.0.1:5556"
     weights_kept: int = 8
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
+
+    def __post_init__(self) -> None:
+        require_listening(self.endpoint)
 
 
 class Relay:

@@ -347,7 +347,7 @@ def _load_or_make_keys(folder: Path, endpoint: str) -> KeyPair:
 
 def is_loopback(endpoint: str) -> bool:
     """Whether nothing outside this machine can reach `endpoint`."""
-    return endpoint.startswith("ipc://") or urlsplit(endpoint).hostname in _LOOPBACK
+    return urlsplit(endpoint).hostname in _LOOPBACK
 
 
 def read_address(run_dir: Path) -> GatewayAddress | None:

@@ -23,18 +23,35 @@ from user_sys.tunnel.tcp_state import duplicate
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_SOCKET_PATH_BYTES = 107
 BUFFER_BYTES = 4 << 20
-_DIALLED = re.compile(r"tcp://(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})")
+_TCP = re.compile(r"tcp://(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})")
 _LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
 
 
 def require_dialled(endpoint: str) -> None:
     """Raises ConfigError unless an edge or a relay can dial `endpoint`, which was given as --connect."""
-    found = _DIALLED.fullmatch(endpoint)
-    if found is None or not 0 < int(found[2]) < 1 << 16 or (found[1].startswith("[") and not _is_ipv6(found[1][1:-1])):
-        hint = "as the run's command says at its start"
-        if endpoint.count(":") > 2:
-            hint = "an IPv6 address in brackets, such as tcp://[::1]:5555"
-        raise ConfigError(f"--connect {endpoint}: expected tcp://HOST:PORT, {hint}")
+    if _port(endpoint) in (None, 0):
+        raise ConfigError(
+            f"--connect {endpoint}: expected tcp://HOST:PORT, {_hint(endpoint) or 'as the run says at its start'}"
+        )
+
+
+def require_listening(endpoint: str) -> None:
+    """Raises ConfigError where no gateway or relay could listen on `endpoint`, which was configured."""
+    if _port(endpoint) is None:
+        hint = _hint(endpoint) or "such as tcp://0.0.0.0:5555; port 0 takes a free one"
+        raise ConfigError(f"endpoint: {endpoint}: expected tcp://ADDRESS:PORT, {hint}")
+
+
+def _port(endpoint: str) -> int | None:
+    """None where it is not ``tcp://HOST:PORT``."""
+    found = _TCP.fullmatch(endpoint)
+    if found is None or int(found[2]) >= 1 << 16 or (found[1].startswith("[") and not _is_ipv6(found[1][1:-1])):
+        return None
+    return int(found[2])
+
+
+def _hint(endpoint: str) -> str:
+    return "an IPv6 address in brackets, such as tcp://[::1]:5555" if endpoint.count(":") > 2 else ""
 
 
 def _is_ipv6(address: str) -> bool:
