@@ -104,6 +104,14 @@ def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: Console
     assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
 
 
+def test_what_the_learner_has_trained_is_told_beside_what_it_is_to_train(hub: ConsoleHub, clock: Clock) -> None:
+    assert (hub.view().training_s, hub.view().budget_s) == (0.0, 300.0)
+    clock.now_s += 60.0
+    hub.feed(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
+    hub.feed(MetricsReport(node="learner-ur5e", count=10, scalars={"training_s": 7.0}))
+    assert (hub.view().elapsed_s, hub.view().training_s) == (60.0, 40.0)
+
+
 def test_a_robot_says_how_its_last_episode_ended(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].last is None
     hub.feed(episode(True, touched=5))

@@ -64,7 +64,8 @@ class RunView(msgspec.Struct, frozen=True):
     """The run at one moment.
 
     Attributes:
-        elapsed_s, budget_s: how long the run has gone on, earlier launches included, and was to go on (0: no end).
+        elapsed_s: how long the run has gone on, earlier launches included.
+        training_s, budget_s: how long its first learner has trained, as that last reported, and is to train.
         env_steps, episodes, interventions: of online episodes; an intervention is an episode a person touched.
         updates: of the learner.
         success: share of successes among the newest online episodes without a person's help; None before the first.
@@ -74,6 +75,7 @@ class RunView(msgspec.Struct, frozen=True):
 
     run: str
     elapsed_s: float
+    training_s: float
     budget_s: float
     env_steps: int
     episodes: int
@@ -116,7 +118,7 @@ class ConsoleHub:
         run: name of the run.
         send: hands an order to the tunnel; must be thread-safe and must not block. What it raises reaches the caller.
         robots: the robots that the run expects, with their specs; others are added as they report.
-        budget_s: the time the run was given; 0 where it has no end.
+        budget_s: for how long its learners are to train; 0 where nobody says.
         clock: monotonic seconds.
     """
 
@@ -209,6 +211,7 @@ class ConsoleHub:
             return RunView(
                 run=self._run,
                 elapsed_s=self._before_s + now_s - self._started_s,
+                training_s=self._metrics.get(LEARNER, {}).get("training_s", 0.0),
                 budget_s=self._budget_s,
                 env_steps=self._env_steps,
                 episodes=self._episodes,
