@@ -26,6 +26,7 @@ from torch import nn
 from benchmarks.harness import Row, report
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
+from user_sys.learner.device import ahead_of_pushes
 from user_sys.weights.governor import Allowance, Governor, GovernorConfig
 from user_sys.weights.gpu.device import HostCopies, green_stream
 from user_sys.weights.snapshot import DeviceWeights, Unbounded
@@ -33,7 +34,6 @@ from user_sys.weights.snapshot import DeviceWeights, Unbounded
 CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1])
 GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
-AHEAD = -1  # the priority of inference and training; the lower, the more urgent, and pushes have 0
 STOP_S = 60.0
 
 
@@ -146,7 +146,7 @@ def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
 
     def push() -> None:
         try:
-            with _stream(gpu.device, 0):
+            with _stream(gpu.device):
                 while not stop.is_set():
                     started = time.perf_counter()
                     mode.push(copies.snapshot(gpu.masters), arrays)
@@ -166,12 +166,12 @@ def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
 
 
 @contextmanager
-def _stream(device: torch.device, priority: int) -> Iterator[None]:
-    """A stream of this thread's own; below 0 it is ahead of others."""
+def _stream(device: torch.device) -> Iterator[None]:
+    """A stream of this thread's own."""
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device, priority)):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         yield
 
 
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a small policy and few rounds, also on a GPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _stream(device, AHEAD):
+    with ahead_of_pushes(device.type):
         gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
         report("gpu_push", [row for mode in modes(device) for row in rows(gpu, mode)])
     if device.type == "cpu":

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from user_sys.errors import ConfigError
-from user_sys.learner.device import training_device
+from user_sys.learner.device import ahead_of_pushes, training_device
+from user_sys.weights.gpu.device import HostCopies
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -21,6 +22,16 @@ def test_the_processor_is_taken_where_no_gpu_was_asked_for() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_taken_where_one_was_asked_for() -> None:
     assert training_device("auto", reserved=True) == training_device("cuda", reserved=False) == "cuda"
+
+
+@pytest.mark.gpu
+def test_training_goes_ahead_of_pushes() -> None:
+    copies, usual = HostCopies(torch.device("cuda")), torch.cuda.current_stream()
+    with ahead_of_pushes("cuda"):
+        training = torch.cuda.current_stream()
+        assert training != usual and copies._stream is not None
+        assert training.priority < copies._stream.priority == 0  # CUDA has the more urgent below the less
+    assert torch.cuda.current_stream() == usual
 
 
 @WITHOUT_GPU

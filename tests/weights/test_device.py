@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -117,6 +118,35 @@ def test_weights_are_rounded_on_the_device_where_no_others_are_published() -> No
     for forms, packed in ((("bf16",), True), (("exact", "bf16"), False), (("exact",), False), (("int8",), False)):
         copies = HostCopies(torch.device("cpu"), packing(forms))  # type: ignore[arg-type]
         assert (copies.snapshot(weights).layout["w"][0] == BF16) is packed
+
+
+class Kept:
+    """Notes in `gone` when it goes."""
+
+    def __init__(self, name: str, gone: list[str]) -> None:
+        weakref.finalize(self, gone.append, name)
+
+
+def test_page_locked_memory_goes_before_the_green_context_whose_stream_filled_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch marks on that stream that the memory is free again; on one that is no more it ends the process."""
+    gone: list[str] = []
+    monkeypatch.setattr("user_sys.weights.gpu.device.green_stream", lambda *_: (Kept("context", gone), None))
+    copies = HostCopies(torch.device("cpu"), green_sms=8)
+    copies._staging = Kept("memory", gone)  # type: ignore[assignment]
+    del copies
+    assert gone == ["memory", "context"]
+
+
+def test_a_device_that_cannot_round_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr("user_sys.weights.gpu.device.narrow_tensor", fails)
+    with pytest.raises(ConfigError, match="forms is bf16 alone.*RuntimeError: Failed to find C compiler"):
+        HostCopies(torch.device("cpu"), pack="bf16")
+    HostCopies(torch.device("cpu"))
 
 
 def test_a_learner_on_the_processor_needs_no_copies_and_has_no_multiprocessors_to_set_aside() -> None:

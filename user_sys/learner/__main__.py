@@ -18,7 +18,7 @@ from hal.spec import RobotSpec
 from user_sys.algorithms.ranks import Ranks
 from user_sys.errors import RunError, UserSysError
 from user_sys.learner.checkpoint import sole_writer
-from user_sys.learner.device import training_device
+from user_sys.learner.device import CPU, ahead_of_pushes, training_device
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
 from user_sys.learner.followers import Assignment, Followers
@@ -97,6 +97,7 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
         MetricsWriter(folder.path, name) as metrics,
         Envoy(setup, stopped) as envoy,
         _ranks(folder, config, spec, checkpoints, device) as ranks,
+        ahead_of_pushes(device if ranks is None else CPU),  # FSDP2 has streams of its own
     ):
 
         def report(updates: int, scalars: dict[str, float]) -> None:

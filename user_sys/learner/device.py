@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 from hal.resource import local_node
 from user_sys.errors import ConfigError
@@ -12,6 +13,8 @@ log = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 CPU: Literal["cpu"] = "cpu"
+AHEAD = -1
+"""Priority of the stream on which a GPU trains; the lower, the more urgent. Pushes of weights have 0, the lowest."""
 
 
 def training_device(wanted: Device, reserved: bool, processes: int = 1) -> str:
@@ -35,6 +38,15 @@ def training_device(wanted: Device, reserved: bool, processes: int = 1) -> str:
         raise ConfigError(f"learner.device is cuda, and {why}")
     log.warning("learner.no_gpu the run needs a GPU, and %s: it trains on the processor", why)
     return CPU
+
+
+def ahead_of_pushes(device: str) -> AbstractContextManager[Any]:
+    """What this thread has a GPU do inside of it goes ahead of pushes; on the processor it changes nothing."""
+    if device == CPU:
+        return nullcontext()
+    import torch
+
+    return torch.cuda.stream(torch.cuda.Stream(device, AHEAD))  # type: ignore[no-untyped-call]
 
 
 def require_gpus(found: int, processes: int) -> None:

@@ -27,6 +27,7 @@ from user_sys.weights.snapshot import Budget, Layout
 from user_sys.weights.state import BF16
 
 Pack = Literal["exact", "bf16"]
+PROBE_ELEMENTS = 1 << 14
 
 
 class HostCopies:
@@ -43,14 +44,21 @@ class HostCopies:
             green_sms: multiprocessors of the green context in which packing and copying run; 0 for none.
 
         Raises:
-            ConfigError: there is no green context of so many multiprocessors.
+            ConfigError: there is no green context of so many multiprocessors; or the device cannot round.
         """
         self._device, self._pack = device, pack
+        self._staging: torch.Tensor | None = None
         self._green: object = None
         self._stream = _stream(device)
         if green_sms:
             self._green, self._stream = green_stream(device, green_sms)
-        self._staging: torch.Tensor | None = None
+        if pack == "bf16":
+            _try_packing(device)
+
+    def __del__(self) -> None:
+        """The page-locked memory goes before the green context: as torch takes it back it has an event recorded on the
+        stream that used it, which is no more once its context has gone."""
+        self._staging = None
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> DeviceCopy:
         """Copies `tensors`, on their device, and returns at once: what the caller's stream does next comes after."""
@@ -168,6 +176,22 @@ def green_stream(device: torch.device, sms: int) -> tuple[object, torch.cuda.Str
         raise ConfigError(
             f"{what}, and torch {torch.__version__} makes no such green context on this GPU: {error}; it takes a torch "
             "and a driver for CUDA 12.8 or newer, and no more multiprocessors than the GPU has"
+        ) from error
+
+
+def _try_packing(device: torch.device) -> None:
+    """Has the kernel compiled, which takes a moment, and run once.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    try:
+        narrow_tensor(torch.zeros(PROBE_ELEMENTS, device=device), 1)
+    except Exception as error:  # of any kind: Triton's are its compiler's, the C compiler's and the driver's
+        raise ConfigError(
+            "learner.publish.forms is bf16 alone, to which the GPU itself rounds, by a kernel of Triton's. That fails "
+            f"here: {type(error).__name__}: {error}; it takes the Triton that comes with torch, and a C "
+            "compiler. With exact beside bf16 the processor rounds"
         ) from error
 
 
