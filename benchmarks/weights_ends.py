@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from user_sys.weights.state import BF16, State, build_state, describe
 from user_sys.weights.swap import PolicySwapper
 
 DEADLINE_S = 120.0
+LOOK_S = 0.5
 
 
 class Holder(Policy):
@@ -196,17 +198,40 @@ def _sizes(full: Parcel, pair: Pair | None) -> Sizes:
     return Sizes(full.info.size_bytes, pair.there.info.size_bytes, pair.there.info.codec, pair.encode_s)
 
 
+class Notifying(PolicySwapper):
+    """Says when a version is there to be swapped to: whoever looks for it all the time takes the processor from it."""
+
+    def __init__(self) -> None:
+        super().__init__(Holder)
+        self.loaded = threading.Event()
+
+    def load(
+        self, version: int, weights: Mapping[str, Array], offered_s: float | None = None, run: bytes = b""
+    ) -> None:
+        super().load(version, weights, offered_s, run)
+        self.loaded.set()
+
+
 class Robot:
     """A robot's receiving end and the policy that it loads, in this process."""
 
-    def __init__(self, swapper: PolicySwapper, inlet: WeightsInlet) -> None:
-        self.swapper, self._inlet = swapper, inlet
+    def __init__(self, swapper: Notifying, inlet: WeightsInlet) -> None:
+        self._swapper, self._inlet = swapper, inlet
 
-    def acts_with(self, version: int) -> bool:
-        """Swaps if it can."""
-        self._inlet.raise_failure()
-        self.swapper.swap_if_ready()
-        return self.swapper.version == version
+    def await_version(self, version: int) -> None:
+        """Swaps as soon as it can, until it acts with `version`."""
+        until_s = time.perf_counter() + DEADLINE_S
+        while self.version != version:
+            self._swapper.loaded.wait(LOOK_S)
+            self._swapper.loaded.clear()
+            self._inlet.raise_failure()
+            self._swapper.swap_if_ready()
+            assert time.perf_counter() < until_s, "the push did not arrive"
+
+    @property
+    def version(self) -> int:
+        """That it acts with."""
+        return self._swapper.version
 
     @property
     def stages(self) -> Mapping[str, float]:
@@ -230,7 +255,7 @@ class Pushes:
             self._keys[name] = new_keypair()
             Keyring(self._folder).allow(self._keys[name].public, name, "robot")
         hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=name)
-        swapper, config = PolicySwapper(Holder), InletConfig(governor=GovernorConfig(enabled=False))
+        swapper, config = Notifying(), InletConfig(governor=GovernorConfig(enabled=False))
         with TunnelClient(endpoint or self.endpoint, self._keys[name], self._public_key, hello) as client:
             client.wait_open(DEADLINE_S)
             with WeightsInlet(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
@@ -239,13 +264,10 @@ class Pushes:
     def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:
         """Offers the next version to the robots called `names`; until the last of those `awaited` acts with it."""
         self._version += 1
-        poll_s = min(2e-3, max(1e-4, self.sizes.full_bytes / 2e10))
         self._pipe.send(tuple(names))
         started_s = float(self._pipe.recv())
-        left = list(awaited)
-        while left := [robot for robot in left if not robot.acts_with(self._version)]:
-            time.sleep(poll_s)
-            assert time.perf_counter() < started_s + DEADLINE_S, "the push did not arrive"
+        for robot in awaited:
+            robot.await_version(self._version)
         return time.perf_counter() - started_s
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import zmq
@@ -270,7 +270,7 @@ class SimLink(Link):
             socket = Dealer(self.network, connection)
             self.lines[channel] = Line(socket, outlets[channel], window, limits, channel)  # type: ignore[arg-type]
 
-    def wait(self, timeout_s: float, read_control: bool = True) -> None:
+    def wait(self, timeout_s: float, elsewhere: Collection[Channel] = ()) -> None:
         self.network.runtime.pause(0.0 if any(line.pending for line in self.lines.values()) else max(0.0, timeout_s))
         if not all(connection.open for connection in self._connections):
             raise LinkDown(f"{self.endpoint}: the connection ended")

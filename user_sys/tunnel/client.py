@@ -1,7 +1,8 @@
 """A peer's end of the tunnel: dials out, comes back by itself, and loses no experience.
 
 One thread dials, moves bulk and keeps the connections alive; the public methods may be called from any thread. A thread
-that sends a control message, or waits for one, uses the control connection itself. docs/tunnel.md has the protocol.
+that sends a message of control or of weights, or waits for one, uses its connection itself. docs/tunnel.md has the
+protocol.
 
 What survives a lost connection: chunks (resent from the outbox after the last acknowledgement), the newest weights that
 the gateway has not confirmed (from the byte on that it lacks), and queued messages, except those in `wire.PERISHABLE`,
@@ -14,6 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -42,6 +44,7 @@ from user_sys.messages import (
 )
 from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
+from user_sys.tunnel.heap import keep_freed_memory
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.link import Contexts, Line, Link
@@ -106,17 +109,17 @@ class TunnelClient:
         }
         settle = self._outlets[Channel.EXPERIENCE].gauges.settle
         self._uplink = None if outbox is None else ChunkUplink(outbox, settle)
-        self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._drain)
+        self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._take_in_all)
+        self._weights = Reader(limits.weights.queue_messages, self._take_in_all)
+        self._readers = {Channel.CONTROL: self._reader, Channel.WEIGHTS: self._weights}
         self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
-        self._weights: Mailbox[tuple[Envelope, Line, int]] = Mailbox(limits.weights.queue_messages)
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
         self._condition = threading.Condition()
         self._machine = StateMachine(f"the tunnel of {hello.name}", TunnelState.IDLE, TUNNEL)
         self._reason = "not started"
         self._verdict: Refused | WireError | None = None  # found by whichever thread was reading
-        self._control: Line | None = None  # while the tunnel is open
-        self._draining = threading.Lock()  # whoever reads a message also takes it in, before the next is read
+        self._lines: Mapping[Channel, Line] = {}  # those that other threads may use, while the tunnel is open
         self._heard_s = 0.0
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
@@ -145,7 +148,8 @@ class TunnelClient:
         if self._thread is not None:
             self._join(self._thread)
         self._enter(TunnelState.CLOSED, "closed here")
-        self._reader.close()
+        for reader in self._readers.values():
+            reader.close()
         self._wakeup.close()
 
     def _join(self, thread: threading.Thread) -> None:
@@ -180,7 +184,7 @@ class TunnelClient:
     def scalars(self) -> dict[str, float]:
         """Counters and latencies of each channel, the clock, and how often the link was lost, for metrics."""
         found = {"lost": float(self.counters["lost"]), "open": float(self.state is TunnelState.OPEN)}
-        found["inbox_full"] = float(self._reader.inbox.refused)
+        found["inbox_full"] = float(sum(reader.inbox.refused for reader in self._readers.values()))
         for channel, outlet in self._outlets.items():
             found |= outlet.gauges.scalars(channel.name.lower())
         clock = self.clock
@@ -223,12 +227,10 @@ class TunnelClient:
 
         False when the queue is full, or when the message would be worthless late and the tunnel is not open.
         """
-        envelope, line = Envelope(message), self._control
-        if line is None or channel_of(message) is not Channel.CONTROL or not line.send_now(envelope):
+        envelope = Envelope(message)
+        if channel_of(message) is not Channel.CONTROL:  # a control loop that tells its version is to read no weights
             return self._queue(envelope)
-        if line.pending:
-            self._drain(line)
-        return True
+        return self._say(envelope)
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message from the gateway, or None after `timeout_s`."""
@@ -237,21 +239,38 @@ class TunnelClient:
             return None
         if incoming.line.release(incoming.charge):
             self._wakeup.set()  # a grant is due
-        return incoming.message  # type: ignore[return-value]
+        return incoming.envelope.message  # type: ignore[return-value]
 
     def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
-        """Queues a message of the weights channel; never blocks. False when the queue is full or the tunnel is down."""
-        return self._queue(Envelope(message, payload))
+        """Sends a message of the weights channel now, or queues it; never blocks.
+
+        False when the queue is full or the tunnel is down.
+        """
+        return self._say(Envelope(message, payload))
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
-        kept = self._weights.wait(timeout_s)
-        if kept is None:
+        incoming = self._weights.take(timeout_s)
+        if incoming is None:
             return None
-        envelope, line, charge = kept
-        if line.release(charge):
-            self._wakeup.set()  # a grant is due
-        return envelope
+        line = incoming.line
+        if line.release(incoming.charge):  # a grant is due, and is sent with what is queued
+            if line.flush():
+                self._wakeup.set()
+            self._read_if_pending(line)
+        return incoming.envelope
+
+    def _say(self, envelope: Envelope) -> bool:
+        line = self._lines.get(channel_of(envelope.message))
+        if line is None or not line.send_now(envelope):
+            return self._queue(envelope)
+        self._read_if_pending(line)
+        return True
+
+    def _read_if_pending(self, line: Line) -> None:
+        """After a line was used: that may have swallowed the news for which its reader waits."""
+        if line.pending:
+            self._readers[line.channel].drain(line)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all messages are on their way and the gateway has the newest weights; False after `timeout_s`."""
@@ -307,6 +326,7 @@ class TunnelClient:
 
     def _run(self) -> None:
         prefer_latency()
+        keep_freed_memory()
         contexts = Contexts()
         backoff = Backoff(self._limits.backoff_min_s, self._limits.backoff_max_s)
         try:
@@ -347,18 +367,20 @@ class TunnelClient:
         try:
             self._handshake(link)
             opened_s = time.monotonic()
-            self._control = link.lines[Channel.CONTROL]
-            self._reader.attach(self._control)
+            self._lines = {channel: link.lines[channel] for channel in self._readers}
+            for channel, reader in self._readers.items():
+                reader.attach(link.lines[channel])
             self._enter(TunnelState.OPEN)
             self._converse(link)
         finally:
             if time.monotonic() - opened_s > self._limits.dead_after_s:
                 backoff.reset()
-            self._control = None
-            self._reader.detach()
+            self._lines = {}
+            for reader in self._readers.values():
+                reader.detach()
             link.close(FAREWELL_MS if self._stopping.is_set() else 0)
-            with self._draining:  # what another thread has read of this session is taken in before the next begins
-                pass
+            for reader in self._readers.values():  # before the next session begins
+                reader.settle()
 
     def _handshake(self, link: Link) -> None:
         deadline = time.monotonic() + self._limits.handshake_s
@@ -395,42 +417,40 @@ class TunnelClient:
 
     def _converse(self, link: Link) -> None:
         self._heard_s, next_heartbeat_s = time.monotonic(), 0.0
-        control = link.lines[Channel.CONTROL]
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= next_heartbeat_s:
                 link.beat(Heartbeat(t_client_ns=time.monotonic_ns()))
                 next_heartbeat_s = now + self._limits.heartbeat_s
-            read_control = not self._reader.present
-            if read_control:
-                self._drain(control)
-            for channel in (Channel.WEIGHTS, Channel.EXPERIENCE):
-                self._receive(link.lines[channel])
+            elsewhere = [channel for channel, reader in self._readers.items() if reader.present]
+            for channel, line in link.lines.items():
+                if channel not in elsewhere:
+                    self._receive(line)
             if self._verdict is not None:
                 raise self._verdict
             if now - self._heard_s > self._limits.dead_after_s:
                 raise LinkDown(f"{link.endpoint} was silent for {now - self._heard_s:.1f} s")
             timeout_s = min(self._send(link), next_heartbeat_s - now)
-            if not read_control and control.pending:  # sending may have swallowed the news that the reader waits for
-                self._drain(control)
-            link.wait(timeout_s if read_control else min(timeout_s, READER_CHECK_S), read_control)
-        control.flush()  # a release of the lease, for instance
+            for channel in elsewhere:
+                self._read_if_pending(link.lines[channel])
+            link.wait(min(timeout_s, READER_CHECK_S) if elsewhere else timeout_s, elsewhere)
+        link.lines[Channel.CONTROL].flush()  # a release of the lease, for instance
 
-    def _drain(self, line: Line) -> None:
-        """Takes in what has arrived on the control line, in its order, whichever threads read it.
-
-        What must end the session waits for the client's own thread.
-        """
-        with self._draining:
-            try:
-                while (received := line.receive()) is not None:
+    def _take_in_all(self, line: Line) -> None:
+        """Reads a line empty that several threads read. What must end the session waits for the client's own thread."""
+        try:
+            while (received := line.receive()) is not None:
+                if line.channel is Channel.CONTROL:
                     self._heard_s = time.monotonic()
-                    self._take_in(line, *received)
-            except (Refused, WireError) as error:
-                self._verdict = error
-                self._wakeup.set()
+                self._take_in(line, *received)
+        except (Refused, WireError) as error:
+            self._verdict = error
+            self._wakeup.set()
 
     def _receive(self, line: Line) -> None:
+        if (reader := self._readers.get(line.channel)) is not None:
+            reader.drain(line)
+            return
         for _ in range(RECEIVE_BURST):
             received = line.receive()
             if received is None:
@@ -440,8 +460,8 @@ class TunnelClient:
     def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
         """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
-            case LeaseGrant() | OperatorCommand() | RobotStatus() as frequent:
-                charge = self._reader.put(frequent, line, charge)
+            case LeaseGrant() | OperatorCommand() | RobotStatus():
+                charge = self._reader.put(envelope, line, charge)
             case Grant():
                 self._wakeup.set()
             case Refusal() as refusal:
@@ -457,21 +477,12 @@ class TunnelClient:
             case Preview():
                 self._previews.put(envelope, coalescing_key(envelope.message))
             case message if isinstance(message, (*PARCELS, WeightsReceived)):
-                charge = self._keep_weights(line, envelope, charge)
+                charge = self._weights.put(envelope, line, charge)
             case Hello() | Welcome() | ChunkAck() | ChunkRefusal():
                 raise WireError(f"{self.endpoint} sent {type(envelope.message).__name__} out of turn")
-            case other:
-                charge = self._reader.put(other, line, charge)
+            case _:
+                charge = self._reader.put(envelope, line, charge)
         line.release(charge)
-
-    def _keep_weights(self, line: Line, envelope: Envelope, charge: int) -> int:
-        """As `Reader.put`, for the weights channel: a payload waits at its own charge, a state at none."""
-        key = coalescing_key(envelope.message)
-        kept = 0 if key is not None else charge
-        if not self._weights.put((envelope, line, kept), key):
-            self.counters["inbox_full"] += 1
-            return charge
-        return charge - kept
 
     def _tell_drained(self) -> None:
         if not self.chunks_pending:

@@ -6,7 +6,7 @@ import math
 import os
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -176,7 +176,7 @@ class Link:
         self._stuck_after_s = limits.stuck_after_s
         self._poll = select.poll()
         self._poll.register(wakeup.fileno(), select.POLLIN)
-        self._reads_control = True
+        self._elsewhere: Collection[Channel] = ()
         session = new_session()
         windows = {
             Channel.CONTROL: limits.control,
@@ -204,26 +204,32 @@ class Link:
         self._monitors[descriptor] = monitor
         self._poll.register(descriptor, select.POLLIN)
 
-    def wait(self, timeout_s: float, read_control: bool = True) -> None:
+    def wait(self, timeout_s: float, elsewhere: Collection[Channel] = ()) -> None:
         """Blocks until something may have arrived, the wake-up is set, or the timeout is over.
 
-        With `read_control` false, another thread reads the control line, and its messages end no wait here.
+        Args:
+            elsewhere: the channels whose lines other threads read: what comes there ends no wait here.
 
         Raises:
             Refused: the gateway does not know our key.
             LinkDown: a connection has ended.
         """
-        control = self.lines[Channel.CONTROL]
-        if read_control != self._reads_control:
-            self._poll.register(control.fd, select.POLLIN) if read_control else self._poll.unregister(control.fd)
-            self._reads_control = read_control
-        waits = [line for line in self.lines.values() if read_control or line is not control]
-        timeout_s = 0.0 if any(line.pending for line in waits) else max(0.0, timeout_s)
+        self._leave_to_others(elsewhere)
+        pending = any(line.pending for channel, line in self.lines.items() if channel not in elsewhere)
+        timeout_s = 0.0 if pending else max(0.0, timeout_s)
         for descriptor, _ in self._poll.poll(math.ceil(1e3 * timeout_s)):
             if descriptor == self._wakeup.fileno():
                 self._wakeup.clear()
             elif (monitor := self._monitors.get(descriptor)) is not None and readable(monitor):
                 self._raise_end(monitor)
+
+    def _leave_to_others(self, elsewhere: Collection[Channel]) -> None:
+        for channel, line in self.lines.items():
+            if channel in elsewhere and channel not in self._elsewhere:
+                self._poll.unregister(line.fd)
+            elif channel in self._elsewhere and channel not in elsewhere:
+                self._poll.register(line.fd, select.POLLIN)
+        self._elsewhere = elsewhere
 
     def flush(self) -> bool:
         """Sends what is queued on each channel, control first; True when libzmq can take no more."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from user_sys.tunnel.link import Line
 from user_sys.tunnel.mailbox import Mailbox
 from user_sys.tunnel.sockets import Wakeup
-from user_sys.tunnel.wire import AnyMessage, coalescing_key
+from user_sys.tunnel.wire import Envelope, coalescing_key
 
 STAYS_S = 0.1  # a thread that has waited once is expected back for so long
 RECHECK_S = 0.25
@@ -21,24 +21,25 @@ RECHECK_S = 0.25
 class Incoming:
     """A message in the inbox; taking it gives its charge back to the line that it came on."""
 
-    message: AnyMessage
+    envelope: Envelope
     line: Line
     charge: int
 
 
 class Reader:
-    """An inbox whose waiting thread reads the control line while one is attached.
+    """An inbox whose waiting thread reads the line of one channel while one is attached.
 
-    One thread at a time reads; others that wait are served from what it reads. While nobody waits, or has waited within
-    `STAYS_S`, whoever attached the line must read it.
+    One thread at a time waits for the line; others that wait are served from what it reads. While nobody waits, and
+    nobody has waited within `STAYS_S`, whoever attached the line must read it (`drain`).
 
     Args:
-        drain: reads a line empty into the inbox; never raises.
+        take_in: reads a line empty into the inbox; never raises.
     """
 
-    def __init__(self, capacity: int, drain: Callable[[Line], None]) -> None:
+    def __init__(self, capacity: int, take_in: Callable[[Line], None]) -> None:
         self.inbox: Mailbox[Incoming] = Mailbox(capacity)
-        self._drain = drain
+        self._take_in = take_in
+        self._draining = threading.Lock()  # whoever reads a message also takes it in, before the next is read
         self._line: Line | None = None
         self._turn, self._polling = threading.Lock(), threading.Lock()
         self._attached = threading.Condition()
@@ -65,13 +66,23 @@ class Reader:
         with self._polling:
             return
 
-    def put(self, message: AnyMessage, line: Line, charge: int) -> int:
+    def settle(self) -> None:
+        """What other threads have read of a line that was detached and closed is taken in when this returns."""
+        with self._draining:
+            return
+
+    def drain(self, line: Line) -> None:
+        """Takes in what has arrived on `line`, in its order, whichever threads read it."""
+        with self._draining:
+            self._take_in(line)
+
+    def put(self, envelope: Envelope, line: Line, charge: int) -> int:
         """Keeps a message until it is taken; returns what of its charge is to be given back at once.
 
         A state may be replaced by its successor before anybody takes it: only other messages wait at their own charge.
         """
-        key = coalescing_key(message)
-        kept = Incoming(message, line, charge if key is None else 0)
+        key = coalescing_key(envelope.message)
+        kept = Incoming(envelope, line, charge if key is None else 0)
         if not self.inbox.put(kept, key):
             return charge
         if self._ident not in (0, threading.get_ident()):
@@ -82,7 +93,7 @@ class Reader:
         """The oldest message, or None after `timeout_s`."""
         if timeout_s <= 0:
             if self._line is not None and not len(self.inbox):
-                self._drain(self._line)
+                self.drain(self._line)
             return self.inbox.take()
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(blocking=False):
@@ -99,7 +110,7 @@ class Reader:
         while (item := self.inbox.take()) is None:
             line = self._line
             if line is not None:
-                self._drain(line)
+                self.drain(line)
                 if len(self.inbox):
                     continue
             remaining_s = deadline - time.monotonic()

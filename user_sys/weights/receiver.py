@@ -209,6 +209,8 @@ class Receiver:
                 self._refuse("a parcel comes damaged again and again")
                 self._fetcher.gone(message.parcel)
                 self._give_up({message.parcel})
+            elif self._target is not None:
+                self._verify_ahead(self._target)  # what has just been copied is still in the processor's cache
         elif isinstance(message, WeightsGone):
             self._fetcher.gone(message.parcel)
             offered = () if self._offered is None else self._offered.parcels
@@ -220,10 +222,7 @@ class Receiver:
         self._take_table()
         if self._target is not None and self._target.manifest.entire and self._fetcher.complete:
             self._complete(self._target)
-        wait_s = self._fetcher.pump()
-        if self._target is not None:
-            self._verify_ahead(self._target)
-        return wait_s
+        return self._fetcher.pump()
 
     def _take_table(self) -> None:
         """Once the table of its tensors has come, what follows of the version under way can be verified."""
