@@ -24,7 +24,7 @@ import msgspec
 from hal.cards import sight
 from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
 from hal.lease import MachineLock
-from hal.ray_address import require_cluster
+from hal.ray_address import require_cluster, require_token
 from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
 from hal.ray_places import GROUP_MARK, Bundle, cluster_records, node_names
 from hal.resource import ResourceRecord
@@ -449,9 +449,10 @@ def connect(address: str) -> Cluster:
     The token, where the cluster wants one, is found as Ray documents it (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH).
 
     Raises:
-        HalError: no cluster answers there.
+        HalError: no cluster answers there, or it refuses the token.
     """
     require_cluster(address)
+    require_token(address, {"RAY_AUTH_MODE": "token", **os.environ})
     ray = _import_ray(token=None)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -33,6 +33,7 @@ CLAIM = 0.6
 """Of a robot's resource, what a run reserves: more than half, so that one run has it. The rest is for its processes."""
 ROBOT_LABEL, CARD_LABEL = "robot-", "card-"
 """How the labels begin that say what a robot is, and a GPU."""
+_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_LABEL_CHARS = 63
 
@@ -100,14 +101,15 @@ def node_environment(token: Path | None) -> dict[str, str]:
     Raises:
         HalError: no token is known, neither by `token` nor as Ray documents it.
     """
-    known = {name: os.environ[name] for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)}
+    known = {name: os.environ[name] for name in (_TOKEN, _TOKEN_PATH) if os.environ.get(name)}
     if token is not None:
         if not token.exists():
             raise HalError(f"there is no cluster's token at {token}; copy it from the computer that began the cluster")
-        known = {"RAY_AUTH_TOKEN_PATH": str(token.resolve())}
+        known = {_TOKEN_PATH: str(token.resolve())}
     if not known:
         raise HalError("which token does the cluster have? Give --token FILE, or set RAY_AUTH_TOKEN_PATH")
-    return {**os.environ, "RAY_AUTH_MODE": "token", **NO_NICER, **known}
+    rest = {name: value for name, value in os.environ.items() if name != _TOKEN}  # which to Ray counts more than a file
+    return {**rest, "RAY_AUTH_MODE": "token", **NO_NICER, **known}
 
 
 def ensure_token(path: Path) -> None:

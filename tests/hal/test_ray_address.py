@@ -9,7 +9,7 @@ import pytest
 
 from hal import ray_address
 from hal.errors import HalError
-from hal.ray_address import require_cluster
+from hal.ray_address import require_cluster, require_token
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
@@ -52,6 +52,18 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
 def test_something_else_that_listens_is_told_to_be_none(says: bytes) -> None:
     with pytest.raises(HalError, match=r"what listens at 127\.0\.0\.1:\d+ is no Ray cluster"):
         ask(says)
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "wants a token, and there is none in /nowhere"),
+        ({"HOME": "/nowhere"}, "wants a token, and none is given"),
+    ],
+)
+def test_a_token_that_is_not_there_is_told_in_one_line(token: dict[str, str], why: str) -> None:
+    with pytest.raises(HalError, match=f"^the Ray cluster at 127.0.0.1:1 {why}: copy the .*PATH$"):
+        require_token("127.0.0.1:1", {"RAY_AUTH_MODE": "token", **token})
 
 
 def test_what_is_silent_or_not_there_is_told_within_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hal.errors import PlacementError
+from hal.errors import HalError, PlacementError
 from hal.lease import MachineLock
+from hal.ray_address import require_token
 from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy, RobotKeeper
 from hal.ray_nodes import node_argv, ray_labels, ray_resources
 from hal.resource import Health, Kind, ResourceRecord
@@ -69,6 +70,7 @@ def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Pat
         "started",
         "placed",
         "loopback only",
+        "a wrong token is told",
         "child restarted",
         "actor restarted",
         "stopped",
@@ -117,6 +119,12 @@ def listening_addresses() -> set[str]:
     return {row[1].split(":")[0] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
+def gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def scenario(folder: Path) -> None:
     from hal.ray_bridge import start_local
 
@@ -145,6 +153,11 @@ def scenario(folder: Path) -> None:
         addresses = listening_addresses()
         assert addresses and all(address.endswith("0100007F") for address in addresses), addresses
         print("loopback only")
+        address = gcs_address()
+        require_token(address, {**os.environ, "RAY_AUTH_MODE": "token"})
+        with pytest.raises(HalError, match=f"^the Ray cluster at {address} refuses the token: copy the file"):
+            require_token(address, {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"})
+        print("a wrong token is told")
         first = arm().pid
         assert first is not None
         os.kill(first, signal.SIGKILL)

@@ -20,6 +20,7 @@ from hal.cards import visible
 from hal.discovery import discover
 from hal.extras import with_extra
 from hal.placement_words import listed
+from hal.ray_address import require_token
 from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token, fit, node_argv, node_environment
 from hal.resource import Kind, ResourceRecord
 from user_sys.compose import RobotConfig, probes
@@ -50,11 +51,13 @@ def head_main(args: Namespace) -> int:
 
 def join_main(args: Namespace) -> int:
     """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
-    Ray's own."""
+    Ray's own. Raises HalError: the cluster is there, and refuses the token."""
     _require_ray()
     if host_and_port(args.address) is None:
         raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
-    labels, environment, records = _labels(args.label), node_environment(args.token), _found(args)
+    labels, environment = _labels(args.label), node_environment(args.token)
+    require_token(args.address, environment)
+    records = _found(args)
     return _keep(node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize)
 
 
