@@ -17,7 +17,7 @@ class GoesHome(Protocol):
     def go_home(self) -> None:
         """Moves there where one is configured, and holds. Blocks, and calls `Robot.attend` meanwhile.
 
-        Raises HardwareLost where it does not get there.
+        Raises EmergencyStopped where it does not get there: a person is to look at it.
         """
 
 

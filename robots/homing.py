@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array, RobotSpec
 from robots.steps import advance
 
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0  # beyond what the way takes
 LEAD_S = 0.5  # at the speed of the way
 STILL = 0.25  # share of a step; joints that moved less are where they were
 SETTLE_S = 0.2  # joints that were there so long stand
@@ -81,19 +81,27 @@ def walk_home(robot: Robot, home: Sequence[float], told: Array) -> None:
         told: the action that the robot was told last, (a,); whatever else it has than joints stays so.
 
     Raises:
-        HardwareLost: it is not there within `DEADLINE_S`; the message says what held it up.
+        EmergencyStopped: it is not there `DEADLINE_S` after it could have been; the message says what held it up. It is
+            for a person to look at it then: tried again it would be held up again.
         SpecError: the joints have no greatest speed, which the way goes by.
     """
     way = _Way(robot, home, told)
-    until_s = time.monotonic() + DEADLINE_S
+    begun_s = time.monotonic()
     while not way.step():
-        if time.monotonic() > until_s:
-            raise HardwareLost(f"{robot.spec.model} did not get home within {DEADLINE_S:g} s: {way.trouble}")
+        if (late_s := time.monotonic() - begun_s) > way.takes_s + DEADLINE_S:
+            raise EmergencyStopped(
+                f"{robot.spec.model} did not get home within {late_s:.3g} s: {way.trouble}; a person must look at it"
+            )
         _pass_period(robot)
 
 
 class _Way:
-    """Where the robot is on its way; `trouble` is what holds it up."""
+    """Where the robot is on its way.
+
+    Attributes:
+        takes_s: how long the way takes from where the robot was seen first.
+        trouble: what holds it up.
+    """
 
     def __init__(self, robot: Robot, home: Sequence[float], told: Array) -> None:
         spec = robot.spec
@@ -112,7 +120,7 @@ class _Way:
         self._target: Array | None = None
         self._measured = self._stood = np.full(len(self._home), np.inf)
         self._stood_ns = 0
-        self.trouble = ""
+        self.takes_s, self.trouble = 0.0, ""
 
     def step(self) -> bool:
         """One control period on; True once the robot is told to be at home and stands."""
@@ -122,6 +130,8 @@ class _Way:
             self._wait(StopLevel.HOLD, str(error))
             return False
         self._measured = seen.arrays[STATE][self._angles].astype(np.float64)
+        if not self.takes_s:
+            self.takes_s = self._periods(self._home - self._measured) * self._robot.spec.period_s
         stands = self._stands(seen.t_capture_ns)
         if stands and self._target is not None and self._near(self._target, self._home):
             return True
@@ -138,11 +148,14 @@ class _Way:
     def _next(self) -> Array:
         """The action that leads on: all joints arrive together."""
         left = self._home - (self._measured if self._target is None else self._target)
-        periods = max(1.0, float((np.abs(left) / self._longest).max()))
-        target, _ = advance(self._target, self._measured, left / periods, self._lead)
+        target, _ = advance(self._target, self._measured, left / self._periods(left), self._lead)
         action: Array = self._told.astype(np.float32)
         action[self._turns] = target
         return action
+
+    def _periods(self, left: Array) -> float:
+        """How many control periods so much of a way takes, at least one."""
+        return max(1.0, float((np.abs(left) / self._longest).max()))
 
     def _stands(self, captured_ns: int) -> bool:
         if not self._near(self._measured, self._stood):

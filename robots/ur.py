@@ -36,7 +36,7 @@ TURN = 2 * np.pi  # the range of every joint, to either side
 LEAD_S = 0.5  # at full speed; servoj lags by its lookahead, 0.03 to 0.2 s
 REACH_M = 2.0  # beyond that of the largest arm
 FORCE_RANGE_N = 1000.0
-HOME_DEADLINE_S = 60.0
+HOME_DEADLINE_S = 60.0  # beyond what the way takes
 REDUCED_SPEED = 0.25  # while a person drives
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,9 @@ class UrRobot(Robot):
             link = self._connected
             if link.at_rest:
                 link.wake()
-            link.move(np.array(self.config.home), HOME_DEADLINE_S, self.attend)
+            home = np.array(self.config.home)
+            takes_s = float(np.abs(home - link.read().q).max()) / self.config.home_speed
+            link.move(home, takes_s + HOME_DEADLINE_S, self.attend)
 
     def close(self) -> None:
         link, self._link = self._link, None

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hal.errors import HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HardwareLost, SpecError
 from hal.extras import with_extra
 from hal.spec import Array
 
@@ -250,7 +250,8 @@ class UrLink:
         while the newest reading is older than `config.silence_s`.
 
         Raises:
-            HardwareLost: the arm was stopped, or is not there in time; it is told to hold then.
+            HardwareLost: the arm was stopped.
+            EmergencyStopped: it is not there in time, and was told to hold: a person is to look at it.
         """
         until_s = time.monotonic() + deadline_s
         order = _Move(q)
@@ -258,7 +259,11 @@ class UrLink:
             while np.abs(self.read().q - q).max() > ARRIVED_RAD:
                 attend()
                 if time.monotonic() > until_s:
-                    raise HardwareLost(f"{self._name}: moving to {q.tolist()} took longer than {deadline_s:g} s")
+                    at = np.round(self.read().q, 3).tolist()
+                    raise EmergencyStopped(
+                        f"{self._name}: it did not get home within {deadline_s:.3g} s: its joints are at {at}; "
+                        "a person must look at it"
+                    )
                 self._give(order if self._clock.age_s() <= self.config.silence_s else _Hold())
                 time.sleep(1 / self.config.rtde_hz)
         finally:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -60,7 +62,7 @@ class Arm(Robot):
         self.stale -= 1
         if self.stale >= 0:
             raise StaleObservation("the newest reading is old")
-        return Observation({STATE: self.state.copy()}, time.monotonic_ns())
+        return Observation({STATE: self.state.copy()}, robots.homing.time.monotonic_ns())
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
@@ -134,9 +136,33 @@ def test_an_arm_that_is_held_up_is_not_pressed_on_and_is_said_not_to_get_home(
     arm.stuck = True
     monkeypatch.setattr(robots.homing, "DEADLINE_S", 0.2)
     monkeypatch.setattr(robots.homing, "LEAD_S", 0.02)
-    with pytest.raises(HardwareLost, match=r"arm did not get home within 0.2 s: its joints are at \[-0.5, 0.4\]"):
-        arm.go_home()
+    driver = Driver(arm, AttendedTask("x", "x", 9), SafetyKernel(arm.spec))
+    driver.connect()
+    assert driver.reset(0).stopped and driver.kernel.emergency is not None
+    assert re.match(
+        r"arm did not get home within 0\.\d+ s: its joints are at \[-0.5, 0.4\]", driver.kernel.emergency.why
+    )
+    told = len(arm.told)
+    assert driver.reset(1).stopped and len(arm.told) == told, "nobody tries again before a person has looked"
     assert np.abs(np.array(arm.told)[:, :2] - START).max() <= SPEED * REDUCED * 0.02 * 1.001
+
+
+def test_a_long_way_has_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: round(now_s * 1e9), sleep=sleep)
+    monkeypatch.setattr(robots.homing, "time", clock)
+    monkeypatch.setattr(robots.homing, "DEADLINE_S", 5.0)
+    arm, begun_s = Arm(), now_s
+    slow = msgspec.structs.replace(arm.spec.limits, joint_velocity_max=(0.4, 0.4))
+    arm.spec = msgspec.structs.replace(arm.spec, limits=slow)
+    arm.go_home()
+    np.testing.assert_allclose(arm.state[:2], HOME, atol=1e-3)
+    assert 8.0 < now_s - begun_s < 10.0, "0.8 rad at a quarter of 0.4 rad/s"
 
 
 def test_an_arm_that_sees_nothing_holds_and_goes_on_when_it_sees_again() -> None:

@@ -270,32 +270,47 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: Simulated
         assert np.abs(state(robot)[:6] - begun).max() < 1e-3
 
 
+class Way:
+    """A link without a controller, on a clock of its own, to an arm that stands and was heard of last at `silent_s`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silent_s: float) -> None:
+        self.now_s, numbers = 100.0, [0.0] * 6
+        self.link = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0))
+        self.link._receive = SimpleNamespace(
+            getTimestamp=lambda: min(self.now_s, silent_s),
+            getActualQ=lambda: numbers,
+            getActualQd=lambda: numbers,
+            getActualTCPPose=lambda: numbers,
+            getActualTCPForce=lambda: numbers,
+            isConnected=lambda: True,
+            getSafetyMode=lambda: 1,
+            getRobotMode=lambda: 7,
+        )
+        monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_an_arm_that_does_not_get_home_is_for_a_person_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way(monkeypatch, silent_s=np.inf)
+    with pytest.raises(
+        EmergencyStopped, match=r"did not get home within 60 s: its joints are at \[0.*a person must look"
+    ):
+        way.link.move(np.ones(6), 60.0, lambda: None)
+    assert way.now_s == pytest.approx(160.0, abs=0.1) and isinstance(way.link._order, ur_link._Hold)
+
+
 def test_an_arm_that_is_not_seen_any_more_holds_on_its_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, numbers = 100.0, [0.0] * 6
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    link = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0))
-    link._receive = SimpleNamespace(  # the last that ur_rtde has heard
-        getTimestamp=lambda: min(now_s, 101.0),
-        getActualQ=lambda: numbers,
-        getActualQd=lambda: numbers,
-        getActualTCPPose=lambda: numbers,
-        getActualTCPForce=lambda: numbers,
-        isConnected=lambda: True,
-        getSafetyMode=lambda: 1,
-        getRobotMode=lambda: 7,
-    )
+    way = Way(monkeypatch, silent_s=101.0)
+    link = way.link
     orders = []
 
     def attend() -> None:
-        orders.append((now_s, type(link._order)))
-        if now_s > 103.0:
+        orders.append((way.now_s, type(link._order)))
+        if way.now_s > 103.0:
             raise EmergencyStopped("pressed by ada")
 
-    monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     with pytest.raises(EmergencyStopped, match="pressed by ada"):
         link.move(np.ones(6), 60.0, attend)
     moved = [when_s for when_s, order in orders if order is ur_link._Move]

@@ -20,7 +20,7 @@ from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
 REPLY_DEADLINE_S = 30.0
-RESET_DEADLINE_S = 90.0  # the robot moves to its start; a driver gives it a minute for that
+RESET_DEADLINE_S = 300.0  # the robot moves to its start; a driver gives it a minute more than the way takes
 LIFE_SIGN_S = 0.2  # one that was killed shows within this
 LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on the disk before it is said to be pressed or released
 PERIOD_DEADLINE_S = 10.0  # beyond a control period; a driver process that hangs shows within it
