@@ -35,6 +35,7 @@ CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1])
 GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
 STOP_S = 60.0
+SETTLING = 4  # rounds that do not count, in which the governor finds its share
 
 
 @dataclass(frozen=True)
@@ -194,15 +195,15 @@ def measure(gpu: Gpu, observe: Callable[[float], None]) -> Measured:
 
 
 def rows(gpu: Gpu, mode: Mode) -> list[Row]:
-    """Idle and pushing in turn; the governor learns from all of it, and settles in a round that does not count."""
+    """Idle and pushing in turn; the governor learns from all of it."""
     observe = mode.governor.observe if mode.governor else lambda seconds: None
     copies = HostCopies(gpu.device, "bf16", mode.green_sms)
     pairs, pushes = [], list[float]()
-    for counted in (False, *[True] * gpu.scale.rounds):
+    for number in range(-(SETTLING if mode.governor else 1), gpu.scale.rounds):
         idle = measure(gpu, observe)
         with pushing(gpu, mode, copies) as times:
             busy = measure(gpu, observe)
-        if counted:
+        if number >= 0:
             pairs.append((idle, busy))
             pushes += times
     size = sum(tensor.numel() * 2 for tensor in gpu.masters.values())

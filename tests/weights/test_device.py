@@ -102,6 +102,16 @@ def test_it_is_fetched_in_pieces_of_what_the_budget_allows_at_the_time(device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_pieces_begin_where_a_gpu_loads_many_values_at_once(device: str) -> None:
+    snapshot = HostCopies(torch.device(device)).snapshot({"w": torch.arange(20_000.0, device=device)})
+    arrays, budget = {"w": np.empty(20_000, np.float32)}, Counted(chunk_bytes=20_000)
+    snapshot.wait()
+    snapshot.fetch(arrays, budget)
+    assert [done // 4 for done in budget.done] == [4096, 8192, 7712]
+    assert (arrays["w"] == np.arange(20_000.0)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_packed_on_the_device_is_what_the_learner_would_have_published(device: str) -> None:
     weights = {"w": torch.randn(64, 333, device=device), "steps": torch.arange(3, device=device)}
     weights["empty"] = torch.empty(0, 4, device=device)

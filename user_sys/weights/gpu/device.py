@@ -20,14 +20,14 @@ from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.weights.forms import NOTHING_ROUNDED, Rounding
 from user_sys.weights.governor import LARGEST_CHUNK_BYTES
-from user_sys.weights.gpu.packing import narrow_tensor
+from user_sys.weights.gpu.packing import BLOCK, narrow_tensor
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.records import Form
 from user_sys.weights.snapshot import Budget, Layout
 from user_sys.weights.state import BF16
 
 Pack = Literal["exact", "bf16"]
-PROBE_ELEMENTS = 1 << 14
+PROBED = (2 * BLOCK, 2 * BLOCK - 1)  # Triton compiles apart what has a multiple of 16 values
 
 
 class HostCopies:
@@ -94,6 +94,7 @@ class HostCopies:
         itemsize = BF16.itemsize if self._packs(tensor) else flat.element_size()
         while start < flat.numel():
             count = max(1, min(budget.chunk_bytes, LARGEST_CHUNK_BYTES) // itemsize)
+            count -= count % BLOCK if count > BLOCK else 0  # one that begins elsewhere is loaded value by value
             part = slice(start, min(start + count, flat.numel()))
             yield part, flat[part]
             start = part.stop
@@ -180,13 +181,14 @@ def green_stream(device: torch.device, sms: int) -> tuple[object, torch.cuda.Str
 
 
 def _try_packing(device: torch.device) -> None:
-    """Has the kernel compiled, which takes a moment, and run once.
+    """Has the kernel compiled, so that no training waits for that, and run.
 
     Raises:
         ConfigError: it cannot be.
     """
     try:
-        narrow_tensor(torch.zeros(PROBE_ELEMENTS, device=device), 1)
+        for count in PROBED:
+            narrow_tensor(torch.zeros(count, device=device), 1)
     except Exception as error:  # of any kind: Triton's are its compiler's, the C compiler's and the driver's
         raise ConfigError(
             "learner.publish.forms is bf16 alone, to which the GPU itself rounds, by a kernel of Triton's. That fails "

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
 def narrow(source, target, errors, count, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bits of float32 (count,), as int32, to those of bfloat16, as int16; each program takes every so many'th block.
 
