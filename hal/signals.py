@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import os
 import signal
+import stat
 import threading
 from types import FrameType
 
 
+def ending() -> tuple[signal.Signals, ...]:
+    """Those that ask a process to end: Ctrl-C, SIGTERM, and the end of its terminal unless it is to outlive that, as
+    under ``nohup``."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def stop_on_signals(stop: threading.Event) -> None:
-    """Has SIGTERM and SIGINT set `stop`. The main thread calls it.
+    """Has each of `ending` set `stop`. The main thread calls it.
 
     A signal interrupts the main thread anywhere: also on its way into a wait for `stop`, with the event's lock in hand,
     where setting it would be to wait for oneself for ever. So another thread sets it.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
         try:
             _thread.start_new_thread(stop.set, ())  # not `threading`, whose own locks may be held as well
         except RuntimeError:  # no room for a thread
             stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending():
         signal.signal(number, on_signal)
+
+
+def leave_terminal(number: int) -> None:
+    """Where the signal `number` says that the terminal is gone, has what is still printed go nowhere: writing to it
+    would raise, and keep robots from being stopped in good order."""
+    if number != signal.SIGHUP:
+        return
+    for handle in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(handle).st_mode):  # a terminal that is gone is told to be none by `isatty`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), handle)

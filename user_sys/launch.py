@@ -19,6 +19,7 @@ from hal.discovery import discover
 from hal.placement_words import listed
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
 from hal.ray_nodes import ray_resources
+from hal.signals import ending, leave_terminal
 from hal.spec import RobotSpec
 from hal.supervision import cause
 from user_sys.compose import probes
@@ -459,15 +460,16 @@ def _history(folder: RunFolder) -> tuple[int, int, int]:
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising, once; a second one raises."""
+    """Ctrl-C, SIGTERM and the end of the terminal set the event instead of raising, once; a second Ctrl-C raises."""
     asked = threading.Event()
 
     def on_signal(number: int, _: object) -> None:
-        if asked.is_set():
+        leave_terminal(number)
+        if asked.is_set() and number != signal.SIGHUP:
             raise KeyboardInterrupt
         asked.set()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in ending()}
     try:
         yield asked
     finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
+from pathlib import Path
 
 HANDLED_WITH_THE_LOCK_IN_HAND = """
 import signal, threading
@@ -18,3 +21,27 @@ raise SystemExit(0 if stop.wait(60) else 1)
 
 def test_a_signal_ends_a_process_that_is_about_to_wait_for_it() -> None:
     assert subprocess.run([sys.executable, "-c", HANDLED_WITH_THE_LOCK_IN_HAND], timeout=120).returncode == 0
+
+
+OUTLIVES_ITS_TERMINAL = """
+import os, sys, threading
+from hal.signals import stop_on_signals
+os.open(os.ttyname(0), os.O_RDWR)  # the first process of a session that opens a terminal has it for its own
+stop = threading.Event()
+stop_on_signals(stop)
+print("ready", flush=True)
+ended = stop.wait(60)
+print("a line for nobody", flush=True)
+open(sys.argv[1], "w").write("ended" if ended else "goes on")
+"""
+
+
+def test_the_end_of_its_terminal_ends_a_process_in_good_order(tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    argv = [sys.executable, "-c", OUTLIVES_ITS_TERMINAL, str(tmp_path / "result")]
+    with subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, start_new_session=True) as process:
+        os.close(its)
+        assert b"ready" in os.read(ours, 100)
+        os.close(ours)
+        assert process.wait(120) == 0
+    assert (tmp_path / "result").read_text() == "ended"

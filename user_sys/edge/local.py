@@ -11,6 +11,7 @@ from types import FrameType
 from hal.errors import EmergencyStopped, LeaseHeld
 from hal.lease import MachineLock
 from hal.safety import SafetyKernel
+from hal.signals import ending, leave_terminal
 from hal.station import Station
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver import Driver, Tick
@@ -19,7 +20,6 @@ from user_sys.edge.recorder import Decision
 
 LOCK_WITHIN_S = 10.0  # a run's driver process, which has just been told to end, may have the robot still
 ASK_EVERY_S = 0.1
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Attend = Callable[[], None]
 
@@ -60,15 +60,14 @@ def ending_between_periods() -> Iterator[Attend]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        leave_terminal(number)
         asked = True
 
     def attend() -> None:
         if asked:
             raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in ENDING}
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
-        del before[signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in ending()}
     try:
         for number in before:
             signal.signal(number, ask)

@@ -1,8 +1,8 @@
 """``user-sys edge``: drives the robots of one computer for a run elsewhere. It needs the `edge` extra only.
 
 It starts two processes for each robot and keeps them running, whatever becomes of the network. It listens on nothing:
-the sessions dial out to one port. SIGTERM or Ctrl-C ends the sessions first, so that the robots are held, and then the
-drivers, so that they do their documented stop; what has not been delivered stays in the outboxes.
+the sessions dial out to one port. SIGTERM, Ctrl-C or the end of its terminal ends the sessions first: robots are held;
+and then the drivers, so that they do their documented stop; what has not been delivered stays in the outboxes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hal.durable import replace_durably
 from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.lease import MachineLock
 from hal.resource import local_node
-from hal.signals import stop_on_signals
+from hal.signals import ending, stop_on_signals
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
 from user_sys.config import as_dict, load, read, settle
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate, require_shown
@@ -245,9 +245,10 @@ def _each(watches: Sequence[RobotWatch], act: Callable[[RobotWatch], None]) -> N
 
 @contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """The event is set by Ctrl-C or SIGTERM. A second one changes nothing: stopping has its deadlines."""
+    """The event is set by Ctrl-C, SIGTERM or the end of the terminal. A second one changes nothing: stopping has its
+    deadlines."""
     stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ending()}
     stop_on_signals(stop)
     try:
         yield stop
