@@ -40,7 +40,7 @@ from user_sys.weights.swap import PolicySwapper
 PAIRS = 15
 SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to where it stays
 STEPS = 60  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
-BEFORE_S = 0.6  # of each half, not counted: what a push sets going at gateway and robot lasts for half a second
+BEFORE_S = 0.85  # of each half, not counted: what a push sets going at gateway and robot lasts almost as long
 BATCH = 256
 GOVERNED_S = 30.0
 PERIOD = RlpdConfig().actor_period

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from user_sys.errors import ConfigError
+from user_sys.gateway.weights import PERSIST_INTERVAL_S
 from user_sys.weights.governor import ENOUGH, Allowance, Governor, GovernorConfig
 
 CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, link_bytes_per_s=1e6)
@@ -132,8 +133,9 @@ def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the
     assert learner.governor.scalars()["governor/longer"] <= 0.05
 
 
-def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without() -> None:
-    learner = Pushed(cost_s=0.0008, lingers_s=0.4)
+@pytest.mark.parametrize("lingers_s", [0.4, PERSIST_INTERVAL_S + 0.2])
+def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without(lingers_s: float) -> None:
+    learner = Pushed(cost_s=0.0008, lingers_s=lingers_s)
     learner.run(5000)
     assert learner.run(20_000) <= 0.03
     assert learner.governor.scalars()["governor/idle_ms"] == pytest.approx(10.0)

@@ -265,7 +265,8 @@ class WeightsDesk:
                 self._collect()
                 if self._unkept and self._clock() >= self._next_persist_s:
                     self._persist()
-                wait_s = min(self._fetcher.pump(), PERSIST_INTERVAL_S / 2 if self._unkept else STALL_S)
+                due_s = self._next_persist_s - self._clock() if self._unkept else STALL_S
+                wait_s = max(0.0, min(self._fetcher.pump(), due_s))
             if self._unkept:
                 self._persist()
         except Exception as error:

@@ -28,8 +28,8 @@ from user_sys.errors import ConfigError
 
 SAMPLES = 256  # of the victim's newest times, with and without a push
 ENOUGH = 16  # samples on both sides before anything is decided
-SETTLE_S = 0.5  # after a push its effects go on: gateway and robots are at work on it, and their disks
-LOOK_EVERY = 512  # samples of pushes for which ENOUGH without any are wanted
+SETTLE_S = 0.75  # a push's effects go on: the gateway keeps it up to half a second later, and its disk takes a while
+LOOK_EVERY = 768  # samples of pushes for which ENOUGH without any are wanted
 LEAST_S = 1e-9
 USUAL = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
 OUTLIER = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
