@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TTL_S = 10.0
 MAX_NAME_CHARS = 128
 DEVICE = "device."  # how the names of locks begin that keep a device, and not a robot; no robot is called so
+CHOSEN = "chosen."  # and of those that keep a robot for a run, while a driver process of it may have the robot's own
 _NS = 1_000_000_000
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 
@@ -315,7 +316,7 @@ def runtime_folder() -> Path:
 def driven(runtime_dir: Path | None = None) -> dict[str, str]:
     """The robots that programs of this machine, and user, drive now, and by whom; see `MachineLock.owner`."""
     names = [path.name.removesuffix(".lock") for path in (runtime_dir or runtime_folder()).glob("*.lock")]
-    robots = [name for name in names if _NAME.fullmatch(name) and not name.startswith(DEVICE)]
+    robots = [name for name in names if _NAME.fullmatch(name) and not name.startswith((DEVICE, CHOSEN))]
     owners = {name: MachineLock(name, runtime_dir=runtime_dir).owner() for name in robots}
     return {name: owner for name, owner in owners.items() if owner}
 

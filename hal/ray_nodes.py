@@ -33,6 +33,8 @@ CLAIM = 0.6
 """Of a robot's resource, what a run reserves: more than half, so that one run has it. The rest is for its processes."""
 ROBOT_LABEL, CARD_LABEL = "robot-", "card-"
 """How the labels begin that say what a robot is, and a GPU."""
+CAN = "can."
+"""How those of a robot's facts begin that are capabilities, as in ``robot-panda-0.can.camera.front``."""
 _TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_LABEL_CHARS = 63
@@ -50,9 +52,11 @@ def ray_resources(records: Iterable[ResourceRecord]) -> dict[str, float]:
 
 
 def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> dict[str, str]:
-    """`labels`, and what is known of the computer's GPUs and its robots' models, in the characters that Ray allows."""
+    """`labels`, and what is known of the computer's robots and GPUs, in the characters that Ray allows."""
     there = list(records)
-    found = {robot_label(record.name): fit(record.model) for record in there if record.kind is Kind.ROBOT}
+    found: dict[str, str] = {}
+    for robot in (record for record in there if record.kind is Kind.ROBOT):
+        found |= {robot_label(robot.name): fit(robot.model), **_robot_facts(robot)}
     for card, gpu in _cards(there).items():
         found |= {
             card_label(card, "model"): fit(gpu.model.replace(" ", "_")),
@@ -65,6 +69,26 @@ def ray_labels(records: Iterable[ResourceRecord], labels: Mapping[str, str]) -> 
 def robot_label(robot: str) -> str:
     """The label that says of what model a robot is."""
     return fit(f"{ROBOT_LABEL}{robot}")
+
+
+def robot_facts(robot: str, labels: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The capabilities and the labels that a node's `labels` say `robot` has."""
+    mark = f"{ROBOT_LABEL}{robot}."
+    own = {label.removeprefix(mark): value for label, value in labels.items() if label.startswith(mark)}
+    can = tuple(sorted(_capability(fact) for fact in own if fact.startswith(CAN)))
+    return can, {fact: value for fact, value in own.items() if not fact.startswith(CAN)}
+
+
+def _robot_facts(robot: ResourceRecord) -> dict[str, str]:
+    """What `robot_facts` reads. A fact that Ray would not take as it is, is left out."""
+    can = {f"{CAN}{each.replace(':', '.', 1)}": each for each in robot.capabilities}
+    facts = {fact: "yes" for fact, each in can.items() if _capability(fact) == each} | robot.labels
+    named = {f"{ROBOT_LABEL}{robot.name}.{fact}": value for fact, value in facts.items()}
+    return {label: value for label, value in named.items() if fit(label) == label and fit(value) == value}
+
+
+def _capability(fact: str) -> str:
+    return fact.removeprefix(CAN).replace(".", ":", 1)
 
 
 def card_label(card: str, fact: str) -> str:

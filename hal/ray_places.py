@@ -15,7 +15,7 @@ import msgspec
 
 from hal.cards import UUID
 from hal.placement_words import listed
-from hal.ray_nodes import CARD, CARD_LABEL, CLAIM, ROBOT, ROBOT_LABEL, card_label, robot_label
+from hal.ray_nodes import CARD, CARD_LABEL, CLAIM, ROBOT, ROBOT_LABEL, card_label, robot_facts, robot_label
 from hal.request import Request
 from hal.resource import Health, Kind, ResourceRecord
 
@@ -153,14 +153,26 @@ def _records(
     for resource in total:
         if resource.startswith(ROBOT):
             robot = resource.removeprefix(ROBOT)
-            model = labels.get(robot_label(robot), "robot")
-            record = msgspec.structs.replace(blank, kind=Kind.ROBOT, name=robot, model=model)
+            record = _robot(blank, robot, labels)
         elif resource.startswith(CARD):
             record = _card(blank, resource.removeprefix(CARD), labels)
         else:
             continue
         taken = free.get(resource, 0.0) < 1.0
         yield _leased(record, users.get(resource, Counter())) if taken else record
+
+
+def _robot(blank: ResourceRecord, robot: str, labels: Mapping[str, str]) -> ResourceRecord:
+    model = labels.get(robot_label(robot), "robot")
+    capabilities, own = robot_facts(robot, labels)
+    return msgspec.structs.replace(
+        blank,
+        kind=Kind.ROBOT,
+        name=robot,
+        model=model,
+        capabilities=capabilities,
+        labels={**blank.labels, **own},
+    )
 
 
 def _card(blank: ResourceRecord, card: str, labels: Mapping[str, str]) -> ResourceRecord:

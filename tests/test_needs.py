@@ -1,4 +1,4 @@
-"""What a run may ask for besides its robots; what makes no sense is said before anything is looked for."""
+"""What a run may ask for; what makes no sense is said before anything is looked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hal.request import Request
 from hal.resource import Kind
+from user_sys.compose import RobotConfig
 from user_sys.errors import ConfigError
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.needs import NeedConfig
@@ -37,6 +38,23 @@ def test_a_need_is_a_request_for_placement() -> None:
 def test_a_need_that_nothing_can_meet_is_refused_in_words(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         NeedConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ([{"count": 3}, {}], "4 robots are asked for, and `robots` lists 3 to choose from"),
+        ([{"name": "arm-0"}, {"name": "arm-0"}], "arm-0 is asked for twice, and there is one"),
+        ([{"name": "arm-7"}], "`robots` lists no arm-7; did you mean arm-2?"),
+        ([{"name": "crane"}], "`robots` lists no crane; it lists arm-0, arm-1 and arm-2"),
+    ],
+)
+def test_robots_that_the_list_cannot_give_are_not_asked_for(needs: list[dict[str, Any]], said: str) -> None:
+    wanted = tuple(NeedConfig(kind="robot", **need) for need in needs)
+    with pytest.raises(ConfigError, match=said):
+        RunConfig(robots=tuple(RobotConfig(name=f"arm-{number}") for number in range(3)), needs=wanted)
+    with pytest.raises(ConfigError, match="chosen from those that `robots` lists, and it lists none"):
+        RunConfig(needs=wanted)
 
 
 def test_one_word_is_not_two_sorts_of_places() -> None:

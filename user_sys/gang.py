@@ -1,9 +1,9 @@
 """What a run gets of a Ray cluster before anything of it starts: its robots and its compute half, both or neither.
 
 The robots that the cluster's nodes have are reserved in one placement group, and locked on their own computers against
-whoever is not in the cluster; what the run `needs` besides is reserved in another. Both end with the launcher, however
-that ends. When a computer of the compute half is lost, that half is given back and asked for anew: the learners
-go on elsewhere, and the robots do not notice.
+whoever is not in the cluster; what is to compute is reserved in another. Both end with the launcher, however that ends.
+Simulated robots that no node has run beside the gateway. When a computer of the compute half is lost, that half is
+given back and asked for anew: the learners go on elsewhere, and the robots do not notice.
 """
 
 from __future__ import annotations
@@ -12,20 +12,33 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
+from hal.discovery import discover
 from hal.errors import PlacementError
-from hal.placement import Placement, place
+from hal.placement import Placement
 from hal.placement_words import listed
 from hal.ray_bridge import Cluster, Reservation, Seat
 from hal.ray_nodes import ROBOT
 from hal.ray_places import bundles
 from hal.request import Request
-from hal.resource import Kind, ResourceRecord, local_node
+from hal.resource import Health, Kind, ResourceRecord, local_node
+from user_sys.candidates import (
+    QUICKER,
+    Claims,
+    Patience,
+    available,
+    narrowed,
+    place_run,
+    store_nodes,
+    taken,
+)
+from user_sys.compose import probes
 from user_sys.errors import RunError
 from user_sys.gateway.service import is_loopback
 from user_sys.prepare import LOOPBACK
@@ -33,13 +46,12 @@ from user_sys.topology import RunConfig
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 2.0
 UNFIT_FOR_S = 60.0  # then a computer is looked at anew: its storage may have come up meanwhile
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks of the cluster: the robots that nodes have, and what it needs besides."""
+    """What a run asks of the cluster: robots, and what computes."""
 
     robots: tuple[Request, ...]
     compute: tuple[Request, ...]
@@ -50,33 +62,44 @@ class Wanted:
 
 
 def wanted(config: RunConfig, declares: Callable[[str], bool]) -> Wanted:
-    """A simulated robot that no node has runs beside the gateway, and asks for nothing.
+    """A run that drives all of its robots asks for nothing where one is simulated and no node has it.
 
     Args:
         declares: whether some node of the cluster has a resource.
     """
-    robots = [robot.name for robot in config.robots if not robot.simulated or declares(f"{ROBOT}{robot.name}")]
-    compute = tuple(need.request() for need in config.needs if need.kind != "robot")
-    return Wanted(tuple(Request(kind=Kind.ROBOT, name=name) for name in robots), compute)
+    lone = {robot.name for robot in config.robots if robot.simulated and not declares(f"{ROBOT}{robot.name}")}
+    robots = config.robot_requests()
+    if not config.chooses_robots:
+        robots = tuple(request for request in robots if request.name not in lone)
+    return Wanted(robots, config.compute_requests())
 
 
 class Gang:
     """A run's two halves. One thread calls it; leaving it leaves the cluster.
 
     Attributes:
-        robots: the robots that nodes have, and where; their processes start beside what is reserved of them.
+        config: the run, with the robots alone that it drives: once they are taken, where its needs choose them.
+        robots: those that nodes have, and where; their processes start beside what is reserved of them.
         seats: where the run's learners go, in turns; empty where the run asks for none, or has lost them.
     """
 
     def __init__(self, cluster: Cluster, config: RunConfig, run: str, folder: Path) -> None:
         """Args:
         folder: where run folders lie, which each computer of the compute half must see too.
+
+        Raises ConfigError: a robot cannot be built.
         """
-        self.cluster = cluster
+        self.cluster, self.config = cluster, config
         self.robots: dict[str, Seat] = {}
         self.seats: tuple[Seat, ...] = ()
-        self._config, self._run, self._folder = config, run, folder.resolve()
+        self._listed, self._run, self._folder = config, run, folder.resolve()
         self._wanted = wanted(config, cluster.declares)
+        self._looks = {"config": probes(config.robots)["config"]} if config.robots else {}
+        self._claims = Claims(self._name)
+        self._mine: tuple[Request, ...] = ()  # the robots that were taken, and what else is to be near them
+        self._driven: dict[
+            str, str
+        ] = {}  # robots that turned out to be driven from outside of the cluster, and by whom
         self._held: Reservation | None = None
         self._compute: Reservation | None = None
         self._unfit: dict[str, str] = {}  # computers that cannot have a learner, and why
@@ -86,7 +109,10 @@ class Gang:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.cluster.shutdown()
+        try:
+            self.cluster.shutdown()
+        finally:
+            self._claims.release()
 
     @property
     def asks_for_compute(self) -> bool:
@@ -109,17 +135,16 @@ class Gang:
             PlacementError: the cluster would not have all of it even if nobody used any of it.
             RunError: a computer of the cluster cannot reach the gateway.
         """
-        said, unfit = "", -1
+        patience, unfit = Patience(self._name, say), -1
         while True:
             if len(self._unfit) != unfit:
                 unfit = len(self._unfit)
                 self._place(self._wanted.all, unused=True)
             if not (why := self._take_both()):
-                return
-            if why != said:
-                said = why
-                say(f"{self._name} waits, and holds nothing meanwhile. {why}")
-            time.sleep(AGAIN_S)
+                break
+            patience.wait(why)
+        if not self.config.chooses_robots:
+            self._claims.take_each(robot.name for robot in self.config.robots if robot.name not in self.robots)
 
     def take_compute(self) -> str:
         """Tries to get the compute half alone, for a run whose robots are at work; why it cannot be had, or empty."""
@@ -133,7 +158,7 @@ class Gang:
 
     def _try_compute(self) -> str:
         try:
-            return self._seat(self._place(self._wanted.compute))
+            return self._seat(self._place_compute())
         except PlacementError as error:
             return str(error)
         except OSError as error:  # of a full disk, say, which ends no run
@@ -152,40 +177,59 @@ class Gang:
         """Ends both reservations, and what runs in them."""
         self._give_back_compute()
         self._give_back_robots()
+        self._mine = ()
 
     def _take_both(self) -> str:
+        """Why both halves cannot be had, or empty. A robot that is driven from outside is passed over for another."""
+        self._driven.clear()
+        while True:
+            driven, why = len(self._driven), self._try_both()
+            if len(self._driven) == driven:
+                return why
+
+    def _try_both(self) -> str:
         try:
             placement = self._place(self._wanted.all)
         except PlacementError as error:
             return str(error)
         number = len(self._wanted.robots)
-        if why := self._take_robots(Placement(placement.assigned[:number])):
+        if why := self._take_robots([record for records in placement.assigned[:number] for record in records]):
             return why
         if why := self._seat(Placement(placement.assigned[number:])):
             self.give_back()
-        return why
+            return why
+        self._mine = _by_name(self._wanted.robots, placement.assigned)
+        self.config = narrowed(self._listed, [request.name for request in self._mine])
+        return ""
 
-    def _take_robots(self, placement: Placement) -> str:
+    def _take_robots(self, chosen: Sequence[ResourceRecord]) -> str:
         """Why they cannot be had, or empty; nothing is held in the first case."""
-        if not placement.assigned:
+        names = [record.name for record in chosen if self.cluster.declares(f"{ROBOT}{record.name}")]
+        if not self._claims.take({record.name for record in chosen}.difference(names)):
+            return QUICKER
+        if not names:
             return ""
-        held = self.cluster.reserve(self._name, bundles(self._wanted.robots, placement.assigned, {}))
-        if held is None:
-            return "Another job was quicker to take a robot."
-        self._held = held
-        self.robots = {request.name: seat for request, seat in zip(self._wanted.robots, held.seats(), strict=True)}
-        if far := [why for seat in held.seats() if (why := self._out_of_reach(seat))]:
-            raise RunError(far[0])
-        taken = self.cluster.keep_robots(self.robots, self._name)
-        if taken:
+        asked = [Request(kind=Kind.ROBOT, name=name) for name in names]
+        there = [(record,) for record in chosen if record.name in names]
+        self._held = self.cluster.reserve(self._name, bundles(asked, there, {}))
+        if self._held is None:
             self._give_back_robots()
-        return " ".join(f"{robot} is driven by {owner}." for robot, owner in sorted(taken.items()))
+            return QUICKER
+        self.robots = dict(zip(names, self._held.seats(), strict=True))
+        if far := [why for seat in self._held.seats() if (why := self._out_of_reach(seat))]:
+            raise RunError(far[0])
+        driven = self.cluster.keep_robots(self.robots, self._name)
+        if driven:
+            self._driven |= driven
+            self._give_back_robots()
+        return " ".join(f"{robot} is driven by {owner}." for robot, owner in sorted(driven.items()))
 
     def _give_back_robots(self) -> None:
         self.cluster.hand_over()
         if self._held is not None:
             self.cluster.release(self._held)
         self._held, self.robots = None, {}
+        self._claims.release()
 
     def _seat(self, placement: Placement) -> str:
         """Reserves the compute half as it was placed; why it cannot be had, or empty."""
@@ -230,31 +274,46 @@ class Gang:
 
     def _out_of_reach(self, seat: Seat) -> str:
         """Why a process there could not reach the gateway, or empty."""
-        endpoint = self._config.gateway.endpoint
+        endpoint = self._listed.gateway.endpoint
         if not is_loopback(endpoint) or self.cluster.hosts().get(seat.node) == local_node():
             return ""
         return f"{seat.node} cannot reach {endpoint}; give --gateway.endpoint=tcp://0.0.0.0:5555, or another port."
 
     def _place(self, requests: Sequence[Request], *, unused: bool = False) -> Placement:
         """Near the store, if that is possible. Raises PlacementError, which says of unfit computers why they are."""
-        fit = [record for record in self.cluster.records(unused=unused) if self._may_have(record)]
-        here = self._here()
-        near = [record for record in fit if record.kind is Kind.ROBOT or record.node in here]
-        with suppress(PlacementError):
-            return place(requests, near)
-        try:
-            return place(requests, fit)
-        except PlacementError as error:
-            raise PlacementError(" ".join([str(error), *self._unfit.values()])) from None
+        found = discover(self._looks).records
+        records = [
+            self._as_known(record)
+            for record in available(self._listed, found, self.cluster, unused=unused)
+            if record.kind is Kind.ROBOT or record.node not in self._unfit
+        ]
+        return place_run(self._listed, requests, records, self._here(), tuple(self._unfit.values()))
 
-    def _may_have(self, record: ResourceRecord) -> bool:
-        return record.kind is Kind.ROBOT or record.node not in self._unfit
+    def _place_compute(self) -> Placement:
+        """What computes, near the robots that the run has where it is to be near robots."""
+        near = [request for request in self._mine if request.near]
+        return Placement(self._place((*near, *self._wanted.compute)).assigned[len(near) :])
+
+    def _as_known(self, record: ResourceRecord) -> ResourceRecord:
+        """The run's own robots are nobody else's, wherever they are now; others may be driven from outside."""
+        if record.kind is not Kind.ROBOT:
+            return record
+        if any(request.name == record.name for request in self._mine):
+            return msgspec.structs.replace(record, health=Health.READY)
+        return taken(record, self._driven[record.name]) if record.name in self._driven else record
 
     def _here(self) -> frozenset[str]:
-        """This computer's node, which has the store."""
-        addresses = self.cluster.addresses()
-        return frozenset(node for node, address in addresses.items() if address == self.cluster.address)
+        return store_nodes(self.cluster)
 
     @property
     def _name(self) -> str:
         return f"run {self._run}"
+
+
+def _by_name(requests: Sequence[Request], assigned: Sequence[Sequence[ResourceRecord]]) -> tuple[Request, ...]:
+    """What was assigned to the first of the `assigned`, each as a request for itself, near what its request is near."""
+    return tuple(
+        Request(kind=record.kind, name=record.name, near=request.near, near_by=request.near_by)
+        for request, records in zip(requests, assigned, strict=False)
+        for record in records
+    )

@@ -84,7 +84,7 @@ def _launch(args: Namespace, verb: str) -> int:
     console = Console()
     config, home = read(args, verb)
     with take_places(config, home, console) as places:
-        return _run(args, verb, config, home, places, console)
+        return _run(args, verb, places.config, home, places, console)
 
 
 def _run(args: Namespace, verb: str, config: RunConfig, home: Path, places: Places, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""What a run needs besides the robots that it names, in a config's words."""
+"""What a run needs, in a config's words: some of the robots that it lists, and GPUs and processors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal
 
+from hal.placement_words import listed
 from hal.request import Request
 from hal.resource import Kind
 from user_sys.errors import ConfigError
@@ -17,7 +19,7 @@ MAX_COUNT = 256
 
 @dataclass(frozen=True)
 class NeedConfig:
-    """`count` resources of one sort (`hal.request.Request`).
+    """`count` resources of one sort (`hal.request.Request`); robots are chosen from those that the run lists.
 
     Attributes:
         memory_gb: of each GPU or computer, at least.
@@ -65,6 +67,24 @@ def require_one_place(needs: Sequence[NeedConfig]) -> None:
     for need in needs:
         if need.near and meant.setdefault(need.near, need.near_by) != need.near_by:
             raise ConfigError(f"needs: near {need.near!r} is by node in one and by site in another; use two words")
+
+
+def require_candidates(needs: Sequence[NeedConfig], robots: Sequence[str]) -> None:
+    """Raises ConfigError where robots are asked for that the run's list of `robots` cannot give, whoever uses them."""
+    wanted = [need for need in needs if need.kind == "robot"]
+    if not wanted:
+        return
+    if not robots:
+        raise ConfigError("needs: robots are chosen from those that `robots` lists, and it lists none")
+    names = [need.name for need in wanted if need.name]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"needs: {twice[0]} is asked for twice, and there is one")
+    if unknown := [name for name in names if name not in robots]:
+        near = get_close_matches(unknown[0], robots, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it lists {listed(sorted(robots))}"
+        raise ConfigError(f"needs: `robots` lists no {unknown[0]}; {hint}")
+    if (count := sum(need.count for need in wanted)) > len(robots):
+        raise ConfigError(f"needs: {count} robots are asked for, and `robots` lists {len(robots)} to choose from")
 
 
 def require_whole_learners(needs: Sequence[NeedConfig], processes: int) -> None:

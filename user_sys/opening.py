@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from hal.cards import UUID, VISIBLE
-from hal.discovery import discover
-from hal.placement import place
 from hal.ray_bridge import connect
-from hal.request import Request
-from hal.resource import Kind, local_node
-from user_sys.compose import link_settings, probes
+from hal.resource import local_node
+from user_sys.compose import link_settings
 from user_sys.config import load, save
 from user_sys.edge.demonstrations import require_shown
 from user_sys.errors import RunError
 from user_sys.gang import Gang
+from user_sys.here import Here
 from user_sys.prepare import (
     GATEWAY,
     free_endpoint,
@@ -78,36 +74,37 @@ class Places:
     """What a run has got before anything of it is made.
 
     Attributes:
+        config: the run, with the robots alone that it drives.
         gang: its part of the cluster that it runs on; None on one of its own, which has this computer alone.
         gpus: the UUIDs of this computer's GPUs that meet its needs, where it runs on this computer alone.
     """
 
+    config: RunConfig
     gang: Gang | None = None
     gpus: tuple[str, ...] = ()
 
 
 @contextmanager
 def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Places]:
-    """Looks whether this computer has what the run needs, or takes that of the cluster, for as long as the context is.
+    """Takes what the run needs of this computer, or of the cluster, for as long as the context is.
+
+    A run that goes on is given the robots that it had, which are all that its folder's configuration lists.
 
     Raises:
         PlacementError: the run needs what there is not.
     """
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     if not config.ray.address:
-        yield Places(gpus=_gpus_here([need.request() for need in config.needs if need.kind != "robot"]))
+        with Here(config, home.name) as here:
+            here.take(say)
+            yield Places(here.config, gpus=here.gpus)
         return
     with Gang(connect(config.ray.address), config, home.name, home.parent) as gang:
-        gang.take(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
-        yield Places(gang)
-
-
-def _gpus_here(requests: Sequence[Request]) -> tuple[str, ...]:
-    """None where whoever started the run has said himself which GPUs it is to see."""
-    if not requests:
-        return ()
-    chosen = [record for records in place(requests, discover(probes()).records).assigned for record in records]
-    uuids = [record.labels.get(UUID, "") for record in chosen if record.kind is Kind.GPU]
-    return () if VISIBLE in os.environ else tuple(uuid for uuid in uuids if uuid)
+        gang.take(say)
+        yield Places(gang.config, gang)
 
 
 def invite(folder: RunFolder, card: RunCard, console: Console) -> None:

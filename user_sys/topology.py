@@ -19,7 +19,7 @@ from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.metrics import LoggingConfig
-from user_sys.needs import NeedConfig, require_one_place, require_whole_learners
+from user_sys.needs import NeedConfig, require_candidates, require_one_place, require_whole_learners
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.inlet import InletConfig
 
@@ -57,9 +57,10 @@ class RayConfig:
 class RunConfig:
     """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
 
-    `robots` are those that the run itself drives. `guests` are driven by computers of their own and come in over the
-    tunnel (``user-sys edge FILE --robot NAME``); others may too. `needs` is what it needs besides. `tunnel` bounds the
-    robots' end of the tunnel, `gateway.tunnel` the other.
+    `robots` are those that the run itself drives; where `needs` ask for robots, those that it may choose from, and it
+    drives what it is given of them (`candidates`): its folder's configuration lists these alone. `guests` are driven by
+    computers of their own and come in over the tunnel (``user-sys edge FILE --robot NAME``); others may too. `tunnel`
+    bounds the robots' end of the tunnel, `gateway.tunnel` the other.
     """
 
     name: str = ""
@@ -85,13 +86,28 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_unique_names((*self.robots, *self.guests))
         require_one_place(self.needs)
+        require_candidates(self.needs, [robot.name for robot in self.robots])
         if self.learner.device != "cpu":
             require_whole_learners(self.needs, self.learner.processes)
 
+    @property
+    def chooses_robots(self) -> bool:
+        """It drives some of its `robots`, as its needs say; else all of them."""
+        return any(need.kind == "robot" for need in self.needs)
+
     def requests(self) -> tuple[Request, ...]:
-        """The robots that it names, and its needs, as one request for placement."""
-        named = [Request(kind=Kind.ROBOT, name=robot.name) for robot in self.robots]
-        return (*named, *(need.request() for need in self.needs))
+        """All that it asks placement for: robots, then what computes."""
+        return (*self.robot_requests(), *self.compute_requests())
+
+    def robot_requests(self) -> tuple[Request, ...]:
+        """Those that its needs choose; where they choose none, each of its `robots` by name."""
+        if self.chooses_robots:
+            return tuple(need.request() for need in self.needs if need.kind == "robot")
+        return tuple(Request(kind=Kind.ROBOT, name=robot.name) for robot in self.robots)
+
+    def compute_requests(self) -> tuple[Request, ...]:
+        """GPUs and processors, in the order of its needs."""
+        return tuple(need.request() for need in self.needs if need.kind != "robot")
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,24 @@ def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
     assert records["rack"].labels == {}, "what a GPU is, is no fact of its computer"
 
 
+def test_what_a_robot_can_and_where_it_stands_is_known_of_it_and_of_no_other() -> None:
+    arm = ResourceRecord(
+        kind=Kind.ROBOT,
+        name="panda-0",
+        model="panda",
+        node="",
+        capabilities=("camera:front", "camera:left_wrist", "lifts", "v1.2", "camera:"),
+        labels={"site": "lab", "rate_hz": "12.5", "address": "10.0.0.5:30004", "long": "x" * 64},
+    )
+    other = msgspec.structs.replace(arm, name="panda-0-b", labels={}, capabilities=())
+    declared = {**node("a", "desk", "10.0.0.2"), "Labels": ray_labels([arm, other], {"site": "hall", "floor": "2"})}
+    declared["Resources"] |= ray_resources([arm, other])
+    records = {record.name: record for record in cluster_records([declared], {}, [])}
+    assert records["panda-0"].capabilities == ("camera:front", "camera:left_wrist", "lifts")
+    assert records["panda-0"].labels == {"site": "lab", "rate_hz": "12.5", "floor": "2"}, "its own before its node's"
+    assert records["panda-0-b"].labels == records["desk"].labels == {"site": "hall", "floor": "2"}
+
+
 UNLIKE = node("b", "rack", "10.0.0.3", gpu(0, "NVIDIA T1000", 8), gpu(1), gpu(2, "NVIDIA T1000", 8), CPU=16.0)
 
 

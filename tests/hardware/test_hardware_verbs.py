@@ -22,7 +22,7 @@ from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook
 from user_sys.cli import main
 from user_sys.compose import RobotConfig
-from user_sys.hardware.verbs import in_use, with_cluster
+from user_sys.candidates import in_use, with_cluster
 from user_sys.run_folder import create, read_card
 from user_sys.store.store import StoreWriter
 from user_sys.topology import RunConfig
@@ -109,7 +109,7 @@ def test_explain_says_where_a_job_would_run_or_why_not(
     assert placed["possible"] is True
     assert [row["asked"] for row in placed["placement"]] == ["the robot left", "one computer with 1 processor"]
     assert said(capsys, "explain", job).startswith("The job can run now.\n  the robot left: left on ")
-    job.write_text("needs: [{kind: robot, model: panda}]\n")
+    job.write_text("robots: [{name: far-0, driver: fake, task: reach}]\nneeds: [{kind: robot, model: panda}]\n")
     assert said(capsys, "explain", job, "--run", run, status=1) == (
         "The job asks for one robot of model panda. One would do, but none is free: far-0 is driven by edge on cart. "
         "It would fit if far-0 were free.\n"
@@ -340,9 +340,13 @@ def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -
         record("rack", Kind.COMPUTE, "rack", cores=4),
         record("left", Kind.ROBOT, "rack", health=Health.LEASED, note=note),
     ]
-    both = {known.name: known for known in with_cluster(here, cluster)}
+    robots = (RobotConfig(name="left", driver="ur"), RobotConfig(name="lone"))
+    both = {known.name: known for known in with_cluster(robots, here, cluster, "rack")}
     assert sorted(both) == ["left", "lone", "rack"]
     unbuilt = msgspec.structs.replace(here[1], embodiment="", health=Health.LOST, trouble="no driver")
     assert {known.name: known for known in with_cluster([unbuilt], cluster)}["left"] is unbuilt
     left = both["left"]
     assert (left.model, left.capabilities, left.node, left.note) == ("panda", camera, "rack", note)
+    assert (both["lone"].node, both["lone"].health) == ("rack", Health.READY), "a simulated one runs beside the store"
+    (missing,) = with_cluster((RobotConfig(name="lone", driver="ur"),), here, [], "rack")
+    assert (missing.health, missing.trouble) == (Health.LOST, "no node of the cluster has it")

@@ -18,14 +18,14 @@ from rich.text import Text
 from hal.diary import DIARY, read_diary
 from hal.discovery import Change, Discoverer, Discovery, Event, Probe, discover
 from hal.doctor import Finding, Machine, Verdict, examine
-from hal.errors import PlacementError, SpecError
-from hal.lease import MachineLock
-from hal.placement import Placement, place
+from hal.errors import PlacementError
+from hal.placement import Placement
 from hal.placement_words import asked, listed, state, when
 from hal.ray_bridge import connect
 from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What, who_orders
+from user_sys.candidates import available, failures, in_use, place_run, store_nodes
 from user_sys.compose import LIBRARIES, RobotConfig, probes, why_not_built
 from user_sys.config import load
 from user_sys.errors import RunError
@@ -57,7 +57,7 @@ def list_main(args: Namespace) -> int:
         _print_json([json.loads(record.to_json()) for record in records])
     else:
         Console().print(_table(records))
-    for failure in _failures(found):
+    for failure in failures(found):
         Console(stderr=args.json).print(Text(failure, style="red"), soft_wrap=True)
     return 0
 
@@ -102,15 +102,14 @@ def explain_main(args: Namespace) -> int:
     """``user-sys hardware explain JOB``: the exit status is 1 where the job cannot be placed now."""
     config = load(RunConfig, args.config)
     found = discover(probes(config.robots, lenient=True))
-    here = map(in_use, found.records)
-    address = args.ray or config.ray.address
-    records = _with_run(with_cluster(here, _of_cluster(address)) if address else here, args.run)
+    there, near_store = _there(config, found, args.ray or config.ray.address)
+    records = _with_run(there, args.run)
     requests = config.requests()
     guests = _guests(config.guests, args.run)
     try:
-        placement = place(requests, records)
+        placement = place_run(config, requests, records, near_store, failures(found))
     except PlacementError as error:
-        why = " ".join([str(error), *_failures(found)])
+        why = str(error)
         if args.json:
             _print_json({"possible": False, "why": why, "guests": guests})
         else:
@@ -159,42 +158,12 @@ def diary_main(args: Namespace) -> int:
     return 0
 
 
-def in_use(record: ResourceRecord) -> ResourceRecord:
-    """The record, LEASED where a driver process of this computer has the robot."""
-    if record.kind is not Kind.ROBOT or record.health is not Health.READY:
-        return record
-    try:
-        owner = MachineLock(record.name).owner()
-    except SpecError:  # found by a probe, under a name that no robot of a run can have
-        return record
-    except OSError as error:  # the folder of locks is another user's, say
-        trouble = f"whether it is driven from here cannot be seen: {error}"
-        return msgspec.structs.replace(record, trouble=record.trouble or trouble)
-    if not owner:
-        return record
-    return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
-
-
-def with_cluster(here: Iterable[ResourceRecord], cluster: Sequence[ResourceRecord]) -> list[ResourceRecord]:
-    """What there is for a run on a cluster: what the cluster has, and of what is known here the robots. Of a robot that
-    a node of the cluster has, the cluster says where it is and who uses it, and the config what it is: one that cannot
-    be built here can be in no run that begins here."""
-    robots = {record.name: record for record in here if record.kind is Kind.ROBOT}
-    for record in cluster:
-        if (known := robots.get(record.name)) and record.kind is Kind.ROBOT:
-            if not known.embodiment:
-                continue
-            labels = {**known.labels, **record.labels}
-            record = msgspec.structs.replace(
-                record, model=known.model, capabilities=known.capabilities, labels=labels, embodiment=known.embodiment
-            )
-        robots[record.name] = record
-    return list(robots.values())
-
-
-def _of_cluster(address: str) -> tuple[ResourceRecord, ...]:
+def _there(config: RunConfig, found: Discovery, address: str) -> tuple[list[ResourceRecord], frozenset[str]]:
+    """What there is for the run, and the nodes of that which have its store; none without a cluster."""
+    if not address:
+        return available(config, found.records), frozenset()
     with connect(address) as cluster:
-        return cluster.records()
+        return available(config, found.records, cluster), store_nodes(cluster)
 
 
 def _order(args: Namespace, what: What, meaning: str) -> int:
@@ -263,11 +232,6 @@ def _guest_records(robots: Sequence[RobotConfig], run: Path | None) -> list[Reso
         )
         for robot in robots
     ]
-
-
-def _failures(found: Discovery) -> list[str]:
-    """What was not looked at, since a probe failed: one sentence each."""
-    return [f"The probe {probe} failed: {failure}." for probe, failure in sorted(found.failures.items())]
 
 
 def _of_robots(robots: Sequence[RobotConfig]) -> Iterator[Finding]:

@@ -1,0 +1,227 @@
+"""A run that needs robots: which of those that its file lists it gets, and what it is told where it gets none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hal.errors import PlacementError, RegistryError
+from hal.lease import MachineLock, driven
+from hal.resource import Health, Kind, ResourceRecord, local_node
+from hal.standing import OrderBook
+from user_sys import candidates
+from user_sys.candidates import Claims, available, narrowed, place_run, with_cluster
+from user_sys.compose import RobotConfig
+from user_sys.config import load, save
+from user_sys.here import Here
+from user_sys.needs import NeedConfig
+from user_sys.topology import RunConfig
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(candidates, "AGAIN_S", 0.0)
+    yield tmp_path / "runtime"
+
+
+def robot(name: str, site: str = "lab", model: str = "panda", **facts: object) -> ResourceRecord:
+    record = ResourceRecord(kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels={"site": site})
+    return msgspec.structs.replace(record, **facts)
+
+
+def gpu(site: str, gigabytes: int) -> ResourceRecord:
+    node = f"{site}-rack"
+    return ResourceRecord(
+        kind=Kind.GPU, name=f"{node}/gpu-0", model="L4", node=node, labels={"site": site}, memory_bytes=gigabytes * GB
+    )
+
+
+def run_of(*names: str, needs: Sequence[NeedConfig], runs: Path = Path("nowhere")) -> RunConfig:
+    return RunConfig(
+        robots=tuple(RobotConfig(name=name, driver="fake", task="reach") for name in names),
+        needs=tuple(needs),
+        runs=runs,
+    )
+
+
+PAIR = (
+    NeedConfig(kind="robot", model="panda", count=2, near="cell", near_by="site"),
+    NeedConfig(kind="gpu", memory_gb=24, near="cell", near_by="site"),
+)
+LISTED = ("a", "b", "c", "d", "u")
+THERE = [
+    *(robot("u", model="ur5e"), robot("a", "hall"), robot("b"), robot("c", "hall"), robot("d")),
+    *(gpu("hall", 8), gpu("lab", 24)),
+]
+
+
+def chosen(config: RunConfig, records: Sequence[ResourceRecord]) -> list[str]:
+    assigned = place_run(config, config.requests(), records).assigned
+    names = [record.name for given in assigned for record in given if record.kind is Kind.ROBOT]
+    return [robot.name for robot in narrowed(config, names).robots]
+
+
+def why(config: RunConfig, records: Sequence[ResourceRecord]) -> str:
+    with pytest.raises(PlacementError) as refusal:
+        place_run(config, config.requests(), records)
+    return str(refusal.value)
+
+
+def test_a_run_gets_two_pandas_with_a_gpu_near_them_whatever_the_order_of_what_is_there() -> None:
+    config = run_of(*LISTED, needs=PAIR)
+    assert chosen(config, THERE) == chosen(config, THERE[::-1]) == ["b", "d"]
+    for health in (Health.LOST, Health.LEASED, Health.QUARANTINED, Health.DRAINING):
+        assert "b" not in chosen(run_of(*LISTED, needs=PAIR[:1]), [robot("b", health=health), *THERE[:2], *THERE[3:]])
+
+
+def test_a_need_may_name_its_robot_and_the_rest_is_chosen_beside_it() -> None:
+    config = run_of(*LISTED, needs=[NeedConfig(kind="robot"), NeedConfig(kind="robot", name="a")])
+    assert chosen(config, THERE) == ["a", "b"], "in the order of the file"
+
+
+def test_without_a_need_of_robots_a_run_has_all_that_it_lists() -> None:
+    config = run_of(*LISTED, needs=[NeedConfig(kind="gpu")])
+    assert narrowed(config, []) == config
+    assert [request.name for request in config.robot_requests()] == list(LISTED)
+
+
+def test_what_is_missing_is_told_as_a_colleague_would() -> None:
+    assert why(run_of(*LISTED, needs=PAIR), [*THERE[:4], *THERE[5:]]) == (
+        "The job asks for two robots of model panda and one GPU with at least 24 GB, the robots and GPU at one site. "
+        "Each of them is there, but not near each other (robots of model panda: a on hall, b on lab and c on hall; "
+        "GPUs with at least 24 GB: lab-rack/gpu-0 on lab)."
+    )
+
+
+def test_a_robot_that_the_file_does_not_list_is_named_and_not_taken() -> None:
+    config = run_of("a", "b", needs=[NeedConfig(kind="robot", model="panda", count=2)])
+    there = [robot("a"), robot("b", health=Health.LEASED, note="by run demo"), robot("c"), robot("u", model="ur5e")]
+    assert why(config, there) == (
+        "The job asks for two robots of model panda. Only one is free, a: b is driven by run demo. It would fit if b "
+        "were free. c is free too, but not listed under robots: nothing says what drives it."
+    )
+    assert why(config, [*there, robot("d")]).endswith("c and d are free too, but not listed under robots: nothing "
+                                                     "says what drives them.")  # fmt: skip
+
+
+def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None:
+    config = run_of(*LISTED, needs=PAIR)
+    had = narrowed(config, chosen(config, THERE))
+    save(had, tmp_path / "config.yaml")
+    again = load(RunConfig, tmp_path / "config.yaml")
+    assert again == had and chosen(again, [robot("0"), *THERE]) == ["b", "d"]
+    assert "d is not there" in why(again, [*THERE[:4], robot("d", health=Health.LOST), *THERE[5:]]), "a and c are free"
+
+
+def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None:
+    config = run_of("a", "b", needs=[NeedConfig(kind="robot", count=2)], runs=tmp_path)
+    book = OrderBook(tmp_path / "demo" / "orders.json")
+    book.give("b", "quarantined", "ana", "the gripper sticks")
+    (tmp_path / "latest").symlink_to(tmp_path / "demo")
+    assert "b is quarantined (by ana: the gripper sticks, in run demo)" in why(
+        config, available(config, [robot("a"), robot("b")])
+    )
+    book.lift("b", "ana")
+    assert chosen(config, available(config, [robot("a"), robot("b")])) == ["a", "b"]
+    book.path.write_text("{")
+    with pytest.raises(RegistryError, match="cannot be read"):
+        available(config, [robot("a")])
+
+
+def test_a_computer_that_says_no_site_is_at_that_of_its_robots_where_these_agree() -> None:
+    card = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
+    at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
+    config = run_of("a", "b", needs=(NeedConfig(kind="robot", near="cell", near_by="site"), PAIR[1]))
+    assert chosen(config, available(config, [card, at_lab])) == ["a"]
+    assert "not near each other" in why(config, available(config, [card, at_lab, at_hall]))
+
+
+def test_the_files_labels_of_a_robot_go_before_those_of_its_node() -> None:
+    listed = [RobotConfig(name=name, driver=driver) for name, driver in (("a", "ur"), ("s", "fake"), ("r", "ur"))]
+    desk = ResourceRecord(kind=Kind.COMPUTE, name="desk", model="Ray node", node="desk", labels={"site": "desk-hall"})
+    there = with_cluster(
+        listed,
+        [robot("a", "lab"), robot("s", "lab", labels={}), robot("r")],
+        [desk, robot("a", "hall", node="rack", labels={"site": "hall", "floor": "2"})],
+        "desk",
+    )
+    known = {record.name: record for record in there}
+    assert (known["a"].labels, known["a"].node) == ({"site": "lab", "floor": "2"}, "rack")
+    assert (known["s"].labels, known["s"].node) == ({"site": "desk-hall"}, "desk"), "it runs beside the store"
+    assert (known["r"].health, known["r"].trouble) == (Health.LOST, "no node of the cluster has it")
+
+
+# On one computer
+
+
+class Waits(Exception):
+    """What a run said when it had to wait."""
+
+
+def refuse_to_wait(text: str) -> None:
+    raise Waits(text)
+
+
+def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
+    config = run_of("a", "b", "c", needs=[NeedConfig(kind="robot", count=2)])
+    with Here(config, "one") as one, Here(config, "two") as two:
+        one.take(refuse_to_wait)
+        assert [robot.name for robot in one.config.robots] == ["a", "b"]
+        with pytest.raises(Waits) as waits:
+            two.take(refuse_to_wait)
+        assert str(waits.value).startswith(
+            "run two waits, and holds nothing meanwhile. The job asks for two robots. Only one is free, c: "
+            "a is driven by pid "
+        )
+        assert " run one and b is driven by " in str(waits.value)
+        assert not MachineLock("chosen.c").held() and not driven(), "it holds nothing, and nothing moves"
+
+        said: list[str] = []
+
+        def end_of_one(text: str) -> None:
+            said.append(text)
+            one.__exit__(None, None, None)
+
+        two.take(end_of_one)
+        assert len(said) == 1 and [robot.name for robot in two.config.robots] == ["a", "b"]
+
+
+def test_a_robot_that_another_program_drives_is_passed_over() -> None:
+    config = run_of("a", "b", "c", needs=[NeedConfig(kind="robot", count=2)])
+    with MachineLock("a", "user-sys edge"), Here(config, "one") as one:
+        one.take(refuse_to_wait)
+        assert [robot.name for robot in one.config.robots] == ["b", "c"]
+
+
+def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> None:
+    every, some = run_of("a", "b", needs=()), run_of("a", "b", "c", needs=[NeedConfig(kind="robot")])
+    with Here(some, "some") as first, Here(every, "every") as all_of_them, Here(some, "other") as other:
+        first.take(refuse_to_wait)
+        all_of_them.take(refuse_to_wait)
+        other.take(refuse_to_wait)
+        assert [robot.name for robot in first.config.robots] == ["a"]
+        assert all_of_them.config == every, "its drivers wait for what another run has"
+        assert [robot.name for robot in other.config.robots] == ["c"]
+
+
+def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
+    needs = [NeedConfig(kind="robot", labels={"site": "moon"})]
+    with Here(run_of("a", needs=needs), "one") as one, pytest.raises(PlacementError, match="None is at site moon"):
+        one.take(refuse_to_wait)
+    here = available(run_of("a", needs=[]), [robot("a", node=local_node())])
+    assert here[0].health is Health.READY
+
+
+def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
+    first, second = Claims("run one"), Claims("run two")
+    assert first.take(["b"]) and not second.take(["a", "b"])
+    assert not MachineLock("chosen.a").held()
+    first.release()
+    assert second.take(["a", "b"])
+    second.release()
