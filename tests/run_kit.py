@@ -74,10 +74,18 @@ class Launch:
 
 @contextmanager
 def user_sys(
-    folder: Path, *argv: object, env: Mapping[str, str] | None = None, python: Path | str = sys.executable
+    folder: Path,
+    *argv: object,
+    env: Mapping[str, str] | None = None,
+    python: Path | str = sys.executable,
+    runtime: Path | None = None,
 ) -> Iterator[Launch]:
-    """``user-sys argv`` in `folder`, by `python`; what is left of it at the end is killed."""
-    runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
+    """``user-sys argv`` in `folder`, by `python`; what is left of it at the end is killed.
+
+    Args:
+        runtime: an empty folder for its locks and sockets, where they are to be there before it; it is removed.
+    """
+    runtime = runtime or Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
     out, err = runtime / "out", runtime / "err"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_RUNTIME_DIR": str(runtime), **(env or {})}
     with out.open("wb") as stdout, err.open("wb") as stderr:

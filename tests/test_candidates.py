@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from run_kit import until, user_sys
 
 from hal.errors import PlacementError, RegistryError
 from hal.lease import MachineLock, driven
@@ -18,6 +22,8 @@ from user_sys.compose import RobotConfig
 from user_sys.config import load, save
 from user_sys.here import Here
 from user_sys.needs import NeedConfig
+from user_sys.robot_cards import read_cards
+from user_sys.store.store import StoreReader
 from user_sys.topology import RunConfig
 
 GB = 10**9
@@ -182,13 +188,18 @@ def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
         assert " run one and b is driven by " in str(waits.value)
         assert not MachineLock("chosen.c").held() and not driven(), "it holds nothing, and nothing moves"
 
-        said: list[str] = []
 
-        def end_of_one(text: str) -> None:
+def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> None:
+    config = run_of("a", "b", "c", needs=[NeedConfig(kind="robot", count=2)])
+    said: list[str] = []
+    with ExitStack() as until_then, Here(config, "two") as two:
+        until_then.enter_context(Here(config, "one")).take(refuse_to_wait)
+
+        def say(text: str) -> None:
             said.append(text)
-            one.__exit__(None, None, None)
+            until_then.close()
 
-        two.take(end_of_one)
+        two.take(say)
         assert len(said) == 1 and [robot.name for robot in two.config.robots] == ["a", "b"]
 
 
@@ -225,3 +236,42 @@ def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
     first.release()
     assert second.take(["a", "b"])
     second.release()
+
+
+LAB = """
+robots:
+  - {name: a, driver: fake, task: reach}
+  - {name: b, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
+  - {name: c, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
+needs: [{kind: robot, count: 2}]
+demonstrations: {episodes: 1}
+learner: {max_training_s: 1, batch_size: 32, warmup_updates: 5}
+evaluation: {episodes: 1, video_episodes: 0}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+@pytest.mark.timeout(3600)
+def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_text(LAB)
+    runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
+    others = Claims("run other", runtime)
+    with MachineLock("a", "user-sys edge", runtime), ExitStack() as stack:
+        stack.callback(others.release)
+        assert others.take(["b"])
+        launch = stack.enter_context(user_sys(tmp_path, "train", "lab.yaml", "--name", "lab", runtime=runtime))
+        until(lambda: "waits, and holds nothing meanwhile" in launch.out, "it waits")
+        assert re.search(r"Only one is free, c: a is driven by pid \d+ user-sys edge and b is driven by", launch.out)
+        assert not (tmp_path / "runs").exists(), "nothing is made before"
+        others.release()
+        assert launch.wait() == 0, launch.err
+        launch.require_nothing_left()
+    run = tmp_path / "runs" / "lab"
+    config = load(RunConfig, run / "config.yaml")
+    assert [robot.name for robot in config.robots] == ["b", "c"] and config.chooses_robots
+    assert {path.name for path in (run / "edge").iterdir()} == {"b", "c"}
+    assert {card.robot for card in read_cards(run / "robots")} == {"b", "c"}
+    with StoreReader.open(run / "store") as reader:
+        reader.refresh()
+        assert {episode.robot for episode in reader.episodes()} == {"b", "c"}

@@ -19,6 +19,8 @@ SAID = [
     "one waits for the other",
     "impossible is refused",
     "a lease outside of the cluster counts",
+    "a choice passes over what is driven",
+    "a simulated robot runs beside the store",
     "a killed launcher holds nothing",
 ]
 
@@ -62,7 +64,8 @@ def scenario(folder: Path) -> None:
             robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(NeedConfig(kind="compute", cores=cores),)
         )
 
-    with start_local({"robot:panda-0": 1.0}, num_cpus=2, object_store_bytes=150_000_000) as cluster:
+    arms = {"robot:panda-0": 1.0, "robot:panda-1": 1.0}
+    with start_local(arms, num_cpus=2, object_store_bytes=150_000_000) as cluster:
 
         def free() -> bool:
             records = {record.name: record for record in cluster.records()}
@@ -89,9 +92,32 @@ def scenario(folder: Path) -> None:
         eventually(free)
         with MachineLock("panda-0", "user-sys edge"), pytest.raises(Waits) as waits:
             second.take(say)
-        assert str(waits.value).endswith(f" panda-0 is driven by pid {os.getpid()} user-sys edge.")
+        assert str(waits.value).endswith(
+            f" panda-0 is driven by pid {os.getpid()} user-sys edge. It would fit if panda-0 were free."
+        )
         eventually(free)
         print(SAID[3])
+        three = RunConfig(
+            robots=tuple(RobotConfig(name=name, driver="fake") for name in ("panda-0", "panda-1", "lone")),
+            needs=(NeedConfig(kind="robot"), NeedConfig(kind="robot", name="lone"), NeedConfig(kind="compute")),
+        )
+        chooser, other = Gang(cluster, three, "four", folder), Gang(cluster, three, "five", folder)
+        with MachineLock("panda-0", "user-sys edge"):
+            chooser.take(say)
+            assert [robot.name for robot in chooser.config.robots] == ["panda-1", "lone"]
+            assert list(chooser.robots) == ["panda-1"] and MachineLock("panda-1").held()
+        print(SAID[4])
+        with pytest.raises(Waits) as waits:
+            other.take(say)
+        assert f" lone is driven by pid {os.getpid()} run four." in str(waits.value)
+        chooser.give_back()
+        eventually(lambda: free() and not MachineLock("panda-1").held())
+        other.take(say)
+        assert [robot.name for robot in other.config.robots] == ["panda-0", "lone"]
+        assert list(other.robots) == ["panda-0"]
+        other.give_back()
+        eventually(free)
+        print(SAID[5])
         import ray  # it has taken in its settings by now
 
         address = ray.get_runtime_context().gcs_address
@@ -100,7 +126,7 @@ def scenario(folder: Path) -> None:
             assert not free()
             os.kill(other.pid, signal.SIGKILL)
         eventually(free)
-        print(SAID[4])
+        print(SAID[6])
 
 
 def launcher(folder: Path, address: str) -> None:

@@ -158,14 +158,14 @@ class Claims:
     Its driver processes lock them besides, each when it starts. A claim ends with this process, however that ends.
     """
 
-    def __init__(self, holder: str) -> None:
-        """`holder` says to others whose they are."""
-        self._holder = holder
+    def __init__(self, holder: str, runtime_dir: Path | None = None) -> None:
+        """`holder` says to others whose they are; `runtime_dir` as for `hal.lease.MachineLock`."""
+        self._holder, self._folder = holder, runtime_dir
         self._locks: list[MachineLock] = []
 
     def take(self, robots: Iterable[str]) -> bool:
         """All of `robots`, or none: False where another run has one of them. Never waits."""
-        locks = [MachineLock(f"{CHOSEN}{robot}", self._holder) for robot in sorted(robots)]
+        locks = [MachineLock(f"{CHOSEN}{robot}", self._holder, self._folder) for robot in sorted(robots)]
         try:
             for lock in locks:
                 lock.acquire()

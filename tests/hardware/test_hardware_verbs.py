@@ -20,9 +20,9 @@ from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook
+from user_sys.candidates import in_use, with_cluster
 from user_sys.cli import main
 from user_sys.compose import RobotConfig
-from user_sys.candidates import in_use, with_cluster
 from user_sys.run_folder import create, read_card
 from user_sys.store.store import StoreWriter
 from user_sys.topology import RunConfig
