@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -37,7 +38,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def robot(name: str, site: str = "lab", model: str = "panda", **facts: object) -> ResourceRecord:
-    record = ResourceRecord(kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels={"site": site})
+    labels = {"site": site}
+    record = ResourceRecord(
+        kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels=labels, embodiment=f"that of a {model}"
+    )
     return msgspec.structs.replace(record, **facts)
 
 
@@ -221,6 +225,16 @@ def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> Non
         assert [robot.name for robot in other.config.robots] == ["c"]
 
 
+def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
+    config = run_of("a", "b", needs=[NeedConfig(kind="robot")])
+    crane = RobotConfig(name="a", driver="fake", task="reach", options={"rate": 5})
+    said: list[str] = []
+    with Here(replace(config, robots=(crane, config.robots[1])), "one") as one:
+        one.take(said.append)
+        assert [robot.name for robot in one.config.robots] == ["b"]
+    assert said == ["a cannot be chosen: unknown option 'rate'; did you mean 'rate_hz'?"]
+
+
 def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
     needs = [NeedConfig(kind="robot", labels={"site": "moon"})]
     with Here(run_of("a", needs=needs), "one") as one, pytest.raises(PlacementError, match="None is at site moon"):
@@ -241,6 +255,7 @@ def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
 LAB = """
 robots:
   - {name: a, driver: fake, task: reach}
+  - {name: crane, driver: nowhere, task: reach}
   - {name: b, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
   - {name: c, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
 needs: [{kind: robot, count: 2}]
@@ -262,7 +277,8 @@ def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(t
         assert others.take(["b"])
         launch = stack.enter_context(user_sys(tmp_path, "train", "lab.yaml", "--name", "lab", runtime=runtime))
         until(lambda: "waits, and holds nothing meanwhile" in launch.out, "it waits")
-        assert re.search(r"Only one is free, c: a is driven by pid \d+ user-sys edge and b is driven by", launch.out)
+        assert re.search(r"Only one is free, c: a is driven by pid \d+ user-sys edge, b is driven by", launch.out)
+        assert "crane cannot be chosen: no driver 'nowhere'" in launch.out
         assert not (tmp_path / "runs").exists(), "nothing is made before"
         others.release()
         assert launch.wait() == 0, launch.err

@@ -99,6 +99,12 @@ def failures(found: Discovery) -> list[str]:
     return [f"The probe {probe} failed: {failure}." for probe, failure in sorted(found.failures.items())]
 
 
+def not_built(found: Discovery) -> list[str]:
+    """Which robots of the run's file a run cannot choose, since they cannot be built here: one sentence each."""
+    robots = [record for record in found.records if record.kind is Kind.ROBOT and record.found_by == "config"]
+    return [f"{record.name} cannot be chosen: {record.trouble}" for record in robots if not record.embodiment]
+
+
 def in_use(record: ResourceRecord) -> ResourceRecord:
     """The record, LEASED where a run of this computer has taken the robot, or a driver process drives it."""
     if record.kind is not Kind.ROBOT or record.health is not Health.READY:
@@ -123,9 +129,9 @@ def with_cluster(
 ) -> list[ResourceRecord]:
     """What there is for a run on a cluster: what the cluster has, and of what was `found` here the robots.
 
-    Of a robot that a node has, the cluster says where it is and who uses it, and the run's file what it is; the file's
-    labels go before the node's. Of those that no node has, a simulated one runs on the node `beside` the store. Any
-    other that the file lists is not there.
+    Of a robot that a node has, the cluster says where it is and who uses it, and the run's file what it is: one that
+    cannot be built here can be in no run that begins here. The file's labels go before the node's. Of those that no
+    node has, a simulated one runs on the node `beside` the store. Any other that the file lists is not there.
     """
     there = {record.name: record for record in cluster}
     at_store = there[beside].labels if beside in there else {}
@@ -133,7 +139,9 @@ def with_cluster(
     for record in found:
         if record.kind is not Kind.ROBOT:
             continue
-        if (declared := there.get(record.name)) is not None and declared.kind is Kind.ROBOT:
+        if not record.embodiment:
+            there[record.name] = record
+        elif (declared := there.get(record.name)) is not None and declared.kind is Kind.ROBOT:
             labels = {**declared.labels, **record.labels}
             there[record.name] = msgspec.structs.replace(
                 declared,

@@ -34,6 +34,7 @@ from user_sys.candidates import (
     Patience,
     available,
     narrowed,
+    not_built,
     place_run,
     store_nodes,
     taken,
@@ -87,14 +88,15 @@ class Gang:
         """Args:
         folder: where run folders lie, which each computer of the compute half must see too.
 
-        Raises ConfigError: a robot cannot be built.
+        Raises ConfigError: a robot cannot be built; one that the run may choose is passed over then.
         """
         self.cluster, self.config = cluster, config
         self.robots: dict[str, Seat] = {}
         self.seats: tuple[Seat, ...] = ()
         self._listed, self._run, self._folder = config, run, folder.resolve()
         self._wanted = wanted(config, cluster.declares)
-        self._looks = {"config": probes(config.robots)["config"]} if config.robots else {}
+        looks = probes(config.robots, lenient=config.chooses_robots)
+        self._looks = {name: look for name, look in looks.items() if name == "config"}
         self._claims = Claims(self._name)
         self._mine: tuple[Request, ...] = ()  # the robots that were taken, and what else is to be near them
         self._driven: dict[
@@ -135,6 +137,8 @@ class Gang:
             PlacementError: the cluster would not have all of it even if nobody used any of it.
             RunError: a computer of the cluster cannot reach the gateway.
         """
+        for text in not_built(discover(self._looks)):
+            say(text)
         patience, unfit = Patience(self._name, say), -1
         while True:
             if len(self._unfit) != unfit:

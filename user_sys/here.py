@@ -12,7 +12,7 @@ from hal.discovery import Discovery, discover
 from hal.errors import PlacementError
 from hal.placement import Placement
 from hal.resource import Kind, ResourceRecord
-from user_sys.candidates import QUICKER, Claims, Patience, available, failures, narrowed, place_run
+from user_sys.candidates import QUICKER, Claims, Patience, available, failures, narrowed, not_built, place_run
 from user_sys.compose import probes
 from user_sys.topology import RunConfig
 
@@ -27,14 +27,14 @@ class Here:
     """
 
     def __init__(self, config: RunConfig, run: str) -> None:
-        """Raises ConfigError: a robot that the run chooses from cannot be built."""
+        """Raises ConfigError: a robot cannot be built; one that the run may choose is passed over then."""
         self.config = config
         self.gpus: tuple[str, ...] = ()
         self._run = f"run {run}"
         self._claims = Claims(self._run)
         robots = config.robot_requests() if config.chooses_robots else ()
         self._requests = (*robots, *config.compute_requests())
-        self._looks = probes(config.robots) if self._requests else {}
+        self._looks = probes(config.robots, lenient=config.chooses_robots) if self._requests else {}
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +51,8 @@ class Here:
             PlacementError: this computer would not have all of it even if nobody used any of it.
         """
         found = discover(self._looks)
+        for text in not_built(found):
+            say(text)
         self._place(found, unused=True)
         patience = Patience(self._run, say)
         while why := self._try(found):

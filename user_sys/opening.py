@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hal.ray_bridge import connect
 from hal.resource import local_node
-from user_sys.compose import link_settings
+from user_sys.compose import RobotConfig, link_settings, robot_spec
 from user_sys.config import load, save
 from user_sys.edge.demonstrations import require_shown
 from user_sys.errors import RunError
@@ -47,13 +47,25 @@ def read(args: Namespace, verb: str) -> tuple[RunConfig, Path]:
     _require_port(config)
     require_keys(config.gateway.endpoint, args.keys)
     require_let_in(config.guests, args.keys)
-    for robot in config.robots:
+    for robot in _buildable(config):
         require_shown(robot, config.demonstrations)
         if robot.link:
             link_settings(robot, "", "")
     home = config.runs / (args.name or config.name or default_name(Path(args.config)))
     require_new(home)
     return config, home
+
+
+def _buildable(config: RunConfig) -> Iterator[RobotConfig]:
+    """The run's robots, but for those that it may choose from and cannot, since they cannot be built here."""
+    for robot in config.robots:
+        try:
+            robot_spec(robot)
+        except Exception:  # a foreign driver may fail in any way
+            if not config.chooses_robots:
+                raise
+            continue
+        yield robot
 
 
 def make(args: Namespace, config: RunConfig, home: Path) -> tuple[RunFolder, RunCard]:

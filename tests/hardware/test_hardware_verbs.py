@@ -344,7 +344,7 @@ def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -
     both = {known.name: known for known in with_cluster(robots, here, cluster, "rack")}
     assert sorted(both) == ["left", "lone", "rack"]
     unbuilt = msgspec.structs.replace(here[1], embodiment="", health=Health.LOST, trouble="no driver")
-    assert {known.name: known for known in with_cluster([unbuilt], cluster)}["left"] is unbuilt
+    assert {known.name: known for known in with_cluster(robots, [unbuilt], cluster, "rack")}["left"] is unbuilt
     left = both["left"]
     assert (left.model, left.capabilities, left.node, left.note) == ("panda", camera, "rack", note)
     assert (both["lone"].node, both["lone"].health) == ("rack", Health.READY), "a simulated one runs beside the store"
