@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hal.spec import Array, CameraSpec
@@ -16,16 +17,22 @@ class Frame:
     t_capture_ns: int
 
 
+def _nobody() -> None:
+    """Nobody wants anything while a camera is waited for."""
+
+
 class Camera(ABC):
     """One camera; `spec` is known before `connect`. One thread calls it.
 
     Attributes:
         live: set before `connect` by who reads it in real time: `read` is to take little of a control period then.
             Devices take their pictures by themselves anyway; a simulated camera has another thread draw them.
+        attend: a `connect` that waits calls it all the while; what it raises ends the waiting.
     """
 
     spec: CameraSpec
     live: bool = False
+    attend: Callable[[], None] = staticmethod(_nobody)
 
     @abstractmethod
     def connect(self) -> None:

@@ -58,6 +58,7 @@ class Robot(ABC):
 
         Raises:
             HardwareLost: the device does not answer; the message says where it was sought.
+            EmergencyStopped: a stop button of the robot's own is pressed; nothing moves, the e-stop latches.
         """
 
     @abstractmethod

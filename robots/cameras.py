@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Protocol
@@ -25,6 +25,7 @@ from hal.station import StationRequest
 from robots.alone import DeviceLock, camera_place
 
 CONNECT_DEADLINE_S = 20.0
+ATTEND_EVERY_S = 0.1
 CLOSE_DEADLINE_S = 2.0
 PLAUSIBLE_AGE_NS = (
     1_000_000_000  # a stamp of the driver's that is older than this, or in the future, is another clock's
@@ -108,7 +109,7 @@ class LocalCamera(Camera):
             reader = _Reader(self._name, _SOURCES[self.config.kind](self.config), self.spec.shape)
             self._alone.acquire()
             try:
-                reader.start()
+                reader.start(self.attend)
             except HalError:
                 self._alone.release()
                 raise
@@ -144,11 +145,18 @@ class _Reader:
         self._first, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
+    def start(self, attend: Callable[[], None]) -> None:
+        """Waits for the first frame, and calls `attend` all the while, which may raise."""
         self._thread.start()
-        if not self._first.wait(CONNECT_DEADLINE_S):
+        until_s = time.monotonic() + CONNECT_DEADLINE_S
+        try:
+            while not self._first.wait(ATTEND_EVERY_S):
+                attend()
+                if time.monotonic() > until_s:
+                    raise HardwareLost(f"{self._name}: no frame came within {CONNECT_DEADLINE_S:g} s")
+        except HalError:
             self._ending.set()
-            raise HardwareLost(f"{self._name}: no frame came within {CONNECT_DEADLINE_S:g} s")
+            raise
         self.newest()
 
     def newest(self) -> Frame:

@@ -61,6 +61,7 @@ class Ros2Robot(Robot):
         the controller manager refuse.
 
         Raises:
+            EmergencyStopped: a stop button of the cell is pressed; no controller was activated.
             SpecError: ROS 2, or a package of messages, is not installed.
         """
         if self._connected:
@@ -69,11 +70,13 @@ class Ros2Robot(Robot):
         try:
             self._listen()
             self._find_sensor()
+            if self._button.pressed:
+                raise EmergencyStopped(f"a stop button of the cell is pressed ({self.config.estop_topic})")
             self._require_in_range(self._readings.of(self.config.moved)[0])
             self._find_controllers()
             self._connected, self._moving, self._released = True, True, False
             self._hold()
-        except (HardwareLost, SpecError):
+        except (EmergencyStopped, HardwareLost, SpecError):
             self._let_go()
             raise
 

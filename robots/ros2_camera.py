@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hal.camera import Camera, Frame
-from hal.errors import HardwareLost, StaleObservation
+from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.spec import Array, CameraSpec
 from robots.ros2_link import RosLink
 from robots.ros2_readings import CaptureTimes
@@ -40,10 +40,10 @@ class RosCamera(Camera):
         try:
             self._link.sense(f"sensor_msgs/msg/{kind}", self._topic.topic, self._take)
             silent = f"no picture came on {self._topic.topic}"
-            self._link.wait(lambda: self._newest is not None, self._config.connect_s, silent)
+            self._link.wait(lambda: self._newest is not None, self._config.connect_s, silent, self.attend)
             if (newest := self._newest) is not None:
                 self._decode(newest[0])
-        except HardwareLost:
+        except HalError:
             self.close()
             raise
 

@@ -128,10 +128,15 @@ class RosLink:
             quality.lifespan = duration(seconds=lifespan_s)
         return self.node.create_publisher(message_type(kind), topic, quality)
 
-    def wait(self, until: Callable[[], bool], deadline_s: float, otherwise: str) -> None:
-        """Blocks until the condition holds. Raises HardwareLost with the text `otherwise` at the deadline."""
+    def wait(
+        self, until: Callable[[], bool], deadline_s: float, otherwise: str, attend: Callable[[], None] | None = None
+    ) -> None:
+        """Blocks until the condition holds, or `attend`, called all the while, raises. Raises HardwareLost with the
+        text `otherwise` at the deadline."""
         end_s = time.monotonic() + deadline_s
         while not until():
+            if attend is not None:
+                attend()
             if time.monotonic() >= end_s:
                 domain = self.node.context.get_domain_id()
                 raise HardwareLost(f"{otherwise} within {deadline_s:.3g} s (ROS 2, domain {domain})")

@@ -144,26 +144,26 @@ class StopButton:
 
     Attributes:
         heard: its topic has said something.
+        pressed: it is pressed now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
-        self.heard = False
-        self._pressed = self._untold = False
+        self.heard = self.pressed = self._untold = False
         self._clock, self._heard_s = clock, clock()
         self._lock = threading.Lock()
 
     def take(self, pressed: bool) -> None:
         """What a message says; the same may be said again and again."""
         with self._lock:
-            self._untold |= pressed and not self._pressed
-            self._pressed, self.heard, self._heard_s = pressed, True, self._clock()
+            self._untold |= pressed and not self.pressed
+            self.pressed, self.heard, self._heard_s = pressed, True, self._clock()
 
     def tell(self) -> bool:
         """Whether it is pressed, or was since this was asked last."""
         with self._lock:
             told, self._untold = self._untold, False
-            return told or self._pressed
+            return told or self.pressed
 
     @property
     def silent_s(self) -> float:

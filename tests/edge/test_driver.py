@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hal.safety import Reason, SafetyKernel
 from hal.teleoperator import TeleopInput
 from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
 from user_sys.edge.driver import Driver
+from user_sys.edge.driver_process import connect_unless
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -147,6 +149,11 @@ class ButtonRobot(WatchedRobot):
 
     pressed = False
 
+    def connect(self) -> None:
+        if self.pressed:
+            raise EmergencyStopped("the button at the door is pressed")
+        super().connect()
+
     def command(self, action: np.ndarray) -> np.ndarray:
         if self.pressed:
             raise EmergencyStopped("the button at the door is pressed")
@@ -169,6 +176,43 @@ def test_a_stop_button_of_the_robots_own_latches_until_it_is_released_and_a_pers
     driver.kernel.rearm("Ada")
     assert driver.command(RIGHT).applied is not None
     driver.close()
+
+
+def test_a_stop_button_that_is_pressed_before_the_robot_is_connected_latches_too() -> None:
+    robot = ButtonRobot()
+    robot.pressed = True
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec))
+    with pytest.raises(HardwareLost, match="the button at the door is pressed: release it, then re-arm at the console"):
+        driver.connect()
+    assert robot.commands == []
+    robot.pressed = False
+    driver.connect()
+    assert driver.command(RIGHT).stopped and robot.commands == []
+    driver.kernel.rearm("Ada")
+    assert driver.command(RIGHT).applied is not None
+    driver.close()
+
+
+class AwaitedCamera(FakeCamera):
+    """One that shows nothing; `stop` is set while it is waited for."""
+
+    stop: threading.Event
+
+    def connect(self) -> None:
+        self.stop.set()
+        self.attend()
+        raise HardwareLost("no frame came within 20 s")
+
+
+def test_a_driver_that_is_to_end_does_not_wait_for_its_cameras() -> None:
+    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = AwaitedCamera(robot, robot.spec.cameras[0])
+    camera.stop = threading.Event()
+    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    assert not connect_unless(driver, camera.stop)
+    driver.close()
+    with pytest.raises(HardwareLost, match="not connected"):
+        robot.observe()
 
 
 def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:

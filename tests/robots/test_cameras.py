@@ -16,7 +16,7 @@ import pytest
 
 from hal.camera import Camera, Frame
 from hal.conformance import CameraConformance
-from hal.errors import HardwareLost, SpecError, StaleObservation
+from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
 from hal.spec import Array
 from hal.station import StationRequest
 from robots import cameras
@@ -126,6 +126,37 @@ def test_a_stream_that_goes_away_is_lost(mortal: NetworkCamera, fate: str) -> No
     with pytest.raises(HardwareLost, match="its stream ended"):
         eventually(lambda: device.read() is None, "the loss was not told")
     device.close()
+
+
+class Hanging:
+    """A library that does not return until it is let go."""
+
+    let_go = threading.Event()
+
+    def __init__(self, config: CameraConfig) -> None:
+        pass
+
+    def open(self) -> None:
+        self.let_go.wait(DEADLINE_S)
+
+    def grab(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_who_waits_for_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up() -> None:
+        raise HalError("the driver is to end")
+
+    monkeypatch.setitem(cameras._SOURCES, "opencv", Hanging)
+    device, other = camera("/dev/video63"), camera("/dev/video63")
+    device.attend = other.attend = give_up
+    for each in (device, other):  # and nobody has the device then
+        with pytest.raises(HalError, match="the driver is to end"):
+            each.connect()
+    Hanging.let_go.set()
 
 
 def test_a_device_that_is_not_there_is_lost() -> None:

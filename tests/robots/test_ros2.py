@@ -304,6 +304,16 @@ def test_a_pressed_stop_button_refuses_every_command(peer: Ros2Peer) -> None:
         peer.say("press 0")
 
 
+def test_an_arm_is_not_connected_while_a_stop_button_is_pressed(peer: Ros2Peer) -> None:
+    with Ros2Robot(PLAIN) as robot:
+        robot.stop(StopLevel.SAFE)
+    peer.say("press 1")
+    with pytest.raises(EmergencyStopped, match=r"is pressed \(/stop_button\)"):
+        Ros2Robot(replace(PLAIN, estop_topic="/stop_button")).connect()
+    assert peer.state()["controllers"]["arm_controller"] == "inactive"
+    peer.say("press 0")
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

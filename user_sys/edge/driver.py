@@ -106,12 +106,24 @@ class Driver:
         self._refused = Reason(0)
 
     def connect(self) -> None:
-        """Connects the robot, then its cameras and input devices. Raises HardwareLost; a missing input device is left
-        out until the next start. Under a latched e-stop the robot is stopped before anything else takes its time."""
-        self.robot.connect()
+        """Connects the robot, then its cameras and input devices; a missing input device is left out until the next
+        start. Under a latched e-stop the robot is stopped before anything else takes its time.
+
+        `Robot.attend` is called while cameras are waited for; what it raises passes through.
+
+        Raises:
+            HardwareLost: the robot or a camera is not there, or a stop button of its own is pressed: that latches too.
+        """
+        try:
+            self.robot.connect()
+        except EmergencyStopped as error:
+            self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
+            raise HardwareLost(f"{error}: release it, then re-arm at the console") from error
         if self.kernel.emergency is not None:
             self.robot.stop(StopLevel.SAFE)
         for camera in self.cameras:
+            self.robot.attend()
+            camera.attend = self.robot.attend
             camera.connect()
         for device in list(self._teleoperators):
             self._try(device, device.connect)

@@ -333,7 +333,8 @@ def _run(config: RobotConfig, state: Path) -> None:
         )
         server.stop, server.real_time = stop, config.follows_clock
         try:
-            driver.connect()
+            if not connect_unless(driver, stop):
+                return
             if config.follows_clock and config.realtime == "auto":
                 server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
             server.run()
@@ -355,6 +356,23 @@ def _await_turn(lock: MachineLock, stop: threading.Event) -> bool:
                 log.warning("%s%s", WAITING, said)
             stop.wait(TURN_EVERY_S)
     return False
+
+
+def connect_unless(driver: Driver, stop: threading.Event) -> bool:
+    """False: stopped first, as while a camera is waited for. Raises what `Driver.connect` does."""
+
+    def attend() -> None:
+        if stop.is_set():
+            raise HalError("the driver is to end")
+
+    driver.robot.attend = attend
+    try:
+        driver.connect()
+    except HalError:
+        if not stop.is_set():
+            raise
+        return False
+    return True
 
 
 def _fence(robot: str, state: Path) -> Fence:
