@@ -15,13 +15,25 @@ from user_sys.codec import Array
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.weights.forms import convert, narrow, restore, widen
-from user_sys.weights.state import BF16, NotFinite, build_state
+from user_sys.weights.records import Form
+from user_sys.weights.state import BF16, SLICE_BYTES, NotFinite, build_state
 
 FLOATS = hnp.arrays(
     np.float32,
     hnp.array_shapes(max_dims=3, max_side=8),
     elements=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
 )
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_large_tensor_is_rounded_in_slices_with_room_for_others_between(form: Form) -> None:
+    values = np.random.default_rng(0).standard_normal((3000, 1001)).astype(np.float32)
+    done: list[int] = []
+    converted, (largest, rms) = convert({"w": values, "steps": np.arange(3)}, form, done.append)
+    assert sum(done) == values.nbytes + 3 * 8 and max(done) <= SLICE_BYTES
+    error = restore(converted, form)["w"].astype(np.float64) - values
+    assert largest == np.abs(error).max()
+    assert rms == pytest.approx(np.sqrt(np.mean(error**2) / np.mean(values.astype(np.float64) ** 2)))
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,6 +7,7 @@ integers of [-127, 127] and one scale for each index of the last axis (largest m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from user_sys.weights.state import BF16, at_once, slices
 
 SCALES = "|int8.scales"
 """Ends the name of the scales that belong to a tensor of integers."""
-_ROUNDED_ELEMENTS = 1 << 20  # converted at a time, so that temporary arrays stay in the cache
+_ROUNDED_ELEMENTS = 1 << 20  # converted at a time: temporary arrays stay small, and there is room for others in between
 
 
 class Rounding(NamedTuple):
@@ -58,18 +59,14 @@ def convert(
     converted: dict[str, Array] = {}
     found = before
     for name, array in arrays.items():
-        parts = _rounded(name, array, form)
+        if array.dtype.kind != "f":
+            converted[name] = array
+            breathe(array.nbytes)
+            continue
+        parts, rounding = _quantized(name, array, breathe) if form == "int8" else _narrowed(name, array, breathe)
         converted |= parts
-        if array.dtype.kind == "f":
-            restored = restore(parts, form)[name]
-            error = np.subtract(restored, array, dtype=np.float64)
-            squares = float(np.sum(error**2)), float(np.sum(np.square(array, dtype=np.float64)))
-            found = found.with_more(Rounding(float(np.abs(error).max(initial=0.0)), *squares))
-        breathe(array.nbytes)
-    return converted, (
-        found.largest,
-        (found.error_squared / found.total_squared) ** 0.5 if found.total_squared else 0.0,
-    )
+        found = found.with_more(rounding)
+    return converted, (found.largest, found.rms)
 
 
 def restore(arrays: Mapping[str, Array], form: Form) -> dict[str, Array]:
@@ -117,13 +114,31 @@ def _scales(array: Array) -> Array:
     return np.asarray(np.where(too_large, np.nextafter(scales, np.float32(0)), scales))
 
 
-def _rounded(name: str, array: Array, form: Form) -> dict[str, Array]:
-    if array.dtype.kind != "f":
-        return {name: array}
-    if form == "bf16":
-        return {name: narrow(array)}
+def _narrowed(name: str, array: Array, breathe: Callable[[int], None]) -> tuple[dict[str, Array], Rounding]:
+    flat, bits, found = array.reshape(-1), np.empty(array.size, BF16), NOTHING_ROUNDED
+    for part in slices(flat.size, _ROUNDED_ELEMENTS):
+        bits[part] = narrow(flat[part])
+        found = found.with_more(_error(widen(bits[part]), flat[part]))
+        breathe(flat[part].nbytes)
+    return {name: bits.reshape(array.shape)}, found
+
+
+def _quantized(name: str, array: Array, breathe: Callable[[int], None]) -> tuple[dict[str, Array], Rounding]:
     if not is_scaled(array):
-        return {name: array}
-    scales = _scales(array)
+        breathe(array.nbytes)
+        return {name: array}, _error(array, array)
+    columns = array.shape[-1]
+    rows, found = array.reshape(math.prod(array.shape[:-1]), columns), NOTHING_ROUNDED
+    integers, scales = np.empty(rows.shape, np.int8), _scales(array)
     divisors = np.where(scales > 0, scales, np.float32(1))
-    return {name: np.rint(array / divisors).clip(-127, 127).astype(np.int8), name + SCALES: scales}
+    for part in slices(len(rows), max(1, _ROUNDED_ELEMENTS // max(1, columns))):
+        integers[part] = np.rint(rows[part] / divisors).clip(-127, 127).astype(np.int8)
+        found = found.with_more(_error(integers[part] * scales, rows[part]))
+        breathe(rows[part].nbytes)
+    return {name: integers.reshape(array.shape), name + SCALES: scales}, found
+
+
+def _error(restored: Array, array: Array) -> Rounding:
+    error = np.subtract(restored, array, dtype=np.float64)
+    squares = float(np.sum(error**2)), float(np.sum(np.square(array, dtype=np.float64)))
+    return Rounding(float(np.abs(error).max(initial=0.0)), *squares)
