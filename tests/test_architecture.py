@@ -24,7 +24,7 @@ COMPOSE = "user_sys/compose.py"
 # The modules that a library is named for; a prefix that ends in '/' is a folder.
 ROOMS = {
     "ray": ("hal/ray_bridge.py", "user_sys/launch.py"),
-    "zmq": ("user_sys/tunnel/", "user_sys/edge/"),
+    "zmq": ("user_sys/tunnel/", "user_sys/edge/", "user_sys/inference/"),
     "mujoco": ("sim/",),
     "gymnasium": ("sim/",),
     "torch": (
@@ -70,6 +70,7 @@ LIGHT = (
     "user_sys.edge.outbox",
     "user_sys.gateway",
     "user_sys.hardware.verbs",
+    "user_sys.inference.__main__",
     "user_sys.launch",
     "user_sys.metrics",
     "user_sys.progress",

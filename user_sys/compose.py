@@ -28,6 +28,8 @@ from hal.teleoperator import Teleoperator
 from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError, UserSysError
 from user_sys.policies.policy import Policy
+from user_sys.tunnel.local import require_dialled
+from user_sys.weights.records import Form
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,45 @@ def require_unique_names(robots: Sequence[RobotConfig]) -> None:
         raise ConfigError(f"robots: the name {min(twice)!r} is given twice; names are unique in a fleet")
 
 
+Device = Literal["auto", "cpu", "cuda"]
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Which policy acts, and which observations it reads (empty: all of the robot's vectors)."""
+    """Which policy acts, and where.
+
+    Attributes:
+        features: the observations that it reads; empty for all of the robot's vectors.
+        at: ``edge`` is the session's own process, on the robot's computer; ``site`` a policy process of the run, which
+            serves all of its robots (`user_sys.inference`).
+        device: what that process computes on; ``auto`` is a GPU where it has one.
+        endpoint: where a policy process listens that the run does not start itself, ``tcp://HOST:PORT``.
+        answer_within: the share of a control period after which a robot holds that has no answer from it.
+    """
 
     kind: Literal["mlp"] = "mlp"
     features: tuple[str, ...] = ()
+    at: Literal["edge", "site"] = "edge"
+    device: Device = "auto"
+    endpoint: str = ""
+    answer_within: float = 0.5
+
+    @property
+    def is_started_by_run(self) -> bool:
+        """Whether it acts in a process that the run starts."""
+        return self.at == "site" and not self.endpoint
+
+    def __post_init__(self) -> None:
+        if not 0 < self.answer_within < 1:
+            raise ConfigError(
+                f"policy.answer_within is {self.answer_within:g}: a share of the control period, above 0 and below 1, "
+                "so that the robot is told to hold before its driver takes the session for dead"
+            )
+        if self.at == "edge" and (self.device == "cuda" or self.endpoint):
+            key, value = ("endpoint", self.endpoint) if self.endpoint else ("device", self.device)
+            raise ConfigError(f"policy.{key} is {value}, which is for a policy process: add policy.at: site")
+        if self.endpoint:
+            require_dialled(self.endpoint, "policy.endpoint")
 
 
 _BUILT_IN = {
@@ -270,7 +305,31 @@ def link_command(settings: Path) -> tuple[str, ...]:
 
 
 def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
-    """A policy without weights for the robot that `spec` describes. Raises SpecError for a feature that it lacks."""
+    """A policy without weights for the robot that `spec` describes, which acts in this process, by numpy.
+
+    Raises SpecError for a feature that the robot lacks.
+    """
     from user_sys.policies.mlp import MlpPolicy
 
     return MlpPolicy(spec, features=config.features, seed=seed)
+
+
+def policy_maker(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int], Policy]:
+    """What a policy process makes its policies with: by numpy on ``cpu``, by torch on any other device of torch's."""
+
+    def make(kind: str, features: tuple[str, ...], spec: RobotSpec, seed: int) -> Policy:
+        config = build(PolicyConfig, {"kind": kind, "features": list(features)}, "policy")
+        if device == "cpu":
+            return make_policy(config, spec, seed)
+        from user_sys.policies.mlp_torch import TorchMlpPolicy
+
+        return TorchMlpPolicy(spec, device, features=config.features, seed=seed)
+
+    return make
+
+
+def policy_forms(config: PolicyConfig) -> tuple[Form, ...]:
+    """The forms of weights that such a policy acts well with (`Policy.forms`)."""
+    from user_sys.policies.mlp import MlpPolicy
+
+    return MlpPolicy.forms

@@ -14,6 +14,7 @@ UserSysError
 ├── TunnelError        reconnect
 │   ├── Refused        do not retry: key, version or identity was refused; the message says which
 │   └── LinkDown       retry later: no peer within the deadline
+├── PolicyAway         hold the robot, and ask again: a policy that acts elsewhere gives no action now
 └── AuthorityError     an illegal transition of control over a robot
 """
 
@@ -74,6 +75,10 @@ class Refused(TunnelError):
 
 class LinkDown(TunnelError):
     """No peer answered within the deadline."""
+
+
+class PolicyAway(UserSysError):
+    """A policy that acts in another process gives no action now; the message is for the robot's people."""
 
 
 class AuthorityError(UserSysError):

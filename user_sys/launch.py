@@ -30,6 +30,7 @@ from user_sys.edge.local import ending_between_periods
 from user_sys.edge.press import pressing_aside
 from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
+from user_sys.inference.wire import POLICY
 from user_sys.learners import LEARNER, learner_from_robot, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
@@ -339,7 +340,7 @@ class Run:
             self._look_after_compute(self._cluster, self._gang, display)
         statuses = self._cluster.statuses()
         self._look_after_robots(statuses, display)
-        vital = {GATEWAY, *self._learners}
+        vital = {GATEWAY, *self._learners} | ({POLICY} & statuses.keys())
         for name, status in statuses.items():
             path = self._folder.log(name)
             if name in vital and self._starts.anew(name, status):

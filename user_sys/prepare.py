@@ -16,11 +16,12 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.errors import RunError
 from user_sys.gateway.service import is_loopback
+from user_sys.inference.wire import POLICY
 from user_sys.learners import LEARNER
 from user_sys.robot_cards import keep_card
 from user_sys.run_folder import RunCard
 from user_sys.topology import RunConfig, RunFolder
-from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.tunnel.keys import Keyring, Role, load_keypair, load_public_key, new_keypair, save_keypair
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ def prepare(
 
     Args:
         from_afar: the robots that other computers drive, which reach this one at `address`.
+
+    Raises:
+        RunError: the policy acts in a process that the run does not start, and the key of that is not known.
     """
     _keys(config, folder)
     specs = {robot.name: robot_spec(robot) for robot in config.robots}
@@ -55,6 +59,7 @@ def prepare(
             real_time=robot.follows_clock,
             realtime=robot.realtime,
             explore=robot.explores,
+            policy_address=folder.policy_address.resolve(),
             outbox=config.outbox,
             recorder=config.recorder,
             policy=config.policy,
@@ -120,6 +125,10 @@ def _keys(config: RunConfig, folder: RunFolder) -> None:
     roles: dict[str, Role] = {LEARNER: "learner", CONSOLE: "console"}
     roles |= {robot.name: "robot" for robot in config.robots}
     _key(folder, GATEWAY)
+    if config.policy.is_started_by_run:
+        _key(folder, POLICY)
+    elif config.policy.at == "site" and config.robots:
+        load_public_key(folder.keys / f"{POLICY}.pub")
     for name, role in roles.items():
         ring.allow(_key(folder, name), name, role)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hal.ray_nodes import CLAIM, ROBOT
 from hal.request import Request
 from hal.resource import Kind
-from user_sys.compose import PolicyConfig, RobotConfig, link_command, require_unique_names
+from user_sys.compose import Device, PolicyConfig, RobotConfig, link_command, require_unique_names
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
@@ -17,6 +17,7 @@ from user_sys.edge.stations import module_argv, station_argv
 from user_sys.errors import ConfigError
 from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
+from user_sys.inference.wire import POLICY
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.metrics import LoggingConfig
 from user_sys.needs import NeedConfig, require_candidates, require_one_place, require_whole_learners
@@ -136,6 +137,11 @@ class RunFolder:
     def weights(self) -> Path:
         return self.path / "weights"
 
+    @property
+    def policy_address(self) -> Path:
+        """Where its policy process listens, as that has written it."""
+        return self.path / "policy.address"
+
     def edge(self, robot: str) -> Path:
         """State of one robot's computer: outbox, fence, e-stop latch, and its two configurations."""
         return self.path / "edge" / robot
@@ -189,7 +195,20 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
         place = alone if declared(resource) or not robot.simulated else beside_folder
         for name, argv in parts:
             edges.append(Node(name, argv, place, folder.log(name)))
-    return (gateway, *edges)
+    policies = (policy_node(folder, config.policy.device, beside_folder),) if config.policy.is_started_by_run else ()
+    return (gateway, *policies, *edges)
+
+
+def policy_node(folder: RunFolder, device: Device, resources: dict[str, float], address: str = "127.0.0.1") -> Node:
+    """The process in which the policies of the run's robots act. Robots find it by a file in the run's folder.
+
+    Args:
+        address: of its computer, on which it listens.
+    """
+    folder = RunFolder(folder.path.resolve())
+    options = {"listen": f"tcp://{address}:0", "keys": folder.keys, "device": device, "announce": folder.policy_address}
+    argv = module_argv("user_sys.inference", *(word for key, value in options.items() for word in (f"--{key}", value)))
+    return Node(POLICY, argv, resources, folder.log(POLICY))
 
 
 def learner_node(folder: RunFolder, name: str, resources: dict[str, float], endpoint: str) -> Node:

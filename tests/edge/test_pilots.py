@@ -20,6 +20,7 @@ from user_sys.edge.driver import NOTHING, Driver, Tick
 from user_sys.edge.pilots import GRIPPER_SETTLES_STEPS, MAX_PENDING_ORDERS, PolicyPilot, SessionPilot
 from user_sys.edge.recorder import Decision, Verdict
 from user_sys.episode import Phase
+from user_sys.errors import PolicyAway
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.weights.swap import PolicySwapper
@@ -119,8 +120,10 @@ class Session:
 
 @pytest.fixture
 def make() -> Callable[..., Session]:
-    def session(max_steps: int = 50, learned: bool = True, **options: Any) -> Session:
-        swapper = PolicySwapper(Marching)
+    def session(
+        max_steps: int = 50, learned: bool = True, policy: Callable[[], Policy] = Marching, **options: Any
+    ) -> Session:
+        swapper = PolicySwapper(policy)
         if learned:
             publish(swapper, 1)
         robot = WatchedRobot()
@@ -170,6 +173,57 @@ def test_a_take_over_in_the_middle_is_a_correction_and_a_hand_back_asks_the_poli
     assert again.phase is Phase.POLICY and again.log_prob == 0.0  # a new chunk: somebody else had moved the robot
     assert [reply.order for reply in session.replies] == ["take-over", "hand-back"]
     assert all(reply.accepted for reply in session.replies)
+
+
+class Elsewhere(Marching):
+    """As `Marching`, in another process, which is away while it is told to be."""
+
+    why = ""
+
+    def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+        if self.why:
+            raise PolicyAway(self.why)
+        return super().act(observation, sentence, deterministic=deterministic)
+
+
+def elsewhere(session: Session, why: str) -> None:
+    """Sets whether the acting policy is away."""
+    policy = session.swapper.policy
+    assert isinstance(policy, Elsewhere)
+    policy.why = why
+
+
+def test_a_robot_holds_while_a_policy_elsewhere_is_away_and_its_time_does_not_run_out(
+    make: Callable[..., Session],
+) -> None:
+    session = make(max_steps=4, policy=Elsewhere)
+    assert session.acted().policy_version == 1
+    elsewhere(session, "it does not answer")
+    rest_of_the_chunk = [session.acted().log_prob for _ in range(2)]
+    assert rest_of_the_chunk == [-1.0, -2.0]
+    for _ in range(9):
+        assert session.period() == (None, None)
+    assert session.pilot.away == "it does not answer" and session.authority.state is State.POLICY
+    elsewhere(session, "")
+    decision, verdict = session.period()
+    assert decision is not None and decision.log_prob == 0.0 and decision.policy_version == 1
+    assert verdict is not None and verdict.truncated and session.pilot.away == ""  # its fourth step
+
+
+def test_people_take_over_from_a_policy_that_is_away(make: Callable[..., Session]) -> None:
+    session = make(policy=Elsewhere)
+    for _ in range(3):
+        session.acted()
+    elsewhere(session, "it does not answer")
+    assert session.period() == (None, None) and session.pilot.away
+    session.order("take-over")
+    session.order("drive", (0.5, 0, 0, 0))
+    assert session.acted().phase is Phase.CORRECTION and not session.pilot.away
+    session.order("hand-back")
+    assert session.period() == (None, None) and session.pilot.away
+    session.driver.kernel.emergency_stop("ada")
+    session.order("e-stop")
+    assert session.period() == (None, None) and session.authority.state is State.STOPPED and not session.pilot.away
 
 
 def test_an_episode_that_a_person_begins_is_teleoperation(session: Session) -> None:

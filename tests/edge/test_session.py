@@ -15,7 +15,7 @@ import pytest
 from edge_kit import END_S, NodeProcess, error_lines, node, until
 
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
-from user_sys.compose import RobotConfig, robot_spec
+from user_sys.compose import PolicyConfig, RobotConfig, robot_spec
 from user_sys.config import load, save
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import RecorderConfig
@@ -28,7 +28,7 @@ from user_sys.prepare import CONSOLE, GATEWAY, free_endpoint, prepare
 from user_sys.run_folder import create
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK
-from user_sys.topology import RunConfig
+from user_sys.topology import RunConfig, policy_node
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.credit import MIN_BURST_BYTES
 from user_sys.tunnel.keys import load_keypair, load_public_key
@@ -84,6 +84,10 @@ class Site:
 
     def session(self) -> NodeProcess:
         return self.start("user_sys.edge.session", self.state / "session.yaml")
+
+    def policy(self) -> NodeProcess:
+        node = policy_node(self.folder, "cpu", {})
+        return self.start(*node.argv[2:])
 
     def client(self, name: str) -> TunnelClient:
         hello = Hello(protocol=PROTOCOL_VERSION, role="learner" if name == LEARNER else "console", name=name)
@@ -291,6 +295,43 @@ def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tm
         assert session.process.wait(END_S) == 0
         require_whole(site)
         assert all((chunk.columns["policy_version"][:-1] == 7).all() for chunk in site.chunks())
+
+
+def test_a_policy_elsewhere_that_is_killed_has_the_robot_hold_while_people_may_drive(tmp_path: Path) -> None:
+    """The share of the period is such that a busy machine is no policy that is away."""
+    slow = replace(ROBOT, options={"rate_hz": 5.0})
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(slow,), policy=PolicyConfig(at="site", answer_within=0.9))
+        site.gateway()
+        driver, session = site.driver(), site.session()
+        console, learner = site.client(CONSOLE), site.client(LEARNER)
+        until(lambda: "is not found yet; the robot holds" in _note(console), "people are told")
+        policy = site.policy()
+        until(lambda: site.stored(), "it explores")
+        with Publisher(learner, new_signer(), PublishConfig()) as publisher:
+            publisher.publish(Rlpd(RlpdConfig(), robot_spec(slow), seed=0).policy_weights(), 7, updates=100)
+            until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
+        policy.end(signal.SIGKILL)
+        until(lambda: "does not answer; the robot holds" in _note(console), "people are told")
+        session.says("session.policy_away robot=fake-0")
+        console.send(OperatorCommand(robot="fake-0", operator="ada", order="take-over", sequence=1))
+        until(lambda: _authority(console) == "human", "a person drives")
+        console.send(OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=2))
+        driver.says("estop.latched by=ada")
+        console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=3))
+        until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
+        console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=4))
+        until(lambda: "does not answer; the robot holds" in _note(console), "it holds again")
+        recorded = site.recorded()
+        site.policy()
+        until(lambda: len(site.recorded()) > len(recorded), "it goes on")
+        console.send(StopRun(reason="the test is over"))
+        assert session.process.wait(END_S) == 0
+        require_whole(site)
+        later = [chunk.columns for chunk in site.chunks() if key(chunk) not in recorded]
+    assert "token=2" not in session.log
+    assert {int(v) for columns in later for v in columns["policy_version"]} <= {7, -1}
+    assert any((columns["policy_version"] == 7).any() for columns in later)
 
 
 def _doing(session: NodeProcess) -> str:

@@ -16,6 +16,7 @@ from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig, actor_forward, squash
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, action_affine, bounds_affine
+from user_sys.policies.mlp_torch import TorchMlpPolicy
 from user_sys.policies.policy import Policy
 
 SMALL = RlpdConfig(actor_hidden=(32, 32), critic_hidden=(8,), critics=2)
@@ -57,6 +58,30 @@ def test_numpy_and_torch_agree(seed: int) -> None:
     deterministic = policy.act(observation, "", deterministic=True).actions[0]
     expected = w["action.centre"] + w["action.scale"] * torch.tanh(mean[0])
     np.testing.assert_allclose(deterministic, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_torch_twin_acts_as_the_numpy_policy_but_for_rounding(device: str) -> None:
+    """What a float32 network of three layers rounds away, and what that makes of a density."""
+    spec, rng = example_spec(), np.random.default_rng(0)
+    here, there = MlpPolicy(spec, seed=4), TorchMlpPolicy(spec, device, seed=4)
+    for seed in range(3):
+        for _ in range(50):
+            observation = example_observation(rng)
+            for deterministic in (True, False):
+                one, other = (p.act(observation, "", deterministic=deterministic) for p in (here, there))
+                np.testing.assert_allclose(one.actions, other.actions, atol=1e-6)
+                np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-3, rtol=1e-4)
+        for policy in (here, there):
+            policy.load(trained_like(spec, seed))
+
+
+class TestTorchMlpPolicy(PolicyConformance):
+    def make(self, spec: RobotSpec) -> Policy:
+        return TorchMlpPolicy(spec, "cpu", seed=0)
+
+    def weights(self, spec: RobotSpec, seed: int) -> dict[str, Array]:
+        return trained_like(spec, seed)
 
 
 def test_before_weights_it_explores_the_whole_box_smoothly() -> None:

@@ -34,6 +34,7 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.edge.watch import RobotWatch
 from user_sys.errors import ConfigError
+from user_sys.inference.wire import POLICY
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.local import require_dialled
@@ -117,6 +118,12 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
     require_dialled(connect)
     if not config.robots:
         raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
+    if config.policy.is_started_by_run:
+        raise ConfigError(
+            "policy.at: site: this computer does not see the run's folder, where the run's policy process says at what "
+            "address it is; start one at this site (`python -m user_sys.inference`) and say where it listens, as "
+            "--policy.endpoint=tcp://HOST:PORT, or let the policy act here, with --policy.at=edge"
+        )
     for robot in config.robots:
         if robot.link:
             raise ConfigError(
@@ -124,6 +131,8 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
                 f"drives itself (`user-sys train`). Leave it out here"
             )
     load_public_key(keys / f"{GATEWAY}.pub")
+    if config.policy.at == "site":
+        load_public_key(keys / f"{POLICY}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
         require_shown(robot, config.demonstrations)

@@ -14,6 +14,7 @@ from user_sys.edge.authority import Authority, Mark, State
 from user_sys.edge.driver import Tick
 from user_sys.edge.recorder import Decision, Verdict
 from user_sys.episode import Phase
+from user_sys.errors import PolicyAway
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.policies.policy import Policy
 from user_sys.tunnel.mailbox import Mailbox
@@ -115,7 +116,8 @@ class SessionPilot:
     """A policy, and people who may take over. Orders come in through `order` from any thread.
 
     New weights take over before a chunk, or with `swap_at` ``episode`` before an episode. While they are `too_old` the
-    policy does not act and the robot holds; likewise before the first, unless it may `explore`.
+    policy does not act and the robot holds; likewise before the first, unless it may `explore`, and while a policy that
+    acts in another process is away.
 
     While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
     nothing is recorded. A person's verdict ends the episode with one neutral step.
@@ -144,6 +146,7 @@ class SessionPilot:
         self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
         self._orders: Mailbox[_Order] = Mailbox(MAX_PENDING_ORDERS)
         self._neutral = np.array(spec.neutral, np.float32)
+        self._away = ""
 
     @property
     def people_matter(self) -> bool:
@@ -154,6 +157,11 @@ class SessionPilot:
     def awaits_weights(self) -> bool:
         """Nothing that was learned has come yet, and the policy may not explore."""
         return not self._explore and self._swapper.version == NO_VERSION
+
+    @property
+    def away(self) -> str:
+        """Why the policy gives no action now, for people; empty where it does, or somebody else drives."""
+        return "" if self.people_matter else self._away
 
     def order(self, command: OperatorCommand, turn: int = 0) -> None:
         """Takes an order from the console; of a person's inputs the newest alone waits.
@@ -192,13 +200,23 @@ class SessionPilot:
             if self.awaits_weights or self._too_old():
                 self._wait_for_weights()
                 return None
-            self._policy_steps += 1
-            return self._policy.decide(tick)
+            return self._ask_policy(tick)
         self._policy.interrupt()
         self._policy_steps = 0
         if self._swap_at == "chunk":
             self._swap()  # no chunk is under way: a learner that waits for the robots need not wait for people
         return self._hand() if state is State.HUMAN else None
+
+    def _ask_policy(self, tick: Tick) -> Decision | None:
+        """Its decision, or None where it is away. It is asked again in the next control period."""
+        try:
+            decision = self._policy.decide(tick)
+        except PolicyAway as away:
+            self._away = str(away)
+            return None
+        self._away = ""
+        self._policy_steps += 1
+        return decision
 
     def _wait_for_weights(self) -> None:
         if self.awaits_weights:

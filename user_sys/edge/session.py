@@ -14,14 +14,17 @@ import logging
 import sys
 import threading
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld
 from hal.safety import latch_emergency
 from hal.signals import stop_on_signals
-from user_sys.compose import PolicyConfig, make_policy
+from hal.spec import RobotSpec
+from user_sys.compose import PolicyConfig, make_policy, policy_forms
 from user_sys.config import load
 from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
@@ -38,6 +41,9 @@ from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
 from user_sys.episode import Source
 from user_sys.errors import UserSysError
+from user_sys.inference.address import read_address
+from user_sys.inference.remote import PolicyLink
+from user_sys.inference.wire import POLICY
 from user_sys.logs import configure_logging
 from user_sys.messages import (
     PROTOCOL_VERSION,
@@ -85,6 +91,7 @@ class SessionConfig:
         real_time: obey the clock also while the policy drives.
         realtime: with `real_time`, ask for SCHED_FIFO for the control loop; ``off`` does not ask.
         explore: a policy without weights acts, at random; without this the robot holds until the first have come.
+        policy_address: file in which a policy process that the run has started says where it listens.
     """
 
     robot: str = "panda-0"
@@ -96,6 +103,7 @@ class SessionConfig:
     real_time: bool = False
     realtime: Literal["auto", "off"] = "auto"
     explore: bool = False
+    policy_address: Path = Path("policy.address")
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -122,7 +130,9 @@ class Session:
         self._turns = itertools.count(1)
         spec, task = driver.spec, driver.task
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
-        self._swapper = PolicySwapper(lambda: make_policy(config.policy, spec, next(seeds)))
+        self._link = _policy_link(config, spec)
+        make = partial(make_policy, config.policy, spec) if self._link is None else self._link.policy
+        self._swapper = PolicySwapper(lambda: make(next(seeds)))
         self._governor = Governor(config.weights.governor)
         self._saying = threading.Lock()  # so that the last version that is said is the one that acts
         self._weights = WeightsInlet(
@@ -168,6 +178,7 @@ class Session:
         )
         self._note = ""
         self._waits, self._reporter = False, reporter  # for its first weights, as was told
+        self._away = False  # the policy, as was told
         self._dropped_before = outbox.dropped.episodes
 
     def run(self, lease: LeaseKeeper) -> None:
@@ -181,7 +192,11 @@ class Session:
         inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
         inbox.start()
         try:
-            with self._weights, self._scribe, self._publisher.previews:
+            with ExitStack() as stack:
+                for part in (self._link or nullcontext(), self._weights, self._scribe, self._publisher.previews):
+                    stack.enter_context(part)
+                if self._link is not None:
+                    stack.callback(self._link.hang_up)  # first: what waits to be loaded there keeps nobody waiting
                 while not self.leaving.is_set():
                     self._episode()
         finally:
@@ -237,12 +252,16 @@ class Session:
 
     def _pace(self, tick: Tick, decision: Decision | None) -> None:
         waits = self._pilot.awaits_weights
-        self._driver.real_time = self._config.real_time or self._pilot.people_matter or waits
+        away = self._pilot.away
+        self._driver.real_time = self._config.real_time or self._pilot.people_matter or waits or bool(away)
         self._driver.reduced = self._pilot.people_matter
         if waits != self._waits:
             self._waits = waits
             self._reporter.doing = "waiting for weights" if waits else "driving"
             log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
+        if bool(away) != self._away:
+            self._away = bool(away)
+            log.info("session.policy_%s robot=%s %s", "away" if away else "back", self._config.robot, away)
 
     def _keep(self, packet: bytes) -> None:
         """Makes a chunk durable, in the scribe's thread.
@@ -267,6 +286,8 @@ class Session:
             return WAITING_FOR_WEIGHTS
         if not self._pilot.people_matter and self._weights.too_old():
             return "holds: its weights are older than weights.hold_behind allows, and newer ones are awaited"
+        if away := self._pilot.away:
+            return away
         if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
             return ""
         return f"the outbox was full: the {dropped} oldest autonomous episodes of this session's time were dropped"
@@ -278,6 +299,8 @@ class Session:
             while not self.leaving.is_set():
                 self._take_messages(lease)
                 self._weights.raise_failure()
+                if self._link is not None:
+                    self._link.raise_failure()
                 lease.renew_when_due()
                 if self._undelivered_stop is not None:
                     self._stop_at_once(*self._undelivered_stop)
@@ -386,6 +409,28 @@ def _go_first(config: SessionConfig) -> None:
     elif refused := take_turns_first(LOOP_PRIORITY):
         log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
         prefer_latency()
+
+
+def _policy_link(config: SessionConfig, spec: RobotSpec) -> PolicyLink | None:
+    """The way to the policy process where the policy acts in one; None where it acts here.
+
+    Raises:
+        ConfigError: no answer could come in the share of the control period that it has.
+        RunError: no key of the process is known here.
+    """
+    policy = config.policy
+    if policy.at == "edge":
+        return None
+    return PolicyLink(
+        spec,
+        policy.kind,
+        policy.features,
+        policy_forms(policy),
+        load_keypair(config.keys / f"{config.robot}.key"),
+        load_public_key(config.keys / f"{POLICY}.pub"),
+        lambda: policy.endpoint or read_address(config.policy_address),
+        policy.answer_within,
+    )
 
 
 def _await_driver(driver: RemoteDriver, leaving: threading.Event) -> bool:

@@ -58,6 +58,15 @@ def feature_specs(spec: RobotSpec, features: Sequence[str] = ()) -> tuple[ArrayS
     return tuple(spec.feature(name) for name in features) if features else spec.observation
 
 
+def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array]) -> None:
+    """Raises SpecError: one of `specs` is missing in the observation, or has another shape there."""
+    for spec in specs:
+        if spec.name not in observation:
+            raise SpecError(f"the policy reads {spec.name!r}; the observation has {sorted(observation)}")
+        if observation[spec.name].shape != spec.shape:
+            raise SpecError(f"{spec.name} has shape {observation[spec.name].shape}; the spec says {spec.shape}")
+
+
 class MlpPolicy(Policy):
     """Draws actions; until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
@@ -92,11 +101,7 @@ class MlpPolicy(Policy):
         self._weights, self._hidden = copied, hidden
 
     def _concatenate(self, observation: Mapping[str, Array]) -> Array:
-        for spec in self._specs:
-            if spec.name not in observation:
-                raise SpecError(f"the policy reads {spec.name!r}; the observation has {sorted(observation)}")
-            if observation[spec.name].shape != spec.shape:
-                raise SpecError(f"{spec.name} has shape {observation[spec.name].shape}; the spec says {spec.shape}")
+        require_features(self._specs, observation)
         return np.concatenate([observation[spec.name] for spec in self._specs])
 
     def _gaussian(self, x: Array) -> tuple[Array, Array]:
@@ -140,9 +145,9 @@ def _checked_layers(weights: Mapping[str, Array], inputs: int, actions: int) -> 
     width = inputs
     expected: dict[str, tuple[int, ...]] = {"input.offset": (inputs,), "input.scale": (inputs,)}
     for i in range(depth):
-        out = weights[f"hidden.{i}.weight"].shape[-1] if f"hidden.{i}.weight" in weights else 0
-        expected |= {f"hidden.{i}.weight": (width, out), f"hidden.{i}.bias": (out,)}
-        width = out
+        out = weights[f"hidden.{i}.weight"].shape[-1:] if f"hidden.{i}.weight" in weights else ()
+        expected |= {f"hidden.{i}.weight": (width, *out), f"hidden.{i}.bias": out}
+        width = out[0] if out else 0
     for head in ("mean", "log_std"):
         expected |= {f"{head}.weight": (width, actions), f"{head}.bias": (actions,)}
     expected |= {"action.centre": (actions,), "action.scale": (actions,)}

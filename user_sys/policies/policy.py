@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hal.spec import Array
 from user_sys.weights.records import Form
@@ -26,13 +25,14 @@ class ActionChunk:
 
 
 class Policy(ABC):
-    """Numpy in, numpy out. One thread calls one policy object; `act` waits for nothing but its own arithmetic.
+    """Numpy in, numpy out. One thread calls one policy object; `act` waits for nothing but its own arithmetic, be that
+    in another process.
 
     Attributes:
         forms: of weights that it acts well with, the most exact first; rounded ones come to `load` as float32.
     """
 
-    forms: ClassVar[tuple[Form, ...]] = ("exact",)
+    forms: tuple[Form, ...] = ("exact",)
 
     @abstractmethod
     def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
@@ -45,6 +45,7 @@ class Policy(ABC):
 
         Raises:
             SpecError: a feature that the policy reads is missing or has another shape.
+            PolicyAway: it acts in another process, and there is no action now.
         """
 
     @abstractmethod

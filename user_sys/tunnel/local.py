@@ -27,11 +27,11 @@ _TCP = re.compile(r"tcp://(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})")
 _LISTENING = "00010000"  # __SO_ACCEPTCON among the flags of /proc/net/unix
 
 
-def require_dialled(endpoint: str) -> None:
-    """Raises ConfigError unless an edge or a relay can dial `endpoint`, which was given as --connect."""
+def require_dialled(endpoint: str, given_as: str = "--connect") -> None:
+    """Raises ConfigError unless an edge or a relay can dial `endpoint`."""
     if _port(endpoint) in (None, 0):
         raise ConfigError(
-            f"--connect {endpoint}: expected tcp://HOST:PORT, {_hint(endpoint) or 'as the run says at its start'}"
+            f"{given_as} {endpoint}: expected tcp://HOST:PORT, {_hint(endpoint) or 'as the run says at its start'}"
         )
 
 

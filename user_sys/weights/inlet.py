@@ -89,7 +89,7 @@ class WeightsInlet:
             trust,
             lambda manifest, arrays, heard_s: swapper.load(manifest.version, arrays, heard_s, manifest.run),
             lambda parcel, first, count: link.send_weights(WeightsRequest(parcel=parcel, first=first, count=count)),
-            forms=("exact",) if config.exact_only else type(swapper.policy).forms,
+            forms=("exact",) if config.exact_only else swapper.policy.forms,
             breathe=governor.breathe,
             limit=governor.link_limit,
         )

@@ -1,0 +1,86 @@
+"""``python -m user_sys.inference``: a policy process, in which the policies of a site's robots act.
+
+A run with ``policy.at: site`` starts one itself. By hand one is started where robots come in over the network from
+computers of their own, once for a site:
+
+    user-sys keys new policy
+    python -m user_sys.inference --listen tcp://0.0.0.0:5557 --keys keys
+
+It lets in the robots that are in the folder's ring (`user-sys keys allow`), and keeps nothing but weights, in memory:
+it may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+import threading
+from pathlib import Path
+
+from hal.durable import replace_durably
+from hal.errors import HalError
+from hal.probes import probe_gpus
+from hal.resource import local_node
+from hal.signals import stop_on_signals
+from user_sys.compose import Device, policy_maker
+from user_sys.errors import ConfigError, UserSysError
+from user_sys.inference.server import PolicyServer
+from user_sys.inference.wire import POLICY
+from user_sys.logs import configure_logging
+from user_sys.tunnel.keys import Keyring, load_keypair
+from user_sys.tunnel.local import require_listening
+
+log = logging.getLogger("user_sys.inference")
+
+
+def chosen_device(wanted: Device) -> str:
+    """The name of torch's device, or ``cpu``, for which torch is not imported.
+
+    Raises:
+        ConfigError: ``cuda`` is wanted, and not to be had here.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not any(True for _ in probe_gpus())):
+        return "cpu"
+    if importlib.util.find_spec("torch") is not None:
+        from user_sys.policies.mlp_torch import has_gpu
+
+        if has_gpu():
+            return "cuda"
+    why = f"torch, on {local_node()}, is not installed or finds no GPU"
+    if wanted == "cuda":
+        raise ConfigError(f"policy.device is cuda, and {why}")
+    log.warning("policy.no_gpu there is a GPU, but %s: the policies act on the processor", why)
+    return "cpu"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns 2, with a line in the log, when it cannot."""
+    parser = argparse.ArgumentParser(prog="python -m user_sys.inference", description="the policies of a site's robots")
+    parser.add_argument("--listen", default="tcp://127.0.0.1:5557", help="tcp://ADDRESS:PORT; port 0: a free one")
+    parser.add_argument("--keys", type=Path, default=Path("keys"), help="the folder with policy.key, and who is let in")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--announce", type=Path, metavar="FILE", help="is written when it listens, with the address")
+    args = parser.parse_args(argv)
+    configure_logging()
+    stop = threading.Event()
+    stop_on_signals(stop)
+
+    def listening(endpoint: str) -> None:
+        if args.announce is not None:
+            replace_durably(args.announce, endpoint.encode())
+
+    try:
+        require_listening(args.listen)
+        device = chosen_device(args.device)
+        keys = load_keypair(args.keys / f"{POLICY}.key")
+        PolicyServer(args.listen, keys, Keyring(args.keys), policy_maker(device), device).run(stop, listening)
+    except (UserSysError, HalError, OSError) as error:
+        log.error("policy.failed %s: %s", type(error).__name__, error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
