@@ -98,12 +98,14 @@ def test_two_computers_of_one_name_do_not_take_a_robot_from_each_other(robot: Pa
 
 
 NO_ROBOTS = "robots: []\n"
+AT_SITE = "robots: [{name: left, driver: fake, task: reach}]\npolicy: {at: site}\n"
 STRANGER = "robots: [{name: right, driver: fake, task: reach}]\n"
 MISTAKES = {
     "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
     "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
     "--connect tcp://10.0.0.2:99999: expected tcp://HOST:PORT": (LEFT, "tcp://10.0.0.2:99999"),
     "this computer has nothing to drive": (NO_ROBOTS, "tcp://localhost:5555"),
+    "policy.at: site: this computer does not see the run's folder": (AT_SITE, "tcp://localhost:5555"),
 }
 
 
