@@ -51,13 +51,14 @@ def test_robots_of_a_run_act_by_a_policy_process_and_go_on_after_its_death(tmp_p
         os.kill(first, signal.SIGKILL)
         for robot, log in logs.items():
             until(lambda text=log: "session.policy_away" in text.read_text(), f"{robot} holds")
+            until(lambda text=log: "session.policy_back" in text.read_text(), f"{robot} has its policy again")
             until(lambda name=robot: max(versions(run, name)) > newest[name], f"{robot} goes on, with newer weights")
         assert launch.pid_of("user_sys.inference") not in (None, first)
         launch.interrupt()
         assert launch.wait() == 130, launch.err
         launch.require_nothing_left()
+        assert "user-sys" not in launch.err
     for log in logs.values():
         text = log.read_text()
         assert re.search(r"policy_away robot=\w+ the policy at 127.0.0.1:\d+ .*; the robot holds", text)
         assert "session.policy_back" in text and "token=2" not in text and "Traceback" not in text
-    assert "user-sys" not in launch.err

@@ -34,6 +34,7 @@ from hal.spec import STATE, Array
 from user_sys.codec import encode_packet
 from user_sys.compose import policy_maker
 from user_sys.errors import ConfigError, PolicyAway, RunError, WireError
+from user_sys.inference.keeper import LOAD_WITHIN_S
 from user_sys.inference.server import PolicyServer
 from user_sys.inference.slots import FORGET_AFTER_S, MAX_SESSIONS, Packets, Slots
 from user_sys.inference.wire import (
@@ -353,6 +354,11 @@ def test_closing_ends_a_load_that_nobody_takes(keys: Path) -> None:
         policy = link.policy(0)
         policy.load(weights_of(SPEC, 0))  # for when there is a process
         away(policy, "the policy is not found yet")
+        loads = threading.Thread(target=policy.load, args=(weights_of(SPEC, 1),))
+        link.hang_up()
+        loads.start()
+        loads.join(LOAD_WITHIN_S / 2)
+        assert not loads.is_alive()
     link.raise_failure()
 
 

@@ -152,7 +152,8 @@ class Keeper:
         self._wakeup.set()
 
     def deliver(self, place: Place, weights: Weights) -> None:
-        """Brings `weights` to the process; where that is away, it gets them when it is back. Blocks meanwhile.
+        """Brings `weights` to the process; where that is away, it gets them when it is back. Blocks until they are there,
+        or it has turned out that they cannot be brought now.
 
         Raises:
             WireError: the policy does not take them; those that it had stay.
@@ -161,7 +162,7 @@ class Keeper:
             place.offered, place.refusal = weights, ""
             place.settled.clear()
         self._wakeup.set()
-        if not place.settled.wait(LOAD_WITHIN_S) or self._closing.is_set():
+        if self._closing.is_set() or not place.settled.wait(LOAD_WITHIN_S) or self._closing.is_set():
             self._settle(place)
         if place.refusal:
             raise WireError(place.refusal)
@@ -175,6 +176,7 @@ class Keeper:
         except Exception as error:  # of any kind: whoever runs the session must hear of it, and asks
             log.exception("policy.keeper_failed")
             self.failure = error
+        self._closing.set()  # nobody is to wait for this thread from here on
         self._hang_up()
         for place in self._all():
             place.settled.set()
