@@ -49,6 +49,7 @@ LOAD_WITHIN_S = 120.0
 BUSY_S = 0.02
 LOOK_S = 0.1  # how often a wait looks whether it is to end
 CLOSE_TIMEOUT_S = 5.0
+_ENDS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 
 
 class Weights:
@@ -152,8 +153,8 @@ class Keeper:
         self._wakeup.set()
 
     def deliver(self, place: Place, weights: Weights) -> None:
-        """Brings `weights` to the process; where that is away, it gets them when it is back. Blocks until they are there,
-        or it has turned out that they cannot be brought now.
+        """Brings `weights` to the process; where that is away, it gets them when it is back. Blocks until they
+        are there, or it has turned out that they cannot be brought now.
 
         Raises:
             WireError: the policy does not take them; those that it had stay.
@@ -216,7 +217,7 @@ class Keeper:
                 self._socket = self._dial(endpoint)
             except zmq.ZMQError as error:
                 raise _Away(f"cannot be dialled: {error}") from None
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            self._monitor = self._socket.get_monitor_socket(_ENDS)
         places = self._all()
         slots = tuple(place.number for place in places)[-MAX_SLOTS:]
         answer = self._ask(Greeting(number=0, session=self._session, protocol=PROTOCOL, slots=slots))
@@ -311,8 +312,8 @@ class Keeper:
             if self._socket.poll(math.ceil(1e3 * min(left_s, LOOK_S)), event):
                 return
             if self._monitor.poll(0):
-                recv_monitor_message(self._monitor)
-                raise _Away("does not allow this robot's key")
+                denied = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                raise _Away("does not allow this robot's key" if denied else "does not answer")
         raise _Away("does not answer")
 
     def _hang_up(self) -> None:
