@@ -177,6 +177,11 @@ def show_demonstrations(
     said = ""
     if (there := _shown(state)) < config.demonstrations.episodes:
         say(f"{robot.name}: the scripted expert shows {config.demonstrations.episodes - there} demonstrations")
+    elif config.demonstrations.episodes:
+        say(
+            f"{robot.name}: {there} demonstrations were shown before, to the same run or another, so none now; without "
+            f"the file {state / COUNTER} they would be shown again"
+        )
     while _shown(state) < config.demonstrations.episodes and not stop.is_set():
         try:
             _demonstrate(config, number, robot, state, stop)
