@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 from hal.spec import Array, CameraSpec
 
+WAY_S = 0.1  # what a picture may take from its capture until it is here: exposure, transfer, decoding
+
+
+def stale_by_default_s(rate_hz: float) -> float:
+    """How old the newest picture of a camera of this rate may be where nobody says it: two may be missing."""
+    return 3 / rate_hz + WAY_S
+
 
 @dataclass(frozen=True)
 class Frame:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hal.camera import Camera, Frame
+from hal.camera import Camera, Frame, stale_by_default_s
 from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
 from hal.extras import with_extra
 from hal.spec import Array, CameraSpec
@@ -41,6 +41,7 @@ class CameraConfig:
     device: OpenCV's: a device such as ``/dev/video0``, its number, or the address of a stream. RealSense: the serial
         number; empty where there is one only.
     fourcc: the pixel format to ask a V4L2 device for, e.g. ``MJPG``; empty leaves it as it is.
+    stale_after_s: by default three frame times and a tenth of a second.
     """
 
     kind: Literal["opencv", "realsense"] = "opencv"
@@ -49,15 +50,19 @@ class CameraConfig:
     height: int = 480
     rate_hz: float = 30.0
     fourcc: str = ""
-    stale_after_s: float = 0.5
+    stale_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.width, self.height, self.rate_hz, self.stale_after_s) <= 0:
+        if min(self.width, self.height, self.rate_hz) <= 0 or not self.stale_s > 0:
             raise ValueError("a camera's width, height, rate_hz and stale_after_s are above 0")
         if len(self.fourcc) not in (0, 4):
             raise ValueError(f"fourcc is four letters, such as MJPG, not {self.fourcc!r}")
         if self.kind == "opencv" and self.device == "":
             raise ValueError("an opencv camera needs its device, e.g. /dev/video0")
+
+    @property
+    def stale_s(self) -> float:
+        return stale_by_default_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
 
 def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
@@ -120,7 +125,7 @@ class LocalCamera(Camera):
             raise HardwareLost(f"{self._name} is not connected")
         frame = self._reader.newest()
         age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
-        if age_s > self.config.stale_after_s:
+        if age_s > self.config.stale_s:
             raise StaleObservation(f"{self._name}: the newest frame is {age_s:.3f} s old")
         return frame
 
@@ -262,7 +267,7 @@ class _RealsenseSource:
         self._pipeline = pipeline
 
     def grab(self) -> tuple[Array, int] | None:
-        there, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_after_s * 1000))
+        there, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_s * 1000))
         if not there:
             return None
         colour, now_ns = frames.get_color_frame(), time.monotonic_ns()

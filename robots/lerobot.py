@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hal.camera import Camera, Frame
+from hal.camera import Camera, Frame, stale_by_default_s
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
@@ -34,7 +34,6 @@ from robots.reaching import REACH, ReachConfig, with_reach
 CONNECT_DEADLINE_S = 30.0
 REDUCED_SPEED = 0.25  # while a person drives
 TORQUE_SETTING = "disable_torque_on_disconnect"
-STALE_FRAME_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,8 @@ class LerobotConfig:
     type: the robot's name in LeRobot, e.g. ``so101_follower``.
     settings: the plugin's own, as on LeRobot's command line: ``port``, ``id``, ``calibration_dir``, ...
     features: units and bounds by feature name or pattern (``*.pos``); a motor bus of LeRobot's states them itself.
-    cameras: by name, LeRobot's own: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``.
+    cameras: by name, LeRobot's own: ``{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}``; besides,
+        ``stale_after_s``, by default three frame times and a tenth of a second.
     gripper: which action feature is the gripper; by default the first with that word in its name.
     answer_within_s: a robot that takes longer is lost; by default two control periods.
     torque_off: a safe stop releases the motors.
@@ -320,7 +320,7 @@ class RobotsCamera(Camera):
         frame = self._robot.images.get(self.spec.name) if self._connected else None
         if frame is None:
             raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has shown nothing")
-        _require_fresh(frame, self.spec.name)
+        _require_fresh(frame, self.spec)
         return frame
 
     def close(self) -> None:
@@ -331,9 +331,12 @@ class LerobotCamera(Camera):
     """A camera of LeRobot's, read without waiting. A camera that states no time of capture is taken at its word."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Raises SpecError: no such plugin, or no width, height or fps."""
+        """Raises SpecError: no such plugin, or no width, height or fps, or a stale_after_s that is no time."""
         self.spec = _camera_spec(name, settings)
         self._settings = dict(settings)
+        self._stale_s = self._settings.pop("stale_after_s", stale_by_default_s(self.spec.rate_hz))
+        if not isinstance(self._stale_s, int | float) or not self._stale_s > 0:
+            raise SpecError(f"camera {name}: stale_after_s is {self._stale_s!r}; it is a time above 0")
         self._type = str(self._settings.pop("type", "opencv"))
         self._device = build("camera", self._type, self._settings)
         self._alone = DeviceLock(*devices_in(self._settings))
@@ -355,7 +358,7 @@ class LerobotCamera(Camera):
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         captured_ns = time.monotonic_ns()
         try:
-            image = _picture(self._thread.call("reading", self._latest, STALE_FRAME_S), self.spec)
+            image = _picture(self._thread.call("reading", self._latest, self._stale_s), self.spec)
         except HardwareLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise StaleObservation(str(error)) from error
@@ -378,7 +381,7 @@ class LerobotCamera(Camera):
         self._alone.release()
 
     def _latest(self) -> Array:
-        image: Array = self._device.read_latest(max_age_ms=round(STALE_FRAME_S * 1000))
+        image: Array = self._device.read_latest(max_age_ms=round(self._stale_s * 1000))
         return image
 
 
@@ -390,10 +393,10 @@ def _picture(raw: Any, spec: CameraSpec) -> Array:
     return image
 
 
-def _require_fresh(frame: Frame, name: str) -> None:
+def _require_fresh(frame: Frame, camera: CameraSpec) -> None:
     age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
-    if age_s > STALE_FRAME_S:
-        raise StaleObservation(f"camera {name}: the newest frame is {age_s:.3f} s old")
+    if age_s > stale_by_default_s(camera.rate_hz):
+        raise StaleObservation(f"camera {camera.name}: the newest frame is {age_s:.3f} s old")
 
 
 def make_station(request: StationRequest) -> Station:

@@ -14,7 +14,6 @@ from robots.ros2_link import RosLink
 from robots.ros2_readings import CaptureTimes
 from robots.ros2_spec import Ros2Config, RosCameraConfig
 
-STALE_FRAME_S = 0.5
 CHANNELS = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "8UC1": 1, "8UC3": 3}
 """Encodings of sensor_msgs/msg/Image that are understood, and their bytes a pixel."""
 
@@ -48,13 +47,13 @@ class RosCamera(Camera):
             raise
 
     def read(self) -> Frame:
-        """Raises StaleObservation where the newest picture is older than `STALE_FRAME_S`, or three of its periods."""
+        """Raises StaleObservation where the newest picture is older than `RosCameraConfig.stale_s`."""
         newest = self._newest
         if not self._link.connected or newest is None:
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         message, captured_ns = newest
         age_s = (time.monotonic_ns() - captured_ns) / 1e9
-        if age_s > max(STALE_FRAME_S, 3 / self.spec.rate_hz):
+        if age_s > self._topic.stale_s:
             raise StaleObservation(f"camera {self.spec.name}: the newest picture is {age_s:.3f} s old")
         if self._decoded is None or self._decoded.t_capture_ns != captured_ns:
             self._decoded = Frame(self._decode(message), captured_ns)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from hal.camera import stale_by_default_s
 from hal.errors import HardwareLost, SpecError
 from hal.spec import ACTION, STATE, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
 from robots.reaching import ReachConfig
@@ -56,13 +57,23 @@ class WrenchConfig:
 
 @dataclass(frozen=True)
 class RosCameraConfig:
-    """A topic of pictures. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage."""
+    """A topic of pictures. `kind`: ``raw`` is sensor_msgs/msg/Image, ``compressed`` sensor_msgs/msg/CompressedImage.
+    `stale_after_s` is by default three frame times and a tenth of a second."""
 
     topic: str
     height: int
     width: int
     rate_hz: float = 30.0
     kind: Literal["raw", "compressed"] = "raw"
+    stale_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stale_after_s is not None and not self.stale_after_s > 0:
+            raise ValueError(f"a camera's stale_after_s is above 0, not {self.stale_after_s:g}")
+
+    @property
+    def stale_s(self) -> float:
+        return stale_by_default_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,14 @@ def test_a_frozen_camera_is_stale(mortal: NetworkCamera) -> None:
         device.close()
 
 
+@pytest.mark.parametrize(("rate_hz", "stale_s"), [(30.0, 0.2), (1.0, 3.1)])
+def test_a_picture_is_stale_once_two_others_are_missing(rate_hz: float, stale_s: float) -> None:
+    assert CameraConfig(device=0, rate_hz=rate_hz).stale_s == pytest.approx(stale_s)
+    assert CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.5).stale_s == 0.5
+    with pytest.raises(ValueError, match="stale_after_s are above 0"):
+        CameraConfig(device=0, rate_hz=rate_hz, stale_after_s=0.0)
+
+
 @pytest.mark.parametrize("fate", ["ends", "is killed"])
 def test_a_stream_that_goes_away_is_lost(mortal: NetworkCamera, fate: str) -> None:
     device = camera(mortal.address)

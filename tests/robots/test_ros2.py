@@ -142,7 +142,9 @@ def make_camera(topic: RosCameraConfig, **options: object) -> Camera:
         "limits": {"*": {"low": -2.0, "high": 2.0, "speed_max": 1.0}},
         "domain": DOMAIN,
         "connect_s": DEADLINE_S,
-        "cameras": {"front": {"topic": topic.topic, "height": 48, "width": 64, "kind": topic.kind}},
+        "cameras": {
+            "front": {"topic": topic.topic, "height": 48, "width": 64, "kind": topic.kind, "stale_after_s": 0.5}
+        },
         **options,
     }
     return make_station(StationRequest("arm-0", "free", config)).cameras[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from hal.safety import SafetyKernel
 from hal.station import StationRequest
 from robots.ros2 import make_station
 from robots.ros2_camera import compressed_size, decode_compressed, decode_raw
+from robots.ros2_spec import RosCameraConfig
 
 URDF = """<robot name="two">
   <joint name="a" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 0 1"/>
@@ -135,3 +137,11 @@ def test_a_picture_that_cannot_be_read_is_told_of() -> None:
     assert compressed_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
     image = decode_compressed(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
     assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
+
+
+def test_a_picture_is_stale_once_two_others_are_missing() -> None:
+    camera = RosCameraConfig(topic="/camera", height=48, width=64, rate_hz=10.0)
+    assert camera.stale_s == pytest.approx(0.4)
+    assert replace(camera, stale_after_s=1.0).stale_s == 1.0
+    with pytest.raises(ValueError, match="stale_after_s is above 0"):
+        replace(camera, stale_after_s=0.0)
