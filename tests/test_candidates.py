@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -233,6 +235,47 @@ def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
         one.take(said.append)
         assert [robot.name for robot in one.config.robots] == ["b"]
     assert said == ["a cannot be chosen: unknown option 'rate'; did you mean 'rate_hz'?"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetName=lambda device: "L4",
+        nvmlDeviceGetUUID=lambda device: f"GPU-{device}",
+        nvmlDeviceGetCudaComputeCapability=lambda device: (8, 9),
+        nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(total=24 * GB, used=0),
+        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=0),
+        nvmlDeviceGetNumGpuCores=lambda device: 7424,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_of("a", needs=[NeedConfig(kind="gpu")])
+    with ExitStack() as until_then, Here(config, "two") as two, Here(config, "three") as three:
+        one = until_then.enter_context(Here(config, "one"))
+        one.take(refuse_to_wait)
+        two.take(refuse_to_wait)
+        assert (one.gpus, two.gpus) == (("GPU-0",), ("GPU-1",))
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            until_then.close()
+
+        three.take(say)
+        assert three.gpus == ("GPU-0",) and re.search(r"gpu-0 is used by pid \d+ run one and .*gpu-1 is used", said[0])
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with Here(config, "four") as four:
+            four.take(refuse_to_wait)
+        assert four.gpus == (), "whoever says which it is to see may share it"
 
 
 def test_what_no_waiting_would_bring_is_refused_at_once() -> None:

@@ -6,6 +6,7 @@ that its file does not list is never taken, since nothing says what drives it an
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from hal.cards import UUID, VISIBLE
 from hal.discovery import Discovery
 from hal.errors import LeaseHeld, PlacementError, SpecError
 from hal.lease import CHOSEN, MachineLock
@@ -29,7 +31,7 @@ from user_sys.topology import RunConfig
 
 AGAIN_S = 2.0
 NOBODY_HAS_IT = "no node of the cluster has it"
-QUICKER = "Another run was quicker to take a robot."
+QUICKER = "Another run was quicker to take what was free."
 
 
 def available(
@@ -106,17 +108,26 @@ def not_built(found: Discovery) -> list[str]:
 
 
 def in_use(record: ResourceRecord) -> ResourceRecord:
-    """The record, LEASED where a run of this computer has taken the robot, or a driver process drives it."""
-    if record.kind is not Kind.ROBOT or record.health is not Health.READY:
+    """The record, LEASED where a run of this computer has taken the robot or GPU, or a driver process drives it."""
+    claim = claim_on(record)
+    if not claim or record.health is not Health.READY:
         return record
     try:
-        owner = MachineLock(f"{CHOSEN}{record.name}").owner() or MachineLock(record.name).owner()
+        owner = MachineLock(f"{CHOSEN}{claim}").owner() or MachineLock(claim).owner()
     except SpecError:  # found by a probe, under a name that no robot of a run can have
         return record
     except OSError as error:  # the folder of locks is another user's, say
-        trouble = f"whether it is driven from here cannot be seen: {error}"
+        trouble = f"whether it is used from here cannot be seen: {error}"
         return msgspec.structs.replace(record, trouble=record.trouble or trouble)
     return taken(record, owner) if owner else record
+
+
+def claim_on(record: ResourceRecord) -> str:
+    """The name under which a run takes the robot, or the GPU of its own computer, from others; empty for what is
+    shared, and for GPUs where whoever has started this program has said himself which it is to see."""
+    if record.kind is Kind.ROBOT:
+        return record.name
+    return record.labels.get(UUID, "") if record.kind is Kind.GPU and VISIBLE not in os.environ else ""
 
 
 def taken(record: ResourceRecord, owner: str) -> ResourceRecord:
@@ -161,9 +172,9 @@ def with_cluster(
 
 
 class Claims:
-    """The robots of this computer that a run has taken for as long as it lives, so that no other run chooses them.
+    """The robots and GPUs of this computer that a run has taken for as long as it lives: no other run gets them.
 
-    Its driver processes lock them besides, each when it starts. A claim ends with this process, however that ends.
+    Its driver processes lock the robots besides, each when it starts. A claim ends with this process, however it ends.
     """
 
     def __init__(self, holder: str, runtime_dir: Path | None = None) -> None:
@@ -171,9 +182,9 @@ class Claims:
         self._holder, self._folder = holder, runtime_dir
         self._locks: list[MachineLock] = []
 
-    def take(self, robots: Iterable[str]) -> bool:
-        """All of `robots`, or none: False where another run has one of them. Never waits."""
-        locks = [MachineLock(f"{CHOSEN}{robot}", self._holder, self._folder) for robot in sorted(robots)]
+    def take(self, names: Iterable[str]) -> bool:
+        """All of what has these names (`claim_on`), or none: False where another run has some. Never waits."""
+        locks = [MachineLock(f"{CHOSEN}{name}", self._holder, self._folder) for name in sorted(names)]
         try:
             for lock in locks:
                 lock.acquire()

@@ -12,13 +12,23 @@ from hal.discovery import Discovery, discover
 from hal.errors import PlacementError
 from hal.placement import Placement
 from hal.resource import Kind, ResourceRecord
-from user_sys.candidates import QUICKER, Claims, Patience, available, failures, narrowed, not_built, place_run
+from user_sys.candidates import (
+    QUICKER,
+    Claims,
+    Patience,
+    available,
+    claim_on,
+    failures,
+    narrowed,
+    not_built,
+    place_run,
+)
 from user_sys.compose import probes
 from user_sys.topology import RunConfig
 
 
 class Here:
-    """A run's robots and GPUs. One thread calls it; after leaving it other runs may have the robots.
+    """A run's robots and GPUs. One thread calls it; after leaving it other runs may have them.
 
     Attributes:
         config: the run, with the robots alone that it drives.
@@ -69,7 +79,7 @@ class Here:
             return str(error)
         chosen = [record for records in placement.assigned for record in records]
         robots = {record.name for record in chosen if record.kind is Kind.ROBOT}
-        if not self._claims.take(robots):
+        if not self._claims.take(filter(None, map(claim_on, chosen))):
             return QUICKER
         self.config = narrowed(self.config, robots)
         self.gpus = _visible(chosen)

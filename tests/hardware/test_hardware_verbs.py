@@ -232,7 +232,7 @@ def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
     (tmp_path / "file").touch()
     monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "file"))
     rows = {row["name"]: row for row in told(capsys, "list", job)}
-    assert rows["left"]["trouble"].startswith("whether it is driven from here cannot be seen: ")
+    assert rows["left"]["trouble"].startswith("whether it is used from here cannot be seen: ")
     (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "sockets"]
     assert problem["verdict"] == "problem" and problem["mend"].startswith("set USER_SYS_RUNTIME_DIR")
 
