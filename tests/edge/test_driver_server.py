@@ -13,13 +13,14 @@ import pytest
 import zmq
 from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
 
-from hal.errors import HalError, StaleToken
+from hal.camera import Frame
+from hal.errors import HalError, StaleObservation, StaleToken
 from hal.lease import Fence, MachineLock
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import EARLY_S, Reason, SafetyKernel, latch_emergency
-from hal.spec import ACTION
+from hal.spec import ACTION, CameraSpec
 from hal.station import Station
-from robots.fake import FakeTask
+from robots.fake import FakeCamera, FakeTask
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import RemoteDriver
@@ -126,6 +127,25 @@ def test_a_robot_that_stands_is_given_two_periods_from_the_answer_on(slow_to_see
     site.client.hold()
     assert site.pass_ns(2 * PERIOD_NS - 1) == [StopLevel.HOLD], "the one that was asked for"
     assert site.pass_ns(1) == [StopLevel.HOLD] * 2
+
+
+class FrozenCamera(FakeCamera):
+    """Its newest picture has grown old."""
+
+    def read(self) -> Frame:
+        raise StaleObservation("the newest frame is 0.201 s old")
+
+
+def test_a_camera_that_freezes_has_the_robot_held_within_the_next_period(slow_to_see: Site) -> None:
+    site, early_ns = slow_to_see, round(EARLY_S * 1e9)
+    site.client.command(RIGHT)
+    site.now_ns += PERIOD_NS // 2
+    site.driver.cameras = (FrozenCamera(site.robot, CameraSpec(name="front", height=4, width=4, rate_hz=10)),)
+    with pytest.raises(StaleObservation, match="the newest frame is"):
+        site.client.command(RIGHT)
+    assert len(site.robot.commands) == 2
+    assert site.pass_ns(PERIOD_NS // 2 - early_ns - 1) == []
+    assert site.pass_ns(1) == [StopLevel.HOLD], "two periods after the last command that was answered"
 
 
 def during(site: Site, call: Callable[[], Tick]) -> tuple[threading.Thread, list[Tick]]:
