@@ -173,9 +173,15 @@ def _not_together(requests: Sequence[Request], records: Sequence[ResourceRecord]
     near = [request for request in requests if request.near]
     ready = [record for record in records if record.health is Health.READY]
     if near:
-        where = [f"{_sort(r, 2)}: {_whereabouts(r, [x for x in ready if r.admits(x)])}" for r in near]
+        where = [_spread(request, [record for record in ready if request.admits(record)]) for request in near]
         return f"Each of them is there, but not near each other ({'; '.join(where)})"
     return "Each of them is there alone, but there are not enough for all at the same time"
+
+
+def _spread(request: Request, there: Sequence[ResourceRecord]) -> str:
+    """E.g. ``GPUs: rack/gpu-0 on rack``; of one that is named, its place."""
+    places = _whereabouts(request, there)
+    return places if request.name else f"{_sort(request, 2)}: {places}"
 
 
 def _whereabouts(request: Request, there: Sequence[ResourceRecord]) -> str:

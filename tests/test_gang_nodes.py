@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_kit import Launch, until
-from test_moving_learner import WITHIN_S, Site, online, over, said
+from test_moving_learner import WITHIN_S, Site, checkpointed, kill_family, learner_of, online, over, said
 
 from user_sys.config import load
 from user_sys.topology import RunConfig
@@ -74,3 +74,41 @@ def test_two_runs_take_the_robots_near_a_gpu_in_turns_and_one_goes_on_with_its_o
         assert robots_of(runs / "first") == ["right", "third"]
         again.interrupt()
         assert again.wait(WITHIN_S) == 130, again.err
+
+
+CELL = """
+robots:
+  - {{name: right, driver: fake, task: reach, real_time: true}}
+  - {{name: left, driver: fake, task: reach, real_time: true, labels: {{site: lab}}}}
+needs:
+  - {{kind: robot, labels: {{site: lab}}, near: cell, near_by: site}}
+  - {{kind: gpu, memory_gb: 24, near: cell, near_by: site}}
+demonstrations: {{episodes: 1}}
+learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 5, checkpoint_interval_s: 2}}
+evaluation: {{episodes: 1, video_episodes: 0}}
+console: {{port: 0}}
+ray: {{address: "127.0.0.1:{port}"}}
+logging: {{wandb: {{mode: disabled}}}}
+"""
+
+
+def test_a_learner_whose_node_is_lost_goes_on_near_the_runs_robots_and_nowhere_else(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "cell"
+    with contextlib.ExitStack() as stack:
+        site = Site(tmp_path, stack)
+        (tmp_path / "cell.yaml").write_text(CELL.format(port=site.port))
+        stack.enter_context(site.node(3, site="hall"))
+        with site.node(2, site="lab") as first:
+            launch = site.user_sys("train", "cell.yaml", "--name", "cell")
+            until(lambda: checkpointed(run) or over(launch), "the learner has learned", WITHIN_S)
+            assert learner_of(first), "at the site of its robot, and not on the other node"
+            kill_family(first)
+            until(
+                lambda: "the learner waits for a place. The job asks for the robot left and" in said(launch), "it waits"
+            )
+            assert "GPUs with at least 24 GB: 127.0.0.3/gpu-1 on hall" in said(launch)
+        with site.node(4, site="lab") as second:
+            until(lambda: learner_of(second) or over(launch), "the learner is at the robot's site again", WITHIN_S)
+            assert robots_of(run) == ["left"]
+            launch.interrupt()
+            assert launch.wait(WITHIN_S) == 130, launch.err

@@ -54,15 +54,17 @@ class Site:
         until(lambda: "will now block forever" in self.head.err or over(self.head), "the head stands", WITHIN_S)
 
     @contextlib.contextmanager
-    def node(self, number: int, *robots: str, hidden: Path | None = None) -> Iterator[Popen[bytes]]:
+    def node(self, number: int, *robots: str, hidden: Path | None = None, site: str = "") -> Iterator[Popen[bytes]]:
         """A node that declares a GPU of 8 GB, one of 24 GB, and `robots`; what is left of it at the end is killed.
 
         Args:
             hidden: a folder that is another one there.
+            site: what it says of where it stands.
         """
         gpus = [gpu(0, "T1000", 8), gpu(1, "L4", 24)]
         arms = [ResourceRecord(kind=Kind.ROBOT, name=name, model="fake", node="") for name in robots]
-        argv = node_argv([*gpus, *arms], {}, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
+        labels = {"site": site} if site else {}
+        argv = node_argv([*gpus, *arms], labels, address=f"127.0.0.1:{self.port}", ip=f"127.0.0.{number}")
         if hidden:
             other = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(argv)}"
             argv = ["unshare", "-m", "sh", "-c", other]

@@ -102,6 +102,11 @@ def test_they_are_there_but_not_near_each_other_or_not_for_all() -> None:
         "The job asks for one robot and one GPU, the robot and GPU on one computer. Each of them is there, but not "
         "near each other (robots: a on desk; GPUs: rack/gpu-0 on rack)."
     )
+    named = [Request(kind=Kind.ROBOT, name="a", **near), wanted[1]]
+    assert why(*named, fleet=[robot("a"), gpu("rack/gpu-0", 16, "rack")]).endswith(
+        "the robot and GPU on one computer. Each of them is there, but not near each other (a on desk; GPUs: "
+        "rack/gpu-0 on rack)."
+    )
     assert why(PANDA, Request(kind=Kind.ROBOT), fleet=[robot("a")]) == (
         "The job asks for one robot of model panda and one robot. "
         "Each of them is there alone, but there are not enough for all at the same time."
