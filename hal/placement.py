@@ -40,7 +40,7 @@ def place(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Pla
 
 
 def _search(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Placement | None:
-    pool = sorted((r for r in records if r.health is Health.READY), key=lambda r: (r.memory_bytes, r.name))
+    pool = sorted((record for record in records if record.health is Health.READY), key=_preferred)
     groups = sorted({(request.near, request.near_by) for request in requests if request.near})
     places = [_places(group, requests, pool) for group in groups]
     for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
@@ -48,6 +48,10 @@ def _search(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> P
         if (placement := _match(requests, pool, where)) is not None:
             return placement
     return None
+
+
+def _preferred(record: ResourceRecord) -> tuple[int, str]:
+    return record.memory_bytes, record.name
 
 
 def _places(group: tuple[str, str], requests: Sequence[Request], pool: Sequence[ResourceRecord]) -> list[str]:
@@ -74,9 +78,8 @@ def _match(requests: Sequence[Request], pool: Sequence[ResourceRecord], where: M
     if shares is None:
         return None
     chosen = {slot: pool[position] for position, slot in taker.items()} | shares
-    return Placement(
-        tuple(tuple(chosen[s] for s, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
-    )
+    rows = ((chosen[slot] for slot, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
+    return Placement(tuple(tuple(sorted(row, key=_preferred)) for row in rows))
 
 
 Fits = Callable[[int, ResourceRecord], bool]

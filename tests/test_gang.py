@@ -64,13 +64,14 @@ def scenario(folder: Path) -> None:
             robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(NeedConfig(kind="compute", cores=cores),)
         )
 
-    arms = {"robot:panda-0": 1.0, "robot:panda-1": 1.0}
+    arms = {f"robot:panda-{number}": 1.0 for number in range(3)}
     with start_local(arms, num_cpus=2, object_store_bytes=150_000_000) as cluster:
 
         def free() -> bool:
             records = {record.name: record for record in cluster.records()}
-            unused = records["panda-0"].health is Health.READY and records[local_node()].cores == 2
-            return unused and not MachineLock("panda-0").held()
+            unused = all(records[name.removeprefix("robot:")].health is Health.READY for name in arms)
+            unlocked = not any(MachineLock(name.removeprefix("robot:")).held() for name in arms)
+            return unused and unlocked and records[local_node()].cores == 2
 
         first, second = Gang(cluster, job(2), "one", folder), Gang(cluster, job(2), "two", folder)
         first.take(say)
@@ -97,24 +98,29 @@ def scenario(folder: Path) -> None:
         )
         eventually(free)
         print(SAID[3])
-        three = RunConfig(
-            robots=tuple(RobotConfig(name=name, driver="fake") for name in ("panda-0", "panda-1", "lone")),
-            needs=(NeedConfig(kind="robot"), NeedConfig(kind="robot", name="lone"), NeedConfig(kind="compute")),
+        names = ("panda-0", "panda-1", "panda-2", "lone")
+        lab = RunConfig(
+            robots=tuple(RobotConfig(name=name, driver="fake") for name in names),
+            needs=(
+                NeedConfig(kind="robot", count=2),
+                NeedConfig(kind="robot", name="lone"),
+                NeedConfig(kind="compute"),
+            ),
         )
-        chooser, other = Gang(cluster, three, "four", folder), Gang(cluster, three, "five", folder)
+        chooser, other = Gang(cluster, lab, "four", folder), Gang(cluster, lab, "five", folder)
         with MachineLock("panda-0", "user-sys edge"):
             chooser.take(say)
-            assert [robot.name for robot in chooser.config.robots] == ["panda-1", "lone"]
-            assert list(chooser.robots) == ["panda-1"] and MachineLock("panda-1").held()
+            assert [robot.name for robot in chooser.config.robots] == ["panda-1", "panda-2", "lone"]
+            assert list(chooser.robots) == ["panda-1", "panda-2"] and MachineLock("panda-1").held()
         print(SAID[4])
         with pytest.raises(Waits) as waits:
             other.take(say)
         assert f" lone is driven by pid {os.getpid()} run four." in str(waits.value)
         chooser.give_back()
-        eventually(lambda: free() and not MachineLock("panda-1").held())
+        eventually(free)
         other.take(say)
-        assert [robot.name for robot in other.config.robots] == ["panda-0", "lone"]
-        assert list(other.robots) == ["panda-0"]
+        assert [robot.name for robot in other.config.robots] == ["panda-0", "panda-1", "lone"]
+        assert list(other.robots) == ["panda-0", "panda-1"]
         other.give_back()
         eventually(free)
         print(SAID[5])

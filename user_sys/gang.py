@@ -99,9 +99,8 @@ class Gang:
         self._looks = {name: look for name, look in looks.items() if name == "config"}
         self._claims = Claims(self._name)
         self._mine: tuple[Request, ...] = ()  # the robots that were taken, and what else is to be near them
-        self._driven: dict[
-            str, str
-        ] = {}  # robots that turned out to be driven from outside of the cluster, and by whom
+        self._driven: dict[str, str] = {}  # robots that turned out to be driven from outside, and by whom
+        self._given_back: set[str] = set()  # robots that were had a moment ago: Ray counts them as in use a while
         self._held: Reservation | None = None
         self._compute: Reservation | None = None
         self._unfit: dict[str, str] = {}  # computers that cannot have a learner, and why
@@ -186,6 +185,7 @@ class Gang:
     def _take_both(self) -> str:
         """Why both halves cannot be had, or empty. A robot that is driven from outside is passed over for another."""
         self._driven.clear()
+        self._given_back.clear()
         while True:
             driven, why = len(self._driven), self._try_both()
             if len(self._driven) == driven:
@@ -232,6 +232,7 @@ class Gang:
         self.cluster.hand_over()
         if self._held is not None:
             self.cluster.release(self._held)
+        self._given_back |= self.robots.keys()
         self._held, self.robots = None, {}
         self._claims.release()
 
@@ -302,9 +303,12 @@ class Gang:
         """The run's own robots are nobody else's, wherever they are now; others may be driven from outside."""
         if record.kind is not Kind.ROBOT:
             return record
-        if any(request.name == record.name for request in self._mine):
+        if record.name in self._driven:
+            return taken(record, self._driven[record.name])
+        mine = any(request.name == record.name for request in self._mine)
+        if mine or (record.name in self._given_back and record.health is Health.LEASED and not record.note):
             return msgspec.structs.replace(record, health=Health.READY)
-        return taken(record, self._driven[record.name]) if record.name in self._driven else record
+        return record
 
     def _here(self) -> frozenset[str]:
         return store_nodes(self.cluster)
