@@ -227,6 +227,14 @@ def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> Non
         assert [robot.name for robot in other.config.robots] == ["c"]
 
 
+def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_waits_for_it() -> None:
+    every = run_of("a", "b", needs=())
+    with MachineLock("a", "user-sys edge"), Here(every, "every") as waiting:
+        waiting.take(refuse_to_wait)
+        notes = [record.note for record in available(every, [robot("a"), robot("b")])]
+    assert notes[0].endswith("user-sys edge") and notes[1].endswith("run every")
+
+
 def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
     config = run_of("a", "b", needs=[NeedConfig(kind="robot")])
     crane = RobotConfig(name="a", driver="fake", task="reach", options={"rate": 5})

@@ -196,9 +196,10 @@ class Claims:
         return True
 
     def take_each(self, robots: Iterable[str]) -> None:
-        """Those of `robots` that no other run has; for a run that waits for the others' drivers one by one."""
+        """Those of `robots` that nobody has; for a run whose driver processes wait for the others, each for its own."""
         for robot in robots:
-            self.take([robot])
+            if not MachineLock(robot, runtime_dir=self._folder).held():
+                self.take([robot])
 
     def release(self) -> None:
         """Gives all of them back; harmless where there are none."""
