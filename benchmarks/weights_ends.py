@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from user_sys.codec import Array
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsOffer, WeightsRequest
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied, WeightsOffer, WeightsRequest
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
@@ -28,7 +28,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
 from user_sys.weights.records import NO_VERSION
-from user_sys.weights.serve import answers
+from user_sys.weights.serve import answers, requests_ahead
 from user_sys.weights.signing import new_signer
 from user_sys.weights.state import BF16, State, build_state, describe
 from user_sys.weights.swap import PolicySwapper
@@ -119,6 +119,7 @@ class _Gateway:
         self.catalogue = Catalogue()
         self.version = NO_VERSION
         self.signer = new_signer()
+        self._waiting: dict[str, WeightsApplied] = {}
 
     def objection(self, hello: Hello) -> str:
         return ""
@@ -131,8 +132,21 @@ class _Gateway:
 
     def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, WeightsRequest):
-            for found, content in answers(self.catalogue, message):
-                self.server.send(peer.name, found, content)
+            self._answer(peer.name, message)
+        elif isinstance(message, WeightsApplied):
+            self._waiting[peer.name] = message
+
+    def _answer(self, name: str, request: WeightsRequest) -> None:
+        for found, content in answers(self.catalogue, request):
+            self.server.send(name, found, content)
+
+    def push(self, name: str, offer: WeightsOffer) -> None:
+        """Offers a version to a robot, and sends ahead what it lets come unasked."""
+        waits = self._waiting.pop(name, None)
+        ahead = requests_ahead(self.catalogue, waits, self.version) if waits is not None else ()
+        assert self.server.send(name, with_fields(offer, ahead=ahead))
+        for request in ahead:
+            self._answer(name, request)
 
     def offer(self, state: State, parcel: Parcel) -> WeightsOffer:
         """Puts the next version in the catalogue: the parcel is told as of this one, whatever number it had."""
@@ -140,7 +154,9 @@ class _Gateway:
         base = NO_VERSION if parcel.info.base == NO_VERSION else self.version - 1
         info = with_fields(parcel.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
         self.catalogue.parcels = {info.id: Parcel(info, parcel.payload)}
-        signed = self.signer.sign(describe(state, self.version, 0, 0, (0.0, 0.0)))
+        manifest = describe(state, self.version, 0, 0, (0.0, 0.0))
+        signed = self.signer.sign(manifest)
+        self.catalogue.manifests = {("exact", self.version): (manifest, signed)}
         return WeightsOffer(manifests=(signed,), parcels=(info,), signer=self.signer.public_key)
 
 
@@ -163,7 +179,8 @@ def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder
                     offer = gateway.offer(pair.before, pair.back)
                 _await_peers(gateway.server, names)
                 started_s = time.perf_counter()
-                assert all([gateway.server.send(name, offer) for name in names])
+                for name in names:
+                    gateway.push(name, offer)
                 pipe.send(started_s)
 
 
@@ -215,11 +232,11 @@ class Notifying(PolicySwapper):
 class Robot:
     """A robot's receiving end and the policy that it loads, in this process."""
 
-    def __init__(self, swapper: Notifying, inlet: WeightsInlet) -> None:
-        self._swapper, self._inlet = swapper, inlet
+    def __init__(self, name: str, client: TunnelClient, swapper: Notifying, inlet: WeightsInlet) -> None:
+        self._name, self._client, self._swapper, self._inlet = name, client, swapper, inlet
 
     def await_version(self, version: int) -> None:
-        """Swaps as soon as it can, until it acts with `version`."""
+        """Swaps as soon as it can, until it acts with `version`, and tells the gateway."""
         until_s = time.perf_counter() + DEADLINE_S
         while self.version != version:
             self._swapper.loaded.wait(LOOK_S)
@@ -227,6 +244,7 @@ class Robot:
             self._inlet.raise_failure()
             self._swapper.swap_if_ready()
             assert time.perf_counter() < until_s, "the push did not arrive"
+        self._client.send(self._inlet.applied(self._name))
 
     @property
     def version(self) -> int:
@@ -259,7 +277,7 @@ class Pushes:
         with TunnelClient(endpoint or self.endpoint, self._keys[name], self._public_key, hello) as client:
             client.wait_open(DEADLINE_S)
             with WeightsInlet(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
-                yield Robot(swapper, inlet)
+                yield Robot(name, client, swapper, inlet)
 
     def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:
         """Offers the next version to the robots called `names`; until the last of those `awaited` acts with it."""

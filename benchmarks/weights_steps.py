@@ -27,7 +27,7 @@ from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied
+from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.tunnel.client import TunnelClient
@@ -134,10 +134,10 @@ def act(run: Path, address: GatewayAddress) -> None:
     swapper, config = PolicySwapper(lambda: MlpPolicy(spec)), InletConfig()
     with connect(run, address, "panda-0", "robot") as client:
         client.wait_open(30)
-        with WeightsInlet(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)):
+        with WeightsInlet(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)) as inlet:
             while True:
-                if (version := swapper.swap_if_ready()) is not None:
-                    client.send(WeightsApplied(robot="panda-0", version=version, seconds=swapper.applied_s))
+                if swapper.swap_if_ready() is not None:
+                    client.send(inlet.applied("panda-0"))
                 time.sleep(0.01)
 
 

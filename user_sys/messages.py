@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from hal.spec import RobotSpec
-from user_sys.weights.records import ParcelInfo, Signed
+from user_sys.weights.records import Form, ParcelInfo, Signed
 
 PROTOCOL_VERSION = 3
 OLDEST_PROTOCOL = 3  # the oldest version that this release still speaks
@@ -247,6 +247,7 @@ class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
     `manifests` hold one `user_sys.weights.records.Manifest` for each form of the version, `order` the newest `Order` of
     a person, where there is one; both are signed by the learner's key.
     `learner` is the name of whose version it is, and `embodiment` what that learns for: a relay hears of every learner.
+    `ahead` is answered without having been asked: its grains follow at once.
     """
 
     manifests: tuple[Signed, ...]
@@ -256,6 +257,7 @@ class WeightsOffer(Message, frozen=True, kw_only=True, tag="weights-offer"):
     greeting: bool = False  # the first of a session: what was asked for in an earlier one will not come
     learner: str = ""
     embodiment: str = ""
+    ahead: tuple[WeightsRequest, ...] = ()
 
 
 class WeightsRequest(Message, frozen=True, kw_only=True, tag="weights-request"):
@@ -296,11 +298,18 @@ class WeightsReceived(Message, frozen=True, kw_only=True, tag="weights-received"
 
 
 class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
-    """`robot` acts with `version` since now, `seconds` after it first heard of it."""
+    """`robot` acts with `version` since now, `seconds` after it first heard of it.
+
+    Where it holds that as `form` with `digest` and waits for the next, `ahead_bytes` of what leads from there to the
+    next one may follow its offer unasked.
+    """
 
     robot: str
     version: int
     seconds: float
+    form: Form = "exact"
+    digest: bytes = b""
+    ahead_bytes: int = 0
 
 
 ControlMessage = (

@@ -9,11 +9,11 @@ import pytest
 
 from user_sys.codec import Array
 from user_sys.gateway.weights import FETCHED_S, LAGGARDS, WeightsDesk
-from user_sys.messages import WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
+from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.offers import fitting_offer
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
+from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Life, Manifest, Order
 from user_sys.weights.serve import answers
@@ -140,6 +140,60 @@ def test_the_differences_to_a_version_that_is_being_fetched_stay_as_well(counter
         counter.full(version)
         counter.answer()
     assert counter.grain("slow", first, 1) and counter.grain("slow", second, 0)
+
+
+def waits(state: State, version: int, room_bytes: int = 1 << 20) -> WeightsApplied:
+    return WeightsApplied(robot="one", version=version, seconds=0.1, digest=state.digest, ahead_bytes=room_bytes)
+
+
+def test_a_robot_that_waits_gets_the_difference_with_its_offer_and_another_only_its_offer(counter: Counter) -> None:
+    state = counter.full(1)
+    counter.answer()
+    for name in ("one", "busy"):
+        counter.desk.robot_opened(name)
+    counter.desk.received("one", waits(state, 1), None)
+    counter.told.clear()
+    parcel = delta_parcel(1, state, 2, newer := nudged(state, 2))
+    assert parcel is not None
+    counter.offer(2, newer, parcel)
+    counter.answer()
+    told = {name: [message for to, message in counter.told if to == name] for name in ("one", "busy")}
+    offer, *grains = told["one"]
+    assert isinstance(offer, WeightsOffer) and [request.parcel for request in offer.ahead] == [parcel.info.id]
+    assert grains and all(isinstance(m, WeightsGrains) and m.parcel == parcel.info.id for m in grains)
+    (plain,) = told["busy"]
+    assert isinstance(plain, WeightsOffer) and not plain.ahead
+
+
+def test_nothing_more_comes_unasked_until_a_robot_has_said_again_that_it_waits(counter: Counter) -> None:
+    state = counter.full(1)
+    counter.answer()
+    counter.desk.robot_opened("one")
+    counter.desk.received("one", waits(state, 1), None)
+    for version in (2, 3):
+        counter.told.clear()
+        counter.full(version)
+        counter.answer()
+        assert any(isinstance(message, WeightsGrains) for _, message in counter.told) == (version == 2)
+    counter.desk.received("one", waits(state, 1), None)
+    counter.desk.closed("one")
+    _, offer = counter.offered("one")
+    assert not offer.ahead, "another session"
+
+
+def test_no_more_comes_unasked_than_a_robot_lets_come(counter: Counter) -> None:
+    state = build_state({"w": np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)})
+    counter.offer(1, state, full_parcel(state, 1))
+    counter.answer()
+    counter.desk.robot_opened("one")
+    for version, room_bytes, grains in ((2, GRAIN_BYTES - 1, 0), (3, 3 * GRAIN_BYTES, 3), (4, 1 << 40, 16)):
+        counter.desk.received("one", waits(state, version - 1, room_bytes), None)
+        counter.told.clear()
+        state = build_state({"w": np.random.default_rng(version).normal(size=1 << 20).astype(np.float32)})
+        counter.offer(version, state, full_parcel(state, version))
+        counter.answer()
+        offer = counter.told[0][1]
+        assert isinstance(offer, WeightsOffer) and sum(request.count for request in offer.ahead) == grains
 
 
 def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: Counter) -> None:

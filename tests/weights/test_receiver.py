@@ -15,14 +15,14 @@ from weights_kit import changed, full_version, learner_key, random_weights, vers
 
 from user_sys.codec import Array
 from user_sys.errors import WireError
-from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
+from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.fetch import MOST_DAMAGED, STALL_S
 from user_sys.weights.forms import convert
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
+from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import INLINE_TABLE_BYTES, NO_VERSION, Form, Life, Manifest, Order, Signed
-from user_sys.weights.serve import answers
+from user_sys.weights.serve import answers, requests_ahead
 from user_sys.weights.signing import Signer, Trust, new_signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -58,12 +58,30 @@ class World:
         self.catalogue.manifests[manifest.form, manifest.version] = (manifest, signed)
         self.catalogue.parcels |= {parcel.info.id: parcel for parcel in parcels}
 
-    def offer(self, version: int, order: Signed | None = None, greeting: bool = False) -> WeightsOffer:
+    def offer(
+        self,
+        version: int,
+        order: Signed | None = None,
+        greeting: bool = False,
+        ahead: tuple[WeightsRequest, ...] = (),
+    ) -> WeightsOffer:
         manifests = tuple(s for (_, v), (_, s) in self.catalogue.manifests.items() if v == version)
         infos = tuple(info for info in self.catalogue.infos() if info.version <= version)
         return WeightsOffer(
-            manifests=manifests, parcels=infos, order=order, signer=self.signer.public_key, greeting=greeting
+            manifests=manifests,
+            parcels=infos,
+            order=order,
+            signer=self.signer.public_key,
+            greeting=greeting,
+            ahead=ahead,
         )
+
+    def ahead(self, version: int, room_bytes: int) -> tuple[WeightsRequest, ...]:
+        """What the gateway sends with the offer of `version` to a receiver that lets so much come unasked."""
+        assert self.receiver.held is not None
+        held = self.receiver.held.manifest
+        said = WeightsApplied(robot="r", version=held.version, seconds=0.0, digest=held.digest, ahead_bytes=room_bytes)
+        return requests_ahead(self.catalogue, said, version)
 
     def serve(self) -> bool:
         """Answers one request as the gateway does, at the link's rate; False where none waits."""
@@ -118,6 +136,72 @@ def test_who_has_the_base_gets_the_difference_and_a_latecomer_the_full_one_and_w
     assert [manifest.version for manifest, _ in world.loaded] == [2, 3]
     assert (world.sent_bytes - before) * 20 < states[0].size_bytes
     assert world.receiver.refused == 0
+
+
+def test_what_follows_an_offer_unasked_is_not_asked_for(world: World) -> None:
+    states = chain(world, 2)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    ahead = world.ahead(1, world.receiver.room_bytes)
+    world.receiver.offered(world.offer(1, ahead=ahead))
+    assert ahead and world.receiver.room_bytes == 0, "the next one is under way"
+    world.receiver.step()
+    assert not world.queue
+    world.queue.extend(ahead)
+    world.run()
+    assert world.loaded[-1][0].digest == states[1].digest
+
+
+def test_of_a_large_version_only_the_rest_is_asked_for(world: World) -> None:
+    first, second = build_state(random_weights(0, 4096)), build_state(random_weights(1, 4096))
+    for version, state in enumerate((first, second)):
+        world.add(*version_of(state, version, world.signer), full_parcel(state, version))
+    world.receiver.offered(world.offer(0))
+    world.run()
+    (ahead,) = world.ahead(1, 2 * GRAIN_BYTES)
+    world.receiver.offered(world.offer(1, ahead=(ahead,)))
+    world.receiver.step()
+    assert (ahead.first, ahead.count) == (0, 2) and min(request.first for request in world.queue) == 2
+    world.queue.appendleft(ahead)
+    sent = world.sent_bytes
+    world.run()
+    assert world.loaded[-1][0].digest == second.digest
+    assert world.sent_bytes - sent == full_parcel(second, 1).info.size_bytes, "nothing came twice"
+
+
+def test_what_was_to_follow_and_does_not_is_asked_for(world: World) -> None:
+    states = chain(world, 2)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    world.receiver.offered(world.offer(1, ahead=world.ahead(1, 1 << 20)))
+    world.receiver.step()
+    assert not world.queue
+    world.now_s += 60
+    world.run()
+    assert world.loaded[-1][0].digest == states[1].digest
+
+
+def test_a_promise_that_makes_no_sense_changes_nothing(world: World) -> None:
+    states = chain(world, 2)
+    parcels = [info.id for info in world.catalogue.infos()]
+    nonsense = tuple(
+        WeightsRequest(parcel=parcel, first=first, count=count)
+        for parcel in (*parcels, b"x" * 32)
+        for first, count in ((-(1 << 62), 1), (1 << 62, 1 << 62), (0, -1), (5, 0))
+    )
+    for version in range(2):
+        world.receiver.offered(world.offer(version, ahead=nonsense))
+        world.run()
+    assert world.loaded[-1][0].digest == states[1].digest
+
+
+def test_so_much_may_come_unasked_as_is_little_for_the_link(world: World) -> None:
+    chain(world, 2)
+    world.bytes_per_s = 1e5
+    world.receiver.offered(world.offer(0))
+    world.run()
+    assert 0 < world.receiver.room_bytes <= 0.25 * 1.1 * world.bytes_per_s
+    assert not world.ahead(1, 0)
 
 
 def test_one_without_the_base_is_never_sent_a_difference(world: World) -> None:

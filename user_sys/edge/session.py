@@ -54,7 +54,6 @@ from user_sys.messages import (
     OperatorCommand,
     StopRun,
     WatchRequest,
-    WeightsApplied,
 )
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
@@ -350,9 +349,8 @@ class Session:
     def _say_version(self) -> None:
         """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
         with self._saying:
-            if (version := self._swapper.version) != NO_VERSION:
-                seconds = self._swapper.applied_s
-                self._client.send(WeightsApplied(robot=self._config.robot, version=version, seconds=seconds))
+            if self._swapper.version != NO_VERSION:
+                self._client.send(self._weights.applied(self._config.robot))
 
 
 def main(argv: list[str]) -> int:

@@ -32,7 +32,7 @@ from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import answers, is_rotten
+from user_sys.weights.serve import answers, is_rotten, requests_ahead
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
@@ -79,6 +79,7 @@ class WeightsDesk:
         self._target = self._due(self._catalogue.versions())
         self._announced: tuple[bytes, int, tuple[Form, ...], int] = (self._numbers, NO_VERSION, (), -1)
         self._robots: set[str] = set()
+        self._waiting: dict[str, WeightsApplied] = {}  # robots to which something may be sent ahead, with an offer
         self._learner = ""
         self._told: WeightsProgress | None = None  # to the learner that is connected
         self._staleness = Staleness()
@@ -131,11 +132,13 @@ class WeightsDesk:
     def robot_opened(self, name: str) -> None:
         with self._lock:
             self._robots.add(name)
+            self._waiting.pop(name, None)
             self._tell(name, greeting=True)
 
     def closed(self, name: str) -> None:
         with self._lock:
             self._robots.discard(name)
+            self._waiting.pop(name, None)
             self._staleness.left(name)
             self._learner = "" if name == self._learner else self._learner
             self._tell_progress()
@@ -153,6 +156,8 @@ class WeightsDesk:
                     self._send(name, found, content)
             case WeightsApplied():
                 with self._lock:
+                    if name in self._robots:
+                        self._waiting[name] = message
                     self._staleness.acts(name, message.version)
                     self._tell_progress()
 
@@ -238,6 +243,8 @@ class WeightsDesk:
         if self._target == NO_VERSION:
             return
         forms, free = self._catalogue.forms(self._target), (NO_VERSION, self._target)
+        waits = self._waiting.pop(name, None)
+        ahead = requests_ahead(self._catalogue, waits, self._target) if waits is not None else ()
         offer = fitting_offer(
             [self._catalogue.manifests[form, self._target][1] for form in forms],
             self._catalogue.infos(),
@@ -246,8 +253,11 @@ class WeightsDesk:
             signer=self._signer,
             order=self._order if self._ordered.run == self._numbers and self._pinned in free else None,
             greeting=greeting,
+            ahead=ahead,
         )
         self._send(name, offer, None)
+        for request in ahead:
+            self.received(name, request, None)
 
     def _tell_progress(self) -> None:
         ordered = self._target if self._target == self._pinned else NO_VERSION

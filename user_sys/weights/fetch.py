@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from user_sys.weights.memory import SpareMemory
-from user_sys.weights.parcel import crc_of
+from user_sys.weights.parcel import GRAIN_BYTES, crc_of
 from user_sys.weights.records import MAX_GRAINS, ParcelInfo, check_parcel
 
 MESSAGE_BYTES = 512 << 10
@@ -70,6 +70,13 @@ class Partial:
         count = len(ahead) if ahead.all() else int(ahead.argmin())
         self._asked[first : first + count] = True
         return first, count
+
+    def expect(self, first: int, count: int) -> int:
+        """Counts grains as asked for; returns the bytes of those that are neither here nor were asked for before."""
+        known = self._here | self._asked
+        fresh = [grain for grain in range(max(0, first), min(first + count, self.info.grains)) if not known[grain]]
+        self._asked[fresh] = True
+        return sum(map(self._size, fresh))
 
     def forget_requests(self, first: int = 0, count: int = MAX_GRAINS) -> None:
         """What was asked for will not come."""
@@ -156,6 +163,12 @@ class Fetcher:
         self._partials = {i: p for i, p in self._partials.items() if i in offered} | fresh
         self._wanted = tuple(parcels)
 
+    def expect(self, parcel: bytes, first: int, count: int) -> None:
+        """Grains are on their way without having been asked for; those of a parcel that is not wanted are ignored."""
+        if any(info.id == parcel for info in self._wanted) and (size := self._partials[parcel].expect(first, count)):
+            self._sample_anew()
+            self._sent_for(parcel, size)
+
     def missing_bytes(self, info: ParcelInfo) -> int:
         """What has not come of a parcel yet."""
         partial = self._partials.get(info.id)
@@ -219,19 +232,32 @@ class Fetcher:
         now = self._clock()
         if self._under_way and now - self._heard_s > self._patience_s():
             self.restart()
-        if not self._under_way:
-            self._sampled_s, self._sampled_bytes, self._heard_s = now, 0, now
+        self._sample_anew()
         rate = min(self.rate.bytes_per_s, self._limit())
         window = min(MAX_WINDOW_BYTES, rate * WINDOW_S)
         while (not self._under_way or self._under_way_bytes < window) and now >= self._allowed_s:
-            size = self._request(rate)
-            if size == 0:
+            if not self._request(rate):
                 break
-            if math.isfinite(self._limit()):
-                self._allowed_s = max(now, self._allowed_s) + size / self._limit()
         return STALL_S if now >= self._allowed_s else self._allowed_s - now
 
-    def _request(self, rate: float) -> int:
+    @property
+    def room_bytes(self) -> int:
+        """What may come unasked: as much as is under way at once on this link, or a grain, until its rate is known."""
+        most = MAX_WINDOW_BYTES if self.rate.measured else GRAIN_BYTES
+        return int(min(most, WINDOW_S * min(self.rate.bytes_per_s, self._limit())))
+
+    def _sample_anew(self) -> None:
+        """While nothing is under way the link has no rate, and nobody is to be heard."""
+        if not self._under_way:
+            self._sampled_s, self._sampled_bytes, self._heard_s = self._clock(), 0, self._clock()
+
+    def _sent_for(self, parcel: bytes, size: int) -> None:
+        self._under_way[parcel] = self._under_way.get(parcel, 0) + size
+        if math.isfinite(limit := self._limit()):
+            self._allowed_s = max(self._clock(), self._allowed_s) + size / limit
+
+    def _request(self, rate: float) -> bool:
+        """Asks for what is to come next; False where that is nothing, or cannot be asked for now."""
         for info in self._wanted:
             partial = self._partials[info.id]
             grains = max(1, int(min(REQUEST_BYTES, rate * REQUEST_S)) // info.grain_bytes)
@@ -239,11 +265,10 @@ class Fetcher:
             if found is not None:
                 if not self._ask(info.id, *found):
                     partial.forget_requests(*found)
-                    return 0
-                size = min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes)
-                self._under_way[info.id] = self._under_way.get(info.id, 0) + size
-                return size
-        return 0
+                    return False
+                self._sent_for(info.id, min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes))
+                return True
+        return False
 
     def _answered(self, parcel: bytes, size: int) -> None:
         left = self._under_way.pop(parcel, 0) - size

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from msgspec.structs import replace as with_fields
+
 from user_sys.errors import TunnelError, WireError
-from user_sys.messages import WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
+from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import Envelope
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor, GovernorConfig
@@ -131,6 +133,15 @@ class WeightsInlet:
         if acting == OTHER_RUN:
             return self.receiver.told
         return self._config.hold_behind < self.receiver.newest - acting
+
+    def applied(self, robot: str) -> WeightsApplied:
+        """What tells the gateway with which version `robot` acts, and how much of the next may come unasked."""
+        told = WeightsApplied(robot=robot, version=self._swapper.version, seconds=self._swapper.applied_s)
+        held = self.receiver.held
+        if held is None or held.manifest.version != told.version:
+            return told
+        manifest = held.manifest
+        return with_fields(told, form=manifest.form, digest=manifest.digest, ahead_bytes=self.receiver.room_bytes)
 
     def scalars(self) -> dict[str, float]:
         """For the metrics: the link, what was refused, the stages of the newest version, the governor's decisions."""

@@ -144,6 +144,11 @@ class Receiver:
         return self._target is not None
 
     @property
+    def room_bytes(self) -> int:
+        """So much of the next version may come unasked: what is little for the link, and nothing before it is due."""
+        return 0 if self.busy else self._fetcher.room_bytes
+
+    @property
     def told(self) -> bool:
         """Whether a version of `run` was offered, and may be taken."""
         return self._offered is not None and self._offered.run == self.run
@@ -200,6 +205,8 @@ class Receiver:
         self._gone.clear()
         self._offered = _Offered(allowed, parcels, version, run, heard_s)
         self._choose()
+        for request in offer.ahead:
+            self._fetcher.expect(request.parcel, request.first, request.count)
 
     def arrived(self, message: WeightsGrains | WeightsGone, payload: memoryview | None = None) -> None:
         """Grains, or word that there are none."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from user_sys.messages import WeightsGone, WeightsGrains, WeightsRequest
-from user_sys.weights.catalogue import Catalogue
+from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsRequest
+from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
 from user_sys.weights.parcel import Parcel, crc_of
+from user_sys.weights.records import ParcelInfo
+
+AHEAD_BYTES = 1 << 20
+"""So much follows an offer unasked, at most."""
 
 Answer = tuple[WeightsGrains, memoryview] | tuple[WeightsGone, None]
 
@@ -24,6 +28,28 @@ def answers(catalogue: Catalogue, request: WeightsRequest) -> list[Answer]:
         (WeightsGrains(parcel=request.parcel, first=first), parcel.grains(first, min(step, asked.stop - first)))
         for first in asked[::step]
     ]
+
+
+def requests_ahead(catalogue: Catalogue, applied: WeightsApplied, version: int) -> tuple[WeightsRequest, ...]:
+    """What a robot that said `applied` would ask for first to get to `version`, as far as it lets that come unasked."""
+    left, found = min(applied.ahead_bytes, AHEAD_BYTES), list[WeightsRequest]()
+    for info in _way(catalogue, applied, version) if left > 0 else ():
+        count = info.grains if info.size_bytes <= left else left // info.grain_bytes
+        if count == 0:
+            break
+        found.append(WeightsRequest(parcel=info.id, first=0, count=count))
+        left -= count * info.grain_bytes
+    return tuple(found)
+
+
+def _way(catalogue: Catalogue, applied: WeightsApplied, version: int) -> tuple[ParcelInfo, ...]:
+    """The smallest parcels that lead a robot to `version`, with the table of its tensors first, where that is apart."""
+    infos, held = catalogue.infos(), {applied.version: applied.digest}
+    way, known = cheapest(infos, applied.form, version, held), catalogue.manifests.get((applied.form, version))
+    if way is None or known is None:
+        return ()
+    table = None if known[0].entire else table_of(infos, known[0])
+    return way.parcels if table is None else (table, *way.parcels)
 
 
 def is_rotten(catalogue: Catalogue, request: WeightsRequest) -> bool:
