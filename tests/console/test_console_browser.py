@@ -168,6 +168,15 @@ def test_a_name_may_be_typed_without_giving_orders(page: Any, desk: Desk) -> Non
     assert not desk.orders("success") and not desk.orders("hand-back")
 
 
+def test_nothing_leaves_a_narrow_window(page: Any, desk: Desk) -> None:
+    desk.hub.seed_history(episodes=120, env_steps=123_456, interventions=3, elapsed_s=3700.0)
+    desk.hub.feed(MetricsReport(node="learner", count=20_000, scalars={"training_s": 3599.0}))
+    page.wait_for_selector("#p-trained:text-is('59:59 / 5:00')")
+    for width in (1280, 1024, 600):
+        page.set_viewport_size({"width": width, "height": 600})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("page", [PHONE], indirect=True)
 def test_a_phone_drives_by_touch(page: Any, desk: Desk) -> None:
     desk.learn(60)
