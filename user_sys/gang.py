@@ -52,14 +52,24 @@ UNFIT_FOR_S = 60.0  # then a computer is looked at anew: its storage may have co
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks of the cluster: robots, and what computes."""
+    """What a run asks of the cluster: robots, and what computes for its learners and for its policies."""
 
     robots: tuple[Request, ...]
     compute: tuple[Request, ...]
+    policy: tuple[Request, ...] = ()
 
     @property
     def all(self) -> tuple[Request, ...]:
-        return (*self.robots, *self.compute)
+        return (*self.robots, *self.compute, *self.policy)
+
+
+@dataclass(eq=False)
+class Share:
+    """What computes for one use, reserved by itself: it can be lost, given back and taken anew while the rest stays."""
+
+    requests: tuple[Request, ...]
+    held: Reservation | None = None
+    seats: tuple[Seat, ...] = ()
 
 
 def wanted(config: RunConfig, declares: Callable[[str], bool]) -> Wanted:
@@ -72,7 +82,7 @@ def wanted(config: RunConfig, declares: Callable[[str], bool]) -> Wanted:
     robots = config.robot_requests()
     if not config.chooses_robots:
         robots = tuple(request for request in robots if request.name not in lone)
-    return Wanted(robots, config.compute_requests())
+    return Wanted(robots, config.compute_requests(), config.policy_requests())
 
 
 class Gang:
@@ -81,7 +91,8 @@ class Gang:
     Attributes:
         config: the run, with the robots alone that it drives: once they are taken, where its needs choose them.
         robots: those that nodes have, and where; their processes start beside what is reserved of them.
-        seats: where the run's learners go, in turns; empty where the run asks for none, or has lost them.
+        learners: where the run's learners go, in turns.
+        policies: where its policy process goes.
     """
 
     def __init__(self, cluster: Cluster, config: RunConfig, run: str, folder: Path) -> None:
@@ -92,9 +103,9 @@ class Gang:
         """
         self.cluster, self.config = cluster, config
         self.robots: dict[str, Seat] = {}
-        self.seats: tuple[Seat, ...] = ()
         self._listed, self._run, self._folder = config, run, folder.resolve()
         self._wanted = wanted(config, cluster.declares)
+        self.learners, self.policies = Share(self._wanted.compute), Share(self._wanted.policy)
         looks = probes(config.robots, lenient=config.chooses_robots)
         self._looks = {name: look for name, look in looks.items() if name == "config"}
         self._claims = Claims(self._name)
@@ -102,7 +113,6 @@ class Gang:
         self._driven: dict[str, str] = {}  # robots that turned out to be driven from outside, and by whom
         self._given_back: set[str] = set()  # robots that were had a moment ago: Ray counts them as in use a while
         self._held: Reservation | None = None
-        self._compute: Reservation | None = None
         self._unfit: dict[str, str] = {}  # computers that cannot have a learner, and why
         self._ask_again_s = 0.0
 
@@ -116,13 +126,25 @@ class Gang:
             self._claims.release()
 
     @property
+    def seats(self) -> tuple[Seat, ...]:
+        """The learners'; empty where the run asks for none, or has lost them."""
+        return self.learners.seats
+
+    @property
     def asks_for_compute(self) -> bool:
-        return bool(self._wanted.compute)
+        """Whether learners go where the run has seats for them."""
+        return bool(self.learners.requests)
 
     def address_for(self, seat: Seat) -> str:
         """Where a process in `seat` finds this machine."""
         near = self.cluster.hosts().get(seat.node) == local_node()
         return LOOPBACK if near else self.cluster.address
+
+    def policy_address(self) -> str:
+        """On which address of its computer the run's policy process listens: one that all of the run's robots reach."""
+        for seat in self.policies.seats:
+            return self.cluster.addresses().get(seat.node, LOOPBACK)  # the latter where it has just gone
+        return self.cluster.address if self.robots_from_afar()[0] else LOOPBACK
 
     def robots_from_afar(self) -> tuple[list[str], str]:
         """The robots that other computers drive, and where these find this machine."""
@@ -149,36 +171,41 @@ class Gang:
         if not self.config.chooses_robots:
             self._claims.take_each(robot.name for robot in self.config.robots if robot.name not in self.robots)
 
-    def take_compute(self) -> str:
-        """Tries to get the compute half alone, for a run whose robots are at work; why it cannot be had, or empty."""
+    def take_share(self, share: Share) -> str:
+        """Tries to get what computes for one use, for a run whose robots are at work.
+
+        Returns:
+            Why it cannot be had; empty where it was.
+        """
         if time.monotonic() >= self._ask_again_s:
             self._ask_again_s = time.monotonic() + UNFIT_FOR_S
             self._unfit.clear()
         while True:
-            unfit, why = len(self._unfit), self._try_compute()
+            unfit, why = len(self._unfit), self._try_share(share)
             if len(self._unfit) == unfit:  # else one more is found unfit, and another may do
                 return why
 
-    def _try_compute(self) -> str:
+    def _try_share(self, share: Share) -> str:
         try:
-            return self._seat(self._place_compute())
+            return self._seat(share, self._place_share(share).assigned)
         except PlacementError as error:
             return str(error)
         except OSError as error:  # of a full disk, say, which ends no run
-            self._give_back_compute()
+            self._give_back_share(share)
             return f"Nothing can be written beside {self._folder}: {error.strerror or error}."
 
-    def give_up_lost(self) -> tuple[str, ...]:
-        """The computers that were lost with learners on them; the compute half is then given back as a whole."""
-        lost = self.cluster.lost(self._compute) if self._compute else ()
+    def give_up_lost(self, share: Share) -> tuple[str, ...]:
+        """The computers that were lost with what computed there for one use; that is then given back as a whole."""
+        lost = self.cluster.lost(share.held) if share.held else ()
         if lost:
             self._unfit.clear()
-            self._give_back_compute()
+            self._give_back_share(share)
         return lost
 
     def give_back(self) -> None:
-        """Ends both reservations, and what runs in them."""
-        self._give_back_compute()
+        """Ends all reservations, and what runs in them."""
+        for share in (self.learners, self.policies):
+            self._give_back_share(share)
         self._give_back_robots()
         self._mine = ()
 
@@ -199,7 +226,8 @@ class Gang:
         number = len(self._wanted.robots)
         if why := self._take_robots([record for records in placement.assigned[:number] for record in records]):
             return why
-        if why := self._seat(Placement(placement.assigned[number:])):
+        rest, learners = placement.assigned[number:], len(self.learners.requests)
+        if why := self._seat(self.learners, rest[:learners]) or self._seat(self.policies, rest[learners:]):
             self.give_back()
             return why
         self._mine = _by_name(self._wanted.robots, placement.assigned)
@@ -236,33 +264,32 @@ class Gang:
         self._held, self.robots = None, {}
         self._claims.release()
 
-    def _seat(self, placement: Placement) -> str:
-        """Reserves the compute half as it was placed; why it cannot be had, or empty."""
-        if not self._wanted.compute:
+    def _seat(self, share: Share, assigned: Sequence[Sequence[ResourceRecord]]) -> str:
+        """Reserves what computes for one use as it was placed; why it cannot be had, or empty."""
+        if not share.requests:
             return ""
         addresses = self.cluster.addresses()
-        if gone := sorted({record.node for records in placement.assigned for record in records} - addresses.keys()):
+        if gone := sorted({record.node for records in assigned for record in records} - addresses.keys()):
             return f"{listed(gone)} has just gone."
-        chosen = bundles(self._wanted.compute, placement.assigned, addresses)
-        self._compute = self.cluster.reserve(self._name, chosen)
-        if self._compute is None:
+        share.held = self.cluster.reserve(self._name, bundles(share.requests, assigned, addresses))
+        if share.held is None:
             return "Another job was quicker to take what was free."
-        seats = self._compute.seats()
+        seats = share.held.seats()
         unfit = {seat.node: why for seat in seats if (why := self._why_unfit(seat))}
         if unfit:
             self._unfit |= unfit
-            self._give_back_compute()
+            self._give_back_share(share)
             return " ".join(unfit.values())
-        self.seats = tuple(seat for seat in seats if seat.bundle.gpu) or seats
+        share.seats = tuple(seat for seat in seats if seat.bundle.gpu) or seats
         return ""
 
-    def _give_back_compute(self) -> None:
-        if self._compute is not None:
-            self.cluster.release(self._compute)
-        self._compute, self.seats = None, ()
+    def _give_back_share(self, share: Share) -> None:
+        if share.held is not None:
+            self.cluster.release(share.held)
+        share.held, share.seats = None, ()
 
     def _why_unfit(self, seat: Seat) -> str:
-        """Why a learner would not work there, or empty."""
+        """Why neither a learner nor a policy process would work there, or empty."""
         if seat.node in self._here():
             return ""
         if why := self._out_of_reach(seat):
@@ -294,10 +321,10 @@ class Gang:
         ]
         return place_run(self._listed, requests, records, self._here(), tuple(self._unfit.values()))
 
-    def _place_compute(self) -> Placement:
-        """What computes, near the robots that the run has where it is to be near robots."""
+    def _place_share(self, share: Share) -> Placement:
+        """What computes for one use, near the robots that the run has where it is to be near robots."""
         near = [request for request in self._mine if request.near]
-        return Placement(self._place((*near, *self._wanted.compute)).assigned[len(near) :])
+        return Placement(self._place((*near, *share.requests)).assigned[len(near) :])
 
     def _as_known(self, record: ResourceRecord) -> ResourceRecord:
         """The run's own robots are nobody else's, wherever they are now; others may be driven from outside."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -32,18 +32,20 @@ class Here:
 
     Attributes:
         config: the run, with the robots alone that it drives.
-        gpus: the UUIDs of the GPUs that meet its needs; none where whoever started the run has said himself which it
-            is to see.
+        gpus: the UUIDs of the GPUs that meet its learners' needs; none where whoever started the run has said himself
+            which it is to see.
+        policy_gpus: likewise, of its policy process.
     """
 
     def __init__(self, config: RunConfig, run: str) -> None:
         """Raises ConfigError: a robot cannot be built; one that the run may choose is passed over then."""
         self.config = config
         self.gpus: tuple[str, ...] = ()
+        self.policy_gpus: tuple[str, ...] = ()
         self._run = f"run {run}"
         self._claims = Claims(self._run)
         robots = config.robot_requests() if config.chooses_robots else ()
-        self._requests = (*robots, *config.compute_requests())
+        self._requests = (*robots, *config.compute_requests(), *config.policy_requests())
         self._looks = probes(config.robots, lenient=config.chooses_robots) if self._requests else {}
 
     def __enter__(self) -> Self:
@@ -77,17 +79,22 @@ class Here:
             placement = self._place(found)
         except PlacementError as error:
             return str(error)
-        chosen = [record for records in placement.assigned for record in records]
+        split = len(placement.assigned) - len(self.config.policy_requests())
+        chosen, policy = _flat(placement.assigned[:split]), _flat(placement.assigned[split:])
         robots = {record.name for record in chosen if record.kind is Kind.ROBOT}
         if not self._claims.take(filter(None, map(claim_on, chosen))):
             return QUICKER
         self.config = narrowed(self.config, robots)
-        self.gpus = _visible(chosen)
+        self.gpus, self.policy_gpus = _visible(chosen), _visible(policy)
         return ""
 
     def _place(self, found: Discovery, *, unused: bool = False) -> Placement:
         records = available(self.config, found.records, unused=unused)
         return place_run(self.config, self._requests, records, remarks=failures(found))
+
+
+def _flat(assigned: Sequence[Sequence[ResourceRecord]]) -> list[ResourceRecord]:
+    return [record for records in assigned for record in records]
 
 
 def _visible(chosen: Iterable[ResourceRecord]) -> tuple[str, ...]:

@@ -30,13 +30,13 @@ from user_sys.edge.local import ending_between_periods
 from user_sys.edge.press import pressing_aside
 from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
-from user_sys.inference.wire import POLICY
 from user_sys.learners import LEARNER, learner_from_robot, learners_of
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor, earlier_s
 from user_sys.opening import Places, invite, make, read, take_places
+from user_sys.policy_host import PolicyHost
 from user_sys.prepare import (
     CONSOLE,
     GATEWAY,
@@ -158,6 +158,7 @@ class Run:
         self._waits: dict[str, str] = {}  # robots that others drive, as it was told
         self._nodes: tuple[Node, ...] = ()
         self._learners: list[str] = []
+        self._policies = PolicyHost(config, folder, places, self._start)
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
         history = (*_history(folder), earlier_s(self._metrics.path))
@@ -175,6 +176,7 @@ class Run:
             self._cluster.hand_over()
             for node in self._nodes:
                 self._start(self._cluster, node)
+            self._policies.start(self._cluster)
             self._start_learner(LEARNER)
             self._start_learners()
         except BaseException:
@@ -338,9 +340,10 @@ class Run:
         assert self._cluster is not None
         if self._gang is not None:
             self._look_after_compute(self._cluster, self._gang, display)
+            self._policies.look(self._cluster, display.say)
         statuses = self._cluster.statuses()
         self._look_after_robots(statuses, display)
-        vital = {GATEWAY, *self._learners} | ({POLICY} & statuses.keys())
+        vital = {GATEWAY, *self._learners, *self._policies.nodes}
         for name, status in statuses.items():
             path = self._folder.log(name)
             if name in vital and self._starts.anew(name, status):
@@ -363,7 +366,7 @@ class Run:
 
     def _look_after_compute(self, cluster: Cluster, gang: Gang, display: ProgressDisplay) -> None:
         """Where a computer with learners is lost, they go on elsewhere from their checkpoints, as soon as they can."""
-        if lost := gang.give_up_lost():
+        if lost := gang.give_up_lost(gang.learners):
             cluster.drop(*self._learners)
             self._waits.pop(LEARNER, None)
             display.say(
@@ -371,7 +374,7 @@ class Run:
             )
         if gang.seats or not gang.asks_for_compute:
             return
-        if why := gang.take_compute():
+        if why := gang.take_share(gang.learners):
             self._tell_of_wait(LEARNER, f"the learner waits for a place. {why}", display)
             return
         for name in self._learners:
@@ -419,7 +422,7 @@ class Run:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
         self._client.send(StopRun(reason=reason))
-        nodes = [*(node.name for node in self._nodes), *self._learners]
+        nodes = [*(node.name for node in self._nodes), *self._policies.nodes, *self._learners]
         leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed.keys()
         leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S

@@ -22,6 +22,7 @@ class NeedConfig:
     """`count` resources of one sort (`hal.request.Request`); robots are chosen from those that the run lists.
 
     Attributes:
+        use: what a GPU or a computer is for: the run's learners, or the process in which its policies act.
         memory_gb: of each GPU or computer, at least.
         near: needs with the same word are met in one place: on one computer, or at one site (`near_by`).
     """
@@ -36,6 +37,7 @@ class NeedConfig:
     labels: dict[str, str] = field(default_factory=dict)
     near: str = ""
     near_by: Literal["node", "site"] = "node"
+    use: Literal["learner", "policy"] = "learner"
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT or self.cores < 0 or not 0 <= self.memory_gb < math.inf:
@@ -45,6 +47,13 @@ class NeedConfig:
         if (self.cores and self.kind != "compute") or (self.memory_gb and self.kind == "robot"):
             what = "cores" if self.cores else "memory_gb"
             raise ConfigError(f"needs: a {self.kind} has no {what}; ask for them apart")
+        if self.use == "policy" and self.kind == "robot":
+            raise ConfigError("needs: use says what a GPU or a computer is for; a robot is for itself")
+
+    @property
+    def trains(self) -> bool:
+        """It is a GPU that learners train on."""
+        return self.kind == "gpu" and self.use == "learner"
 
     def request(self) -> Request:
         return Request(
@@ -87,11 +96,24 @@ def require_candidates(needs: Sequence[NeedConfig], robots: Sequence[str]) -> No
         raise ConfigError(f"needs: {count} robots are asked for, and `robots` lists {len(robots)} to choose from")
 
 
+def require_one_policy_process(needs: Sequence[NeedConfig], is_started: bool) -> None:
+    """Raises ConfigError where there is to be room for other than the one policy process that a run may have.
+
+    Args:
+        is_started: the run starts one.
+    """
+    asked = sum(need.count for need in needs if need.use == "policy")
+    if asked and not is_started:
+        raise ConfigError("needs: use: policy, but the run starts no policy process; that takes policy.at: site")
+    if asked > 1:
+        raise ConfigError(f"needs: {asked} are asked for with use: policy; a run's policies act in one process")
+
+
 def require_whole_learners(needs: Sequence[NeedConfig], processes: int) -> None:
     """Raises ConfigError where GPUs are asked for, and not as many on one computer as a learner has `processes`."""
     together: Counter[str] = Counter()
     for need in needs:
-        if need.kind == "gpu":
+        if need.trains:
             together[need.near if need.near_by == "node" else ""] += need.count
     if together and processes > 1 and max((n for near, n in together.items() if near), default=0) < processes:
         raise ConfigError(

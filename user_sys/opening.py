@@ -88,12 +88,14 @@ class Places:
     Attributes:
         config: the run, with the robots alone that it drives.
         gang: its part of the cluster that it runs on; None on one of its own, which has this computer alone.
-        gpus: the UUIDs of this computer's GPUs that meet its needs, where it runs on this computer alone.
+        gpus: the UUIDs of this computer's GPUs that meet its learners' needs, where it runs on this computer alone.
+        policy_gpus: likewise, of its policy process.
     """
 
     config: RunConfig
     gang: Gang | None = None
     gpus: tuple[str, ...] = ()
+    policy_gpus: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Pla
     if not config.ray.address:
         with Here(config, home.name) as here:
             here.take(say)
-            yield Places(here.config, gpus=here.gpus)
+            yield Places(here.config, gpus=here.gpus, policy_gpus=here.policy_gpus)
         return
     with Gang(connect(config.ray.address), config, home.name, home.parent) as gang:
         gang.take(say)

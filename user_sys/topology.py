@@ -20,7 +20,13 @@ from user_sys.gateway import GatewayConfig
 from user_sys.inference.wire import POLICY
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.metrics import LoggingConfig
-from user_sys.needs import NeedConfig, require_candidates, require_one_place, require_whole_learners
+from user_sys.needs import (
+    NeedConfig,
+    require_candidates,
+    require_one_place,
+    require_one_policy_process,
+    require_whole_learners,
+)
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.inlet import InletConfig
 
@@ -87,6 +93,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_unique_names((*self.robots, *self.guests))
         require_one_place(self.needs)
+        require_one_policy_process(self.needs, self.policy.is_started_by_run)
         require_candidates(self.needs, [robot.name for robot in self.robots])
         if self.learner.device != "cpu":
             require_whole_learners(self.needs, self.learner.processes)
@@ -98,7 +105,7 @@ class RunConfig:
 
     def requests(self) -> tuple[Request, ...]:
         """All that it asks placement for: robots, then what computes."""
-        return (*self.robot_requests(), *self.compute_requests())
+        return (*self.robot_requests(), *self.compute_requests(), *self.policy_requests())
 
     def robot_requests(self) -> tuple[Request, ...]:
         """Those that its needs choose; where they choose none, each of its `robots` by name."""
@@ -107,8 +114,12 @@ class RunConfig:
         return tuple(Request(kind=Kind.ROBOT, name=robot.name) for robot in self.robots)
 
     def compute_requests(self) -> tuple[Request, ...]:
-        """GPUs and processors, in the order of its needs."""
-        return tuple(need.request() for need in self.needs if need.kind != "robot")
+        """GPUs and processors for its learners, in the order of its needs."""
+        return tuple(need.request() for need in self.needs if need.kind != "robot" and need.use == "learner")
+
+    def policy_requests(self) -> tuple[Request, ...]:
+        """What its policy process asks for; nothing where that runs beside the run's folder."""
+        return tuple(need.request() for need in self.needs if need.use == "policy")
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class Node:
 
 
 def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable[[str], bool]) -> tuple[Node, ...]:
-    """The processes of a run but its learners, in the order in which they start.
+    """The processes of a run but its learners and its policy process, in the order in which they start.
 
     The processes of a robot share its resource, so that they land where the robot is and nobody else's do.
 
@@ -195,12 +206,12 @@ def topology(config: RunConfig, folder: RunFolder, here: str, declared: Callable
         place = alone if declared(resource) or not robot.simulated else beside_folder
         for name, argv in parts:
             edges.append(Node(name, argv, place, folder.log(name)))
-    policies = (policy_node(folder, config.policy.device, beside_folder),) if config.policy.is_started_by_run else ()
-    return (gateway, *policies, *edges)
+    return (gateway, *edges)
 
 
-def policy_node(folder: RunFolder, device: Device, resources: dict[str, float], address: str = "127.0.0.1") -> Node:
-    """The process in which the policies of the run's robots act. Robots find it by a file in the run's folder.
+def policy_node(folder: RunFolder, device: Device, resources: dict[str, float], address: str) -> Node:
+    """The process in which the policies of the run's robots act. It runs where the run folder is seen, by a
+    file in which robots find it.
 
     Args:
         address: of its computer, on which it listens.

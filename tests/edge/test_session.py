@@ -24,7 +24,7 @@ from user_sys.edge.session_report import read_report
 from user_sys.episode import Chunk, Phase, Source, decode_chunk
 from user_sys.learners import LEARNER
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, RobotStatus, StopRun
-from user_sys.prepare import CONSOLE, GATEWAY, free_endpoint, prepare
+from user_sys.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare
 from user_sys.run_folder import create
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK
@@ -86,7 +86,7 @@ class Site:
         return self.start("user_sys.edge.session", self.state / "session.yaml")
 
     def policy(self) -> NodeProcess:
-        node = policy_node(self.folder, "cpu", {})
+        node = policy_node(self.folder, "cpu", {}, LOOPBACK)
         return self.start(*node.argv[2:])
 
     def client(self, name: str) -> TunnelClient:

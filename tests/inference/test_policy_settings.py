@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from hal.resource import Kind
 from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.inference.__main__ import main
 from user_sys.inference.wire import POLICY
+from user_sys.needs import NeedConfig
 from user_sys.prepare import prepare
 from user_sys.run_folder import create
-from user_sys.topology import RunConfig, topology
+from user_sys.topology import RunConfig, RunFolder, policy_node
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -27,25 +31,24 @@ def fleet(runs: Path, **policy: object) -> RunConfig:
     return RunConfig(robots=robots, runs=runs, policy=PolicyConfig(**policy))  # type: ignore[arg-type]
 
 
-def nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
+def prepared(config: RunConfig) -> RunFolder:
     folder, card = create(config, "run", ENDPOINT)
     prepare(config, folder, card)
-    return {node.name: node.argv for node in topology(config, folder, "node:here", lambda resource: False)}
+    return folder
 
 
-def test_at_the_edge_there_is_no_policy_process(tmp_path: Path) -> None:
-    assert POLICY not in nodes(fleet(tmp_path))
-    assert not (tmp_path / "run" / "keys" / "policy.key").exists()
+def test_at_the_edge_no_key_is_made_for_a_policy_process(tmp_path: Path) -> None:
+    assert not (prepared(fleet(tmp_path)).keys / "policy.key").exists()
 
 
-def test_at_the_site_there_is_one_before_the_robots_and_sessions_know_where_it_says_its_address(tmp_path: Path) -> None:
-    found = nodes(fleet(tmp_path, at="site", device="cpu"))
-    assert list(found)[:2] == ["gateway", POLICY]
-    argv = found[POLICY]
-    assert argv[argv.index("--device") + 1] == "cpu" and argv[argv.index("--listen") + 1] == "tcp://127.0.0.1:0"
-    load_keypair(tmp_path / "run" / "keys" / "policy.key")
-    session = load(SessionConfig, tmp_path / "run" / "edge" / "left" / "session.yaml")
-    assert str(session.policy_address) == argv[argv.index("--announce") + 1] and session.policy.at == "site"
+def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path) -> None:
+    folder = prepared(fleet(tmp_path, at="site", device="cpu"))
+    node = policy_node(folder, "cpu", {}, "10.0.0.7")
+    given = dict(zip(node.argv[3::2], node.argv[4::2], strict=True))
+    assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0"
+    load_keypair(Path(given["--keys"]) / "policy.key")
+    session = load(SessionConfig, folder.edge("left") / "session.yaml")
+    assert str(session.policy_address) == given["--announce"] and session.policy.at == "site"
 
 
 def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path) -> None:
@@ -57,7 +60,34 @@ def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path)
     (folder.keys / "policy.key").unlink()
     prepare(config, folder, card)
     assert not (folder.keys / "policy.key").exists()
-    assert POLICY not in [node.name for node in topology(config, folder, "node:here", lambda resource: False)]
+
+
+GPU = NeedConfig(kind="gpu", use="policy", near="cell", near_by="site")
+
+
+@pytest.mark.parametrize(
+    ("at", "needs", "says"),
+    [
+        ("edge", (GPU,), "the run starts no policy process; that takes policy.at: site"),
+        ("site", (GPU, GPU), "2 are asked for with use: policy; a run's policies act in one process"),
+        ("site", (NeedConfig(kind="gpu", count=2, use="policy"),), "2 are asked for"),
+    ],
+)
+def test_needs_for_policies_that_cannot_be_meant_are_refused(
+    at: Literal["edge", "site"], needs: tuple[NeedConfig, ...], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RunConfig(policy=PolicyConfig(at=at), needs=needs)
+
+
+def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path, at="site"), needs=(GPU, NeedConfig(kind="compute", cores=2)))
+    assert [request.kind for request in config.compute_requests()] == [Kind.COMPUTE]
+    assert [(request.kind, request.near) for request in config.policy_requests()] == [(Kind.GPU, "cell")]
+    assert config.requests()[-1] == config.policy_requests()[0]
+    assert not any(need.trains for need in config.needs)
+    with pytest.raises(ConfigError, match="a robot is for itself"):
+        NeedConfig(kind="robot", use="policy")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec:
 def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, stop: threading.Event) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_setup` gave it
-    reserved = any(need.kind == "gpu" for need in config.needs)
+    reserved = any(need.trains for need in config.needs)
     device = training_device(config.learner.device, reserved, config.learner.processes)
 
     def stopped(reason: str) -> None:
