@@ -242,7 +242,7 @@ def _unbuilt(robot: RobotConfig, error: Exception) -> ResourceRecord:
 def why_not_built(robot: RobotConfig, error: Exception) -> str:
     """One line that names the robot; a package that is missing is another's error, and in its words."""
     says = str(error) if isinstance(error, UserSysError | HalError) else f"{type(error).__name__}: {error}"
-    return says if robot.name in says else f"robot {robot.name}: {says}"
+    return says if says.startswith(f"robot {robot.name}") else f"robot {robot.name}: {says}"
 
 
 def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:

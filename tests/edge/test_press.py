@@ -44,6 +44,10 @@ def test_it_stops_a_program_that_drives_the_robot_by_itself(capsys: pytest.Captu
         tick = driver.command(STILL)
         assert tick.stopped and tick.applied is None and robot.stops[-1] is StopLevel.SAFE and len(robot.commands) == 1
         assert driver.kernel.emergency is not None and driver.kernel.emergency.by == "ada"
+        capsys.readouterr()
+        assert main(["stop", "arm-1", "--by", "ada"]) == 0
+        told = "arm-1: the e-stop is pressed; driven by nobody on this computer; driven here: arm-0\n"
+        assert capsys.readouterr().out == told, "whoever mistypes a name is told which there are"
         assert main(["stop", "--by", "bob"]) == 0
     with (
         pytest.raises(EmergencyStopped, match="arm-0 was stopped by ada"),

@@ -224,6 +224,9 @@ def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of
     why = said(capsys, "explain", job, status=1)
     assert why.startswith("The job asks for the robot crane and the robot left. crane is not there (no driver ")
     assert why.endswith("It would fit if crane were free.\n")
+    job.write_text("robots: [{name: e, driver: sim, task: nonsense}]\n")
+    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["says"].startswith("robot e: no scene 'nonsense'"), "also where its name is part of any sentence"
 
 
 def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(

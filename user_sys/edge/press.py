@@ -89,13 +89,14 @@ def stop_main(args: Namespace) -> int:
             f"no robot is driven by a program of this computer that has its locks in {runtime_folder()}; "
             "to keep the next one from driving a robot, name that"
         )
-    owners = {robot: MachineLock(robot).owner() for robot in robots}
+    others = f"; driven here: {', '.join(here)}" if (here := sorted(driven())) else ""
+    owners = {robot: MachineLock(robot).owner() or f"nobody on this computer{others}" for robot in robots}
     by = who_orders(args.by)[:MAX_NAME_CHARS]
     console = Console()
     with ThreadPoolExecutor(min(len(robots), MAX_AT_ONCE)) as pool:
         for robot, done in [(robot, pool.submit(press, robot, by, args.reason)) for robot in robots]:
             done.result()
-            line = f"{robot}: the e-stop is pressed; driven by {owners[robot] or 'nobody on this computer'}"
+            line = f"{robot}: the e-stop is pressed; driven by {owners[robot]}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
