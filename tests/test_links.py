@@ -12,6 +12,7 @@ import pytest
 
 from user_sys.compose import RobotConfig
 from user_sys.config import load
+from user_sys.crew import learner_nodes, posts_here
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
@@ -19,7 +20,7 @@ from user_sys.gateway import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.prepare import free_endpoint, prepare
 from user_sys.run_folder import RunCard, create
-from user_sys.topology import RunConfig, RunFolder, learner_node, topology
+from user_sys.topology import RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.server import Peer, TunnelServer
@@ -62,7 +63,7 @@ def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
     folder = RunFolder(Path("runs/demo"))
     for node in (
         *topology(config, folder, "here", lambda _: True),
-        learner_node(folder, "learner", {"here": 0.01}, "tcp://127.0.0.1:1"),
+        *(node for node, _ in learner_nodes(folder, "learner", posts_here(0, 2, ()), "here", "tcp://127.0.0.1:1")),
     ):
         assert node.log.parent == tmp_path / "runs" / "demo" / "logs"
         assert not [part for part in node.argv if part.startswith("runs")]

@@ -39,6 +39,16 @@ console: {{port: 0}}
 ray: {{address: "127.0.0.1:{port}"}}
 logging: {{wandb: {{mode: disabled}}}}
 """
+CREW = """
+robots: [{{name: left, driver: fake, task: reach, real_time: true}}]
+needs: [{{kind: compute, count: 2, cores: {cores}}}]
+demonstrations: {{episodes: 5}}
+learner: {{processes: 2, max_training_s: 3600, batch_size: 32, warmup_updates: 10000, checkpoint_interval_s: 2}}
+evaluation: {{episodes: 2, video_episodes: 0}}
+console: {{port: 0}}
+ray: {{address: "127.0.0.1:{port}"}}
+logging: {{wandb: {{mode: disabled}}}}
+"""
 
 
 class Site:
@@ -48,7 +58,9 @@ class Site:
         self.folder, self._stack = folder, stack
         self.port = free_port()
         self.token = folder / "ray-token"
-        (folder / "job.yaml").write_text(JOB.format(port=self.port))
+        cores = (os.cpu_count() or 1) // 2 + 1  # a computer has not as many twice
+        for name, text in (("job.yaml", JOB), ("crew.yaml", CREW)):
+            (folder / name).write_text(text.format(port=self.port, cores=cores))
         head = ("node", "head", "job.yaml", "--robot=left", f"--port={self.port}", "--token=ray-token")
         self.head = stack.enter_context(user_sys(folder, *head))
         until(lambda: "will now block forever" in self.head.err or over(self.head), "the head stands", WITHIN_S)
@@ -152,10 +164,10 @@ def checkpointed(run: Path) -> int:
     return max((int(path.stem) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
 
 
-def learner_of(node: Popen[bytes]) -> int | None:
+def learner_of(node: Popen[bytes], module: bytes = b"user_sys.learner") -> int | None:
     for pid in children(node.pid):
         with contextlib.suppress(OSError):
-            if b"user_sys.learner\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if module + b"\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return None
 
@@ -207,6 +219,28 @@ def test_a_learner_whose_node_is_killed_goes_on_elsewhere_from_its_checkpoint(si
             assert parts_of_left(site) == parts, "nothing of the other robot's was started anew"
             launch.interrupt()
             assert launch.wait(WITHIN_S) == 130, launch.err
+    for log in (run / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text(), log
+
+
+def test_a_learner_on_two_computers_goes_on_when_one_of_them_is_killed(site: Site) -> None:
+    run, follower = site.folder / "runs" / "two", b"user_sys.learner.follower_process"
+    with site.node(2) as first:
+        launch = site.user_sys("train", "crew.yaml", "--name", "two")
+        until(lambda: checkpointed(run) > 60 or over(launch), "the learner has learned", WITHIN_S)
+        assert learner_of(first, follower) and not learner_of(first), "the learner's own process is beside the store"
+        kill_family(first)
+        until(lambda: "127.0.0.2 is lost, and the learner with it" in said(launch), "it is told", WITHIN_S)
+        until(lambda: "the learner waits for a place." in said(launch), "it waits", WITHIN_S)
+        reached, acted = checkpointed(run), online(run, "left")
+        until(lambda: online(run, "left") > acted + 2 or over(launch), "the robot acts on", WITHIN_S)
+    with site.node(3) as second:
+        until(lambda: learner_of(second, follower) or over(launch), "its second process is on the other node", WITHIN_S)
+        until(lambda: checkpointed(run) > reached or over(launch), "it learns on", WITHIN_S)
+        words = (run / "logs" / "learner.log").read_text()
+        assert re.findall(r"learner\.resumed updates=(\d+)", words) == [str(reached)]
+        launch.interrupt()
+        assert launch.wait(WITHIN_S) == 130, launch.err
     for log in (run / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log
 

@@ -91,7 +91,7 @@ class Gang:
     Attributes:
         config: the run, with the robots alone that it drives: once they are taken, where its needs choose them.
         robots: those that nodes have, and where; their processes start beside what is reserved of them.
-        learners: where the run's learners go, in turns.
+        learners: where the run's learners go, in turns, those beside the store first.
         policies: where its policy process goes.
     """
 
@@ -280,7 +280,9 @@ class Gang:
             self._unfit |= unfit
             self._give_back_share(share)
             return " ".join(unfit.values())
-        share.seats = tuple(seat for seat in seats if seat.bundle.gpu) or seats
+        here = self._here()
+        chosen = [seat for seat in seats if seat.bundle.gpu] or seats
+        share.seats = tuple(sorted(chosen, key=lambda seat: seat.node not in here))
         return ""
 
     def _give_back_share(self, share: Share) -> None:

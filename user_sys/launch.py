@@ -24,13 +24,14 @@ from hal.spec import RobotSpec
 from hal.supervision import cause
 from user_sys.compose import probes
 from user_sys.console.hub import ConsoleHub
+from user_sys.crew import Post, learner_nodes, posts_here, posts_in
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
 from user_sys.edge.local import ending_between_periods
 from user_sys.edge.press import pressing_aside
 from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
-from user_sys.learners import LEARNER, learner_from_robot, learners_of
+from user_sys.learners import LEARNER, ORPHANED, learner_from_robot, learners_of, process_name
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
@@ -53,7 +54,7 @@ from user_sys.robot_cards import read_cards
 from user_sys.run_folder import RunCard
 from user_sys.starts import Starts
 from user_sys.store.store import StoreReader
-from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, learner_node, topology
+from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
 
@@ -248,18 +249,23 @@ class Run:
         assert self._cluster is not None
         if name not in self._learners:
             self._learners.append(name)
-        number = self._learners.index(name)
-        seat, address = None, LOOPBACK
-        if self._gang is not None and self._gang.asks_for_compute:
-            if not self._gang.seats:  # lost; it starts when there are some again
-                return
-            seat = self._gang.seats[number % len(self._gang.seats)]
-            address = self._gang.address_for(seat)
-        first = number % max(1, len(self._gpus))
-        resources = {} if seat else {self._cluster.here: 0.01}
+        posts = self._posts(self._learners.index(name))
+        seat = posts[0].seat if posts else None
+        address = self._gang.address_for(seat) if self._gang and seat else LOOPBACK
         endpoint = local_endpoint(self._card.endpoint, address)
-        node = learner_node(self._folder, name, resources, endpoint)
-        self._start(self._cluster, node, seat, (*self._gpus[first:], *self._gpus[:first]))
+        for node, post in learner_nodes(self._folder, name, posts, self._cluster.here, endpoint):
+            self._start(self._cluster, node, post.seat, post.gpus)
+
+    def _posts(self, number: int) -> tuple[Post, ...]:
+        """Of a learner's processes; none where the run's seats are lost: it starts when there are some again."""
+        processes = self._config.learner.processes
+        if self._gang is None or not self._gang.asks_for_compute:
+            return posts_here(number, processes, self._gpus)
+        return posts_in(self._gang.seats, number, processes, self._gang.cluster.addresses())
+
+    def _processes(self, *learners: str) -> list[str]:
+        """The nodes of these learners, the learner's own first."""
+        return [process_name(name, rank) for name in learners for rank in range(self._config.learner.processes)]
 
     def _start_learners(self) -> None:
         """One for each embodiment that the run knows by now; the first waits for its robot by itself."""
@@ -304,7 +310,8 @@ class Run:
                     self.monitor.on_episode(message)
                 case MetricsReport():
                     self.monitor.on_metrics(message)
-                    self._starts.at_work(message.node)
+                    for process in self._processes(message.node):
+                        self._starts.at_work(process)
                     self._log.log(message.node, message.count, message.scalars)
             message = self._client.receive(0.0)
 
@@ -343,12 +350,13 @@ class Run:
             self._policies.look(self._cluster, display.say)
         statuses = self._cluster.statuses()
         self._look_after_robots(statuses, display)
-        vital = {GATEWAY, *self._learners, *self._policies.nodes}
+        vital = {GATEWAY, *self._processes(*self._learners), *self._policies.nodes}
         for name, status in statuses.items():
             path = self._folder.log(name)
-            if name in vital and self._starts.anew(name, status):
+            orphaned = status.last_exit == ORPHANED  # its learner ended, of which is told
+            if name in vital and self._starts.anew(name, status) and not orphaned:
                 display.say(f"{name} ended {cause(status.last_exit or 0)} and was started again; its log is {path}")
-            in_vain = name in vital and self._starts.in_vain(name, status)
+            in_vain = name in vital and self._starts.in_vain(name, status) and not orphaned
             if (in_vain or status.state is NodeState.FAILED) and name not in self._failed:
                 self._failed[name] = status.error or last_words(path)
                 display.say(f"{name} failed: {self._failed[name]}; its log is {path}")
@@ -367,7 +375,7 @@ class Run:
     def _look_after_compute(self, cluster: Cluster, gang: Gang, display: ProgressDisplay) -> None:
         """Where a computer with learners is lost, they go on elsewhere from their checkpoints, as soon as they can."""
         if lost := gang.give_up_lost(gang.learners):
-            cluster.drop(*self._learners)
+            cluster.drop(*self._processes(*self._learners))
             self._waits.pop(LEARNER, None)
             display.say(
                 f"{listed(lost)} is lost, and the learner with it; the robots act on with the weights they have"
@@ -422,7 +430,7 @@ class Run:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
         self._client.send(StopRun(reason=reason))
-        nodes = [*(node.name for node in self._nodes), *self._policies.nodes, *self._learners]
+        nodes = [*(node.name for node in self._nodes), *self._policies.nodes, *self._processes(*self._learners)]
         leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed.keys()
         leaving -= {f"{robot}-session" for robot in self._missing}
         deadline = time.monotonic() + LEAVE_DEADLINE_S

@@ -11,6 +11,8 @@ from hal.spec import RobotSpec
 from user_sys.robot_cards import RobotCard
 
 LEARNER = "learner"
+ORPHANED = 3
+"""The exit status of a learner's process that has ended because the learner's first one had."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9]+")
 
 
@@ -37,6 +39,11 @@ def learner_from_robot(cards: Sequence[RobotCard]) -> dict[str, str]:
     """The name of each robot's learner."""
     names = {plan.spec.embodiment: plan.name for plan in learners_of(cards)}
     return {card.robot: names[card.spec.embodiment] for card in cards}
+
+
+def process_name(learner: str, rank: int) -> str:
+    """What one of a learner's processes is called as a node; the first has the learner's name."""
+    return f"{learner}-rank-{rank}" if rank else learner
 
 
 def is_learner(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -110,13 +109,10 @@ def require_one_policy_process(needs: Sequence[NeedConfig], is_started: bool) ->
 
 
 def require_whole_learners(needs: Sequence[NeedConfig], processes: int) -> None:
-    """Raises ConfigError where GPUs are asked for, and not as many on one computer as a learner has `processes`."""
-    together: Counter[str] = Counter()
-    for need in needs:
-        if need.trains:
-            together[need.near if need.near_by == "node" else ""] += need.count
-    if together and processes > 1 and max((n for near, n in together.items() if near), default=0) < processes:
+    """Raises ConfigError where GPUs are asked for, and fewer of them than a learner has `processes`."""
+    gpus = sum(need.count for need in needs if need.trains)
+    if 0 < gpus < processes:
         raise ConfigError(
-            f"learner.processes is {processes}, and each needs a GPU of one computer: "
-            f"needs: [{{kind: gpu, count: {processes}, near: learner}}]"
+            f"learner.processes is {processes}, each trains on a GPU of its own, and needs asks for {gpus}: "
+            f"needs: [{{kind: gpu, count: {processes}}}]"
         )

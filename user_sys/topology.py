@@ -220,14 +220,3 @@ def policy_node(folder: RunFolder, device: Device, resources: dict[str, float], 
     options = {"listen": f"tcp://{address}:0", "keys": folder.keys, "device": device, "announce": folder.policy_address}
     argv = module_argv("user_sys.inference", *(word for key, value in options.items() for word in (f"--{key}", value)))
     return Node(POLICY, argv, resources, folder.log(POLICY))
-
-
-def learner_node(folder: RunFolder, name: str, resources: dict[str, float], endpoint: str) -> Node:
-    """A learner (`user_sys.learners`). It reads the gateway's store by mmap, so it runs where the run folder is seen.
-
-    Args:
-        endpoint: where it reaches the gateway.
-    """
-    folder = RunFolder(folder.path.resolve())
-    argv = module_argv("user_sys.learner", folder.path, name, endpoint)
-    return Node(name, argv, resources, folder.log(name))

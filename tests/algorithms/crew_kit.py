@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from hal.spec import Array, RobotSpec
 from user_sys.algorithms.algorithm import Algorithm, Transitions
 from user_sys.algorithms.conformance import ExampleBatch
 from user_sys.algorithms.network import Network
-from user_sys.algorithms.ranks import Ranks
+from user_sys.algorithms.ranks import Ranks, find_meeting, open_meeting
 from user_sys.algorithms.rlpd import Rlpd
 from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import WireError
@@ -26,6 +25,7 @@ from user_sys.weights.snapshot import PolicySnapshot, Unbounded
 
 WORLD = 2
 END_S = 60.0
+HERE = "127.0.0.1"
 _made: dict[int, Rlpd] = {}
 
 
@@ -49,12 +49,13 @@ class Crew:
 
 
 @contextmanager
-def crew(folder: Path) -> Iterator[Crew]:
+def crew() -> Iterator[Crew]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    other = context.Process(target=_serve, args=(folder / "ranks", theirs), daemon=True)
+    meeting = open_meeting(HERE, WORLD)
+    other = context.Process(target=_serve, args=(meeting.port, theirs), daemon=True)
     other.start()
-    ranks = Ranks(0, WORLD, "cpu", folder / "ranks", 1)
+    ranks = Ranks(0, WORLD, "cpu", meeting, HERE, 1)
     try:
         yield Crew(ranks, ours)
         ours.send(None)
@@ -65,9 +66,9 @@ def crew(folder: Path) -> Iterator[Crew]:
         ranks.leave()
 
 
-def _serve(meeting: Path, line: Connection) -> None:
+def _serve(port: int, line: Connection) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(1, WORLD, "cpu", meeting, 1)
+    ranks = Ranks(1, WORLD, "cpu", find_meeting(HERE, port, WORLD), HERE, 1)
     while (told := line.recv()) is not None:
         work, args = told
         try:

@@ -25,8 +25,8 @@ SMALL = RlpdConfig(actor_hidden=(17, 16), critic_hidden=(16, 15), critics=3)
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with crew(tmp_path_factory.mktemp("crew")) as members:
+def both() -> Iterator[Crew]:
+    with crew() as members:
         yield members
 
 

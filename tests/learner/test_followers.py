@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace as replace_record
 from test_service import CONFIG, PRIORITIZED, SPEC, STEPS, Bench, Sink, bench
 
+from user_sys.algorithms.ranks import open_meeting
 from user_sys.config import load
 from user_sys.episode import Source
 from user_sys.errors import ConfigError, RunError
 from user_sys.learner import followers
 from user_sys.learner.checkpoint import Checkpoint, latest
-from user_sys.learner.device import require_gpus
-from user_sys.learner.followers import Assignment, Followers
+from user_sys.learner.device import require_gpu
+from user_sys.learner.followers import Assignment, Followers, Place
 from user_sys.learner.learner_config import LearnerConfig
+from user_sys.learner.line import Entrance
 from user_sys.learner.service import Learner, Report
+from user_sys.learners import ORPHANED
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.store.store import StoreReader
 from user_sys.topology import RunConfig
@@ -37,8 +38,22 @@ from user_sys.weights.publisher import PublishConfig
 
 __all__ = ["bench"]  # pytest finds the fixture here
 TWO = replace(CONFIG, processes=2)
+HERE = "127.0.0.1"
 ENDLESS = replace(TWO, warmup_updates=10**9, max_training_s=1e9)
 ASSIGNMENT = Assignment(config=TWO, spec=SPEC, store="", checkpoints="")
+
+
+@contextmanager
+def started(checkpoints: Path, *ranks: int, address: str = HERE) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Followers of the learner that writes to `checkpoints`, as whoever starts that starts them."""
+    module = (sys.executable, "-m", "user_sys.learner.follower_process")
+    processes = [subprocess.Popen([*module, str(checkpoints), str(rank), address, str(rank)]) for rank in ranks]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(60)
 
 
 def train(
@@ -48,11 +63,17 @@ def train(
     seed: int = 0,
     report: Report | None = None,
     device: str = "cpu",
+    alone: bool = False,
 ) -> Checkpoint:
-    """Trains as long as `config` says; the last checkpoint."""
+    """Trains as long as `config` says; the last checkpoint. `alone`: somebody else starts the followers."""
     store, folder = bench.folder / "store", bench.folder / checkpoints
     told = Assignment(config=config, spec=SPEC, store=str(store), checkpoints=str(folder), seed=seed, device=device)
-    with Followers(told) as ranks, StoreReader.open(store) as reader:
+    with (
+        started(folder, *range(1, 1 if alone else config.processes)),
+        Followers(told, Place(HERE), threading.Event()) as ranks,
+        StoreReader.open(store) as reader,
+    ):
+        assert ranks is not None
         learner = Learner(
             config,
             SPEC,
@@ -101,6 +122,16 @@ def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_
     assert bench.published[-1].updates == 24
 
 
+def test_a_follower_trains_on_with_the_next_learner_and_ends_only_when_the_training_does(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    with started(bench.folder / "a", 1) as (follower,):
+        train(bench, replace(TWO, max_updates=5), alone=True)
+        assert follower.poll() is None
+        config = replace(TWO, max_updates=10, report_interval_s=0.0)
+        train(bench, config, alone=True, report=lambda *_: follower.terminate())
+        assert follower.wait(60) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
 def test_on_two_gpus_they_train_publish_and_go_on_also_without_any(bench: Bench) -> None:
@@ -123,7 +154,9 @@ def test_a_follower_that_is_killed_ends_the_learner_with_the_reason(
             killed.set()
             os.kill(children(os.getpid())[0], signal.SIGKILL)
 
-    with pytest.raises(RunError, match=r"^process 1 of the 2 that train together ended by signal 9; what it said"):
+    with pytest.raises(
+        RunError, match=r"^process 1 of the 2 that train together is gone \(.*\); its own log may say why$"
+    ):
         train(bench, replace(ENDLESS, report_interval_s=0.0), report=kill)
     assert killed.is_set() and not children(os.getpid())
     assert latest(bench.folder / "a") is not None, "there is a checkpoint to go on from"
@@ -163,16 +196,54 @@ def test_a_learner_that_is_killed_takes_its_follower_along(bench: Bench) -> None
 
 
 def test_a_follower_whose_learner_is_gone_ends_wherever_it_is(bench: Bench) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    meeting = str(bench.folder / "ranks")  # where nobody comes
-    told = replace_record(ASSIGNMENT, store=str(bench.folder / "store"), meeting=meeting, rank=1)
-    with ours, theirs:
-        argv = [sys.executable, "-m", "user_sys.learner.follower_process", str(theirs.fileno())]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
-        ours.send(msgspec.msgpack.encode(told))
-        wait_until(lambda: Path(meeting).exists())
-        assert process.poll() is None
-    assert process.wait(60) == 1
+    folder = bench.folder / "a"
+    entrance = Entrance(folder, HERE, [1])
+    with started(folder, 1) as (follower,), closing(entrance):
+        line = entrance.await_all(600, threading.Event())[1]
+        meeting = open_meeting(HERE, 2)  # where nobody else comes
+        line.send(replace_record(ASSIGNMENT, store=str(bench.folder / "store"), host=HERE, port=meeting.port))
+        wait_until(lambda: meeting.num_keys() > 1)  # one is the store's own
+        assert follower.poll() is None
+        line.close()
+        assert follower.wait(60) == ORPHANED
+
+
+WAITING = """
+import sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_followers import ASSIGNMENT, HERE
+from msgspec.structs import replace
+from user_sys.learner import followers
+followers.NOTICE_S = 0.1
+with followers.Followers(replace(ASSIGNMENT, checkpoints=sys.argv[1]), followers.Place(HERE), threading.Event()):
+    raise AssertionError("not all came together")
+"""
+
+
+def test_a_follower_that_cannot_do_its_part_says_why_and_the_learner_ends_with_that(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", WAITING, str(tmp_path), str(Path(__file__).parent)]
+    with started(tmp_path, 1, address="192.0.2.77") as (follower,):
+        learner = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+        assert follower.wait(60) == 2
+    assert learner.returncode == followers.EXIT_STATUS
+    why = "process 1 of the 2 that train together failed: RunError: no network interface of "
+    assert why in learner.stderr and "has the address 192.0.2.77; there is 127.0.0.1" in learner.stderr
+
+
+def test_a_learner_that_is_told_to_stop_does_not_wait_for_followers_that_do_not_come(bench: Bench) -> None:
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    with Followers(replace_record(ASSIGNMENT, checkpoints=str(bench.folder / "a")), Place(HERE), stop) as ranks:
+        assert ranks is None
+
+
+def test_followers_that_do_not_come_are_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "COME_S", 0.0)
+    three = replace(TWO, processes=4)
+    told = Assignment(config=three, spec=SPEC, store="", checkpoints=str(bench.folder / "a"))
+    with pytest.raises(RunError, match=r"of the 4 processes .* these did not come within 0 s: 1, 2, 3; their own logs"):
+        Followers(told, Place(HERE), threading.Event()).__enter__()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -200,6 +271,6 @@ def test_processes_that_cannot_share_are_refused(tmp_path: Path, text: str) -> N
 
 
 def test_each_process_needs_a_gpu_of_its_own() -> None:
-    require_gpus(found=2, processes=2)
-    with pytest.raises(ConfigError, match=r"learner\.processes is 3, and torch finds 2 GPUs on \S+: set"):
-        require_gpus(found=2, processes=3)
+    require_gpu(found=2, card=1)
+    with pytest.raises(ConfigError, match=r"one on GPU 2 of \S+, and torch finds 2 there: set learner\.processes"):
+        require_gpu(found=2, card=2)

@@ -1,35 +1,67 @@
-"""Several processes of one computer that train one policy: what they have of it, and what they say to each other.
+"""Several processes that train one policy, on one computer or several: what they have of it, and what they say to each
+other.
 
 Rank 0 decides what is done next and says so (`tell`, `hear`); then all of them make the same collectives in the same
 order. Networks are sharded with FSDP2: parameters, gradients, and whatever follows their shape. Each collective has a
 deadline; one that another process left, or never came to, raises torch's RuntimeError.
 
-What passes between processes goes through gloo, what passes between GPUs through NCCL; rank r has the GPU of that
-number. Weights are gathered for publishing through a group of their own, which on GPUs may use a few thread blocks
-only and has no priority over training.
+What passes between processes goes through gloo, what passes between GPUs through NCCL: both on the interface that has
+the process's address, and neither encrypted nor authenticated. Weights are gathered for publishing through a group of
+their own, which on GPUs may use a few thread blocks only and has no priority over training.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch documents them there
 
 from user_sys.algorithms.gathering import Gathering, own_rows
+from user_sys.algorithms.interface import interface_of
 from user_sys.algorithms.network import Network
 from user_sys.codec import Array
 from user_sys.errors import RunError
 
 COLLECTIVE_S = 300.0
 """Longer than rank 0 may wait for its disk, for a batch and for a slot of its envoy, all in one turn."""
-LOOPBACK = "lo"
+
+
+def open_meeting(address: str, world: int) -> TCPStore:
+    """Where `world` processes come together: kept by rank 0, which listens on `address` alone, at a free port.
+
+    Raises:
+        RunError: this computer has no such address, or torch cannot listen there.
+    """
+    try:
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+            return TCPStore(
+                address,
+                port,
+                world,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=COLLECTIVE_S),
+                master_listen_fd=server.detach(),
+            )
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"the processes of the learner cannot meet at {address}: {error}") from error
+
+
+def find_meeting(address: str, port: int, world: int) -> TCPStore:
+    """What `open_meeting` has opened elsewhere. Raises RunError: it is not to be reached."""
+    try:
+        return TCPStore(address, port, world, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S))
+    except RuntimeError as error:
+        raise RunError(f"the learner's first process is not to be reached at {address}:{port}: {error}") from error
 
 
 class Ranks:
@@ -42,21 +74,24 @@ class Ranks:
         publishing: gathers weights; another thread may call it, the same one each time.
     """
 
-    def __init__(self, rank: int, world: int, device: str, meeting: Path, collective_ctas: int) -> None:
+    def __init__(self, rank: int, world: int, device: str, meeting: Store, address: str, collective_ctas: int) -> None:
         """Blocks until all have come.
 
         Args:
-            device: ``cpu``, or ``cuda`` for the GPU of the process's own number.
-            meeting: path of a file in a folder that nobody else may write to; made by who comes first.
+            device: torch's name of what this process alone trains on.
+            meeting: where they come together.
+            address: where the others find this process; of this computer.
             collective_ctas: thread blocks of a GPU that gathering weights may use.
 
         Raises:
-            RunError: not all came within `COLLECTIVE_S`, or they cannot reach one another.
+            RunError: not all came within `COLLECTIVE_S`, they cannot reach one another, or `address` is not this
+                computer's.
         """
         self.rank, self.world = rank, world
-        self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-        for backend in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", LOOPBACK)  # nobody beyond this computer takes part
+        self.device = torch.device(device)
+        interface = interface_of(address)  # nobody beyond its network takes part
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin like it
         try:
             self._join(meeting)
             group = self._publishing_group(collective_ctas)
@@ -65,7 +100,7 @@ class Ranks:
         self.publishing = Gathering(rank, world, self.device, group)
         self._gathering = Gathering(rank, world, self.device, None)
 
-    def _join(self, meeting: Path) -> None:
+    def _join(self, meeting: Store) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         on_gpus = self.device.type == "cuda"
@@ -73,7 +108,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-            store=dist.FileStore(str(meeting), self.world),  # type: ignore[attr-defined]  # torch documents it there
+            store=meeting,
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=COLLECTIVE_S),

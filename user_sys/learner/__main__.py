@@ -21,7 +21,7 @@ from user_sys.learner.checkpoint import sole_writer
 from user_sys.learner.device import CPU, ahead_of_pushes, training_device
 from user_sys.learner.envoy import Envoy
 from user_sys.learner.envoy_wire import Setup
-from user_sys.learner.followers import Assignment, Followers
+from user_sys.learner.followers import Assignment, Followers, Place
 from user_sys.learner.service import Learner
 from user_sys.learners import LEARNER, folder_of, learners_of
 from user_sys.logs import configure_logging
@@ -44,18 +44,19 @@ FAREWELL_S = 10.0
 def main(argv: list[str]) -> int:
     """Trains until the learner's time is up or the run is stopped; the exit status is then 0.
 
-    `argv`: the run's folder, the name of the learner (`user_sys.learners`), and where it reaches the gateway.
+    `argv`: the run's folder; the name of the learner (`user_sys.learners`); where it reaches the gateway; its address,
+    where the learner's other processes find it; and which of the GPUs that it sees is its own.
     """
     configure_logging()
-    path, name, endpoint = argv
+    path, name, endpoint, address, card = argv
     try:
-        return _run(Path(path), name, endpoint)
+        return _run(Path(path), name, endpoint, Place(address, int(card)))
     except (UserSysError, HalError, OSError) as error:
         log.error("learner.failed %s: %s", type(error).__name__, error)
         return 2
 
 
-def _run(path: Path, name: str, endpoint: str) -> int:
+def _run(path: Path, name: str, endpoint: str, place: Place) -> int:
     folder, config, _ = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
@@ -67,7 +68,7 @@ def _run(path: Path, name: str, endpoint: str) -> int:
     with sole_writer(checkpoints, stop) as alone:
         if alone:
             setup = replace(_setup(folder, config, name, endpoint, spec), run=numbering_of(checkpoints))
-            _train(folder, config, setup, checkpoints, stop)
+            _train(folder, config, setup, checkpoints, place, stop)
     return 0
 
 
@@ -82,11 +83,13 @@ def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec:
     )
 
 
-def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, stop: threading.Event) -> None:
+def _train(
+    folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, place: Place, stop: threading.Event
+) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_setup` gave it
     reserved = any(need.trains for need in config.needs)
-    device = training_device(config.learner.device, reserved, config.learner.processes)
+    device = training_device(config.learner.device, reserved, place.card)
 
     def stopped(reason: str) -> None:
         log.info("run.stopped %s", reason)
@@ -96,9 +99,11 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
         StoreReader.open(folder.store, wait_s=STORE_DEADLINE_S) as reader,
         MetricsWriter(folder.path, name) as metrics,
         Envoy(setup, stopped) as envoy,
-        _ranks(folder, config, spec, checkpoints, device) as ranks,
+        _ranks(_assignment(folder, config, spec, checkpoints, device), place, stop) as ranks,
         ahead_of_pushes(device if ranks is None else CPU),  # FSDP2 has streams of its own
     ):
+        if ranks is None and config.learner.processes > 1:
+            return  # told to stop before all had come
 
         def report(updates: int, scalars: dict[str, float]) -> None:
             metrics.write(updates, scalars)
@@ -121,22 +126,20 @@ def _train(folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path
             log.warning("weights.not_delivered version=%d", envoy.version)
 
 
-def _ranks(
-    folder: RunFolder, config: RunConfig, spec: RobotSpec, checkpoints: Path, device: str
-) -> AbstractContextManager[Ranks | None]:
-    """This process among those that train together; None where it trains alone."""
-    if config.learner.processes == 1:
-        return nullcontext()
-    return Followers(
-        Assignment(
-            config=config.learner,
-            spec=spec,
-            store=str(folder.store),
-            checkpoints=str(checkpoints),
-            features=config.policy.features,
-            seed=config.seed,
-            device=device,
-        )
+def _ranks(assignment: Assignment, place: Place, stop: threading.Event) -> AbstractContextManager[Ranks | None]:
+    """This process among those that train together; None where it trains alone, or `stop` was set before all came."""
+    return nullcontext() if assignment.config.processes == 1 else Followers(assignment, place, stop)
+
+
+def _assignment(folder: RunFolder, config: RunConfig, spec: RobotSpec, checkpoints: Path, device: str) -> Assignment:
+    return Assignment(
+        config=config.learner,
+        spec=spec,
+        store=str(folder.store),
+        checkpoints=str(checkpoints),
+        features=config.policy.features,
+        seed=config.seed,
+        device=device,
     )
 
 

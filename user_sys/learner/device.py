@@ -17,21 +17,22 @@ AHEAD = -1
 """Priority of the stream on which a GPU trains; the lower, the more urgent. Pushes of weights have 0, the lowest."""
 
 
-def training_device(wanted: Device, reserved: bool, processes: int = 1) -> str:
-    """The name of torch's device for `wanted`; of several `processes`, each has the one of its own number.
+def training_device(wanted: Device, reserved: bool, card: int = 0) -> str:
+    """What `wanted` comes to on this computer: ``cpu`` or ``cuda``.
 
     Args:
         reserved: the run has asked for a GPU (`needs`), which it is ``auto``'s to use.
+        card: which of the GPUs that it sees this process trains on.
 
     Raises:
-        ConfigError: ``cuda`` is wanted, and torch finds no GPU here; or GPUs are to be used, and there are too few.
+        ConfigError: ``cuda`` is wanted, and torch finds no GPU here; or a GPU is to be used, and there are too few.
     """
     if wanted == CPU or (wanted == "auto" and not reserved):
         return CPU
     import torch  # seconds: who only reads the configuration need not wait for it
 
     if torch.cuda.is_available():
-        require_gpus(torch.cuda.device_count(), processes)
+        require_gpu(torch.cuda.device_count(), card)
         return "cuda"
     why = f"torch {torch.__version__} finds no GPU on {local_node()}"
     if wanted == "cuda":
@@ -49,10 +50,10 @@ def ahead_of_pushes(device: str) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device, AHEAD))  # type: ignore[no-untyped-call]
 
 
-def require_gpus(found: int, processes: int) -> None:
-    """Raises ConfigError: `found` GPUs are too few for a learner's `processes`, each of which trains on one."""
-    if found < processes:
+def require_gpu(found: int, card: int) -> None:
+    """Raises ConfigError: `found` GPUs are too few for a learner's process whose own is the one of number `card`."""
+    if found <= card:
         raise ConfigError(
-            f"learner.processes is {processes}, and torch finds {found} GPU{'s' * (found != 1)} on {local_node()}: "
-            f"set learner.processes to {found} at most, or have `needs` ask for {processes} GPUs near one another"
+            f"each of learner.processes trains on a GPU of its own, one on GPU {card} of {local_node()}, and torch "
+            f"finds {found} there: set learner.processes to fewer, or have `needs` ask for as many GPUs as processes"
         )

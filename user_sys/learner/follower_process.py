@@ -1,6 +1,9 @@
-"""A follower's process: ``python -m user_sys.learner.follower_process DESCRIPTOR``, started by `followers` alone.
+"""A process that trains with a learner's own: ``python -m user_sys.learner.follower_process CHECKPOINTS RANK ADDRESS
+CARD``.
 
-It trains its share of a learner's policy, does what rank 0 does, and ends when that says so, or is no more.
+It comes in to the learner that writes to the folder CHECKPOINTS, trains its share of the policy and does what rank 0
+does, until that says that training is over; then it waits for the next one, since the learner may be started again. It
+ends when the learner's first process is no more, or by SIGTERM: while it trains, not before rank 0 says so.
 """
 
 from __future__ import annotations
@@ -8,69 +11,114 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-import msgspec
 import torch
 
 from hal.errors import HalError
-from hal.undecodable import UNDECODABLE
-from user_sys.algorithms.ranks import Ranks
-from user_sys.errors import RunError, UserSysError
-from user_sys.learner.followers import Assignment
+from user_sys.algorithms.ranks import Ranks, find_meeting
+from user_sys.errors import LinkDown, UserSysError, WireError
+from user_sys.learner.device import require_gpu
+from user_sys.learner.followers import MAX_ASSIGNMENT_BYTES, Assignment, Farewell, Place
+from user_sys.learner.line import TRY_EVERY_S, Line, come_in
 from user_sys.learner.share import Share
+from user_sys.learners import ORPHANED
 from user_sys.logs import configure_logging
 from user_sys.store.store import StoreReader
 
 log = logging.getLogger(__name__)
 
-MAX_RECORD_BYTES = 200 << 10
-TOLD_WITHIN_S = 30.0
 STORE_DEADLINE_S = 60.0
+NOTICE_S = 2.0
+MOST_WORDS = 2000
 
 
 def main(argv: list[str]) -> int:
-    """Trains with the process at the other end of the socket `argv` names. The exit status is 0 once that has ended
-    the training."""
+    """Trains with the learner, as often as there is one. The exit status is 0 where it was told to end while it did,
+    `ORPHANED` where the learner has ended.
+
+    `argv`: the folder of the learner's checkpoints; this process's number; its address, where the others find it; and
+    which of the GPUs that it sees is its own, where it trains on one.
+    """
     configure_logging()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; rank 0 says when to end
-        signal.signal(number, signal.SIG_IGN)
-    line = socket.socket(fileno=int(argv[0]))
+    checkpoints, rank, address, card = argv
+    place = Place(address, int(card))
+    while True:
+        line, told = _assignment(Path(checkpoints), int(rank))
+        with _in_its_time() as asked, closing(line):
+            done = threading.Event()
+            threading.Thread(target=_end_with_it, args=(line, done), name="learner", daemon=True).start()
+            error = _train(told, int(rank), place)
+            done.set()
+            with suppress(LinkDown):  # the learner does not hear it, and ends too
+                line.send(Farewell(error[:MOST_WORDS]))
+        if error or asked:
+            return 2 if error else 0
+
+
+@contextmanager
+def _in_its_time() -> Iterator[list[int]]:
+    """Signals that would end the process are noted in the list, and come to nothing until the context is left."""
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        assignment = _assignment(line)
-        threading.Thread(target=_end_with_it, args=(line,), name="learner", daemon=True).start()
-        _train(assignment)
-    except (UserSysError, HalError, OSError, RuntimeError) as error:  # the last: a collective that another has left
-        log.error("follower.failed %s: %s", type(error).__name__, error)
-        return 2
-    return 0
-
-
-def _assignment(line: socket.socket) -> Assignment:
-    line.settimeout(TOLD_WITHIN_S)
-    try:
-        return msgspec.msgpack.decode(line.recv(MAX_RECORD_BYTES), type=Assignment)
-    except (*UNDECODABLE, TimeoutError) as error:
-        raise RunError(f"no learner said what to train; this process is started by one, not by hand: {error}") from None
-
-
-def _end_with_it(line: socket.socket) -> None:
-    """Ends the process at once when the learner's end of the line closes: by whatever end, also in a collective."""
-    line.settimeout(None)  # for as long as the learner lives, whose end wakes this up
-    try:
-        line.recv(1)
+        yield asked
     finally:
-        os._exit(1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _train(told: Assignment) -> None:
+def _assignment(checkpoints: Path, rank: int) -> tuple[Line, Assignment]:
+    """Blocks until there is a learner and all of it has come."""
+    while True:
+        line = come_in(checkpoints, rank)
+        log.info("follower.came_in rank=%d", rank)
+        try:
+            return line, line.receive(Assignment, MAX_ASSIGNMENT_BYTES)
+        except (LinkDown, WireError) as error:
+            line.close()
+            log.warning("follower.not_taken %s", error)
+            time.sleep(TRY_EVERY_S)
+
+
+def _end_with_it(line: Line, done: threading.Event) -> None:
+    """Ends the process at once when the learner's end of the line closes: by whatever end, also in a collective."""
+    with suppress(LinkDown, WireError):
+        line.receive(Farewell, 0)  # nothing ever comes
+    if not done.is_set():
+        os._exit(ORPHANED)
+
+
+def _train(told: Assignment, rank: int, place: Place) -> str:
+    """Why it failed; empty where it ended as it was told."""
+    try:
+        _take_part(told, rank, place)
+    except (UserSysError, HalError, OSError, RuntimeError) as error:
+        if RuntimeError in (type(error), type(error.__cause__)):  # of a collective
+            time.sleep(NOTICE_S)  # where the learner has left it, the end of its line ends this process
+        log.error("follower.failed %s: %s", type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _take_part(told: Assignment, rank: int, place: Place) -> None:
     config = told.config
     torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)  # as in the learner's own process
-    ranks = Ranks(told.rank, config.processes, told.device, Path(told.meeting), config.publish.collective_ctas)
+    device = told.device
+    if device == "cuda":
+        require_gpu(torch.cuda.device_count(), place.card)
+        device = f"cuda:{place.card}"
+    meeting = find_meeting(told.host, told.port, config.processes)
+    ranks = Ranks(rank, config.processes, device, meeting, place.address, config.publish.collective_ctas)
     with StoreReader.open(Path(told.store), wait_s=STORE_DEADLINE_S) as reader:
         share = Share(
             config,
@@ -82,7 +130,7 @@ def _train(told: Assignment) -> None:
             ranks=ranks,
         )
         try:
-            log.info("follower.started rank=%d", told.rank)
+            log.info("follower.started rank=%d", rank)
             share.obey(Path(told.checkpoints))
         finally:
             share.close()

@@ -1,21 +1,16 @@
-"""A learner's followers: processes that train with it, started and watched by it.
+"""A learner's followers: processes that train with it, on its computer or others of the cluster.
 
-The learner's own process is rank 0. A follower that ends unasked ends the learner, with the reason; whoever looks after
-the learner starts it again, from its checkpoint. A follower whose learner ends, by SIGKILL too, ends at once: their
-socket closes.
+The learner's own process is rank 0. The others are started by whoever starts that one, come in to it over a `line`, and
+are told what to train. A follower that ends unasked ends the learner, with the reason; whoever looks after them
+starts them all again, from the learner's checkpoint. A follower whose learner ends, by SIGKILL too, ends at once, and
+within `line.SILENT_S` where the learner's computer vanishes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,29 +18,31 @@ from types import TracebackType
 import msgspec
 
 from hal.spec import RobotSpec
-from hal.supervision import cause
-from user_sys.algorithms.ranks import Ranks
-from user_sys.errors import RunError
+from user_sys.algorithms.ranks import COLLECTIVE_S, Ranks, open_meeting
+from user_sys.errors import LinkDown, RunError, WireError
 from user_sys.learner.learner_config import LearnerConfig
+from user_sys.learner.line import Entrance, Line
 from user_sys.learner.share import Turn
 
 log = logging.getLogger(__name__)
 
+COME_S = COLLECTIVE_S
+"""From the learner's start until all of its followers have come: their computers may be slow to start a process."""
 CLOSE_S = 30.0
-KILL_S = 10.0
 NOTICE_S = 5.0
 """A collective fails soon after a process of it has ended; on GPUs it may not. Nobody waits for longer than this."""
-LOOK_EVERY_S = 0.1
 EXIT_STATUS = 2
+MAX_ASSIGNMENT_BYTES = 200 << 10
+MAX_FAREWELL_BYTES = 8 << 10
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a follower is told: the learner's settings, what it learns for and from, and which process it is.
+    """All that a follower is told: the learner's settings, what it learns for and from, and where all of them meet.
 
     Attributes:
         checkpoints: folder of the learner's.
         device: ``cpu`` or ``cuda``.
-        meeting: see `Ranks`.
+        host, port: see `ranks.find_meeting`.
     """
 
     config: LearnerConfig
@@ -55,32 +52,45 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...] = ()
     seed: int = 0
     device: str = "cpu"
-    meeting: str = ""
-    rank: int = 0
+    host: str = ""
+    port: int = 0
 
 
 @dataclass(frozen=True)
-class _Child:
-    rank: int
-    process: subprocess.Popen[bytes]
-    line: socket.socket
+class Place:
+    """Of a process among the learner's.
+
+    Attributes:
+        address: where the others find it; of its computer.
+        card: which of the GPUs that it sees is its own, where it trains on one.
+    """
+
+    address: str
+    card: int = 0
+
+
+class Farewell(msgspec.Struct, frozen=True):
+    """A follower's last word: it has ended the training as it was told, or because of `error`."""
+
+    error: str = ""
 
 
 class Followers:
     """A learner's followers, from entering to leaving. Entering blocks until all of them have come, and gives this
-    process, as rank 0."""
+    process, as rank 0; None where it was told to stop before."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        """`assignment` is everybody's: a follower gets it with a number of its own."""
-        self._assignment = assignment
+    def __init__(self, assignment: Assignment, place: Place, stop: threading.Event) -> None:
+        """`stop` ends the wait for the followers."""
+        self._assignment, self._place, self._stop = assignment, place, stop
         self._ranks: Ranks | None = None
-        self._meeting = Path()
-        self._children: list[_Child] = []
+        self._lines: dict[int, Line] = {}
         self._closing = threading.Event()
         self._ended = threading.Event()
+        self._left: set[int] = set()
+        self._changed = threading.Condition()
         self._why = ""
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Ranks | None:
         try:
             self._ranks = self._start()
         except BaseException as error:
@@ -92,7 +102,9 @@ class Followers:
         return self._ranks
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        clean = error is None and self._dismiss()
+        if self._ranks is None:
+            return
+        clean = error is None and self._dismiss(self._ranks)
         reason = error
         if not clean:
             reason = self._reason(error or RunError("the learner's followers did not end as they were told"))
@@ -100,70 +112,71 @@ class Followers:
         if reason is not None and reason is not error:
             raise reason from error
 
-    def _start(self) -> Ranks:
-        config = self._assignment.config
-        self._meeting = Path(tempfile.mkdtemp(prefix="learner-"))  # which nobody else may write to
-        told = msgspec.structs.replace(self._assignment, meeting=str(self._meeting / "ranks"))
-        for rank in range(1, config.processes):
-            child = _launch(msgspec.structs.replace(told, rank=rank))
-            self._children.append(child)
-            threading.Thread(target=self._watch, args=(child,), name=f"rank-{rank}", daemon=True).start()
-        return Ranks(0, config.processes, told.device, Path(told.meeting), config.publish.collective_ctas)
+    def _start(self) -> Ranks | None:
+        told = self._assignment
+        processes = told.config.processes
+        log.info("learner.awaits_followers count=%d address=%s", processes - 1, self._place.address)
+        entrance = Entrance(Path(told.checkpoints), self._place.address, range(1, processes))
+        try:
+            self._lines = entrance.await_all(COME_S, self._stop)
+        finally:
+            entrance.close()
+        if not self._lines:
+            return None
+        meeting = open_meeting(self._place.address, processes)
+        told = msgspec.structs.replace(told, host=self._place.address, port=meeting.port)
+        for rank, line in self._lines.items():
+            threading.Thread(target=self._watch, args=(rank, line), name=f"rank-{rank}", daemon=True).start()
+            line.send(told)
+        device = f"cuda:{self._place.card}" if told.device == "cuda" else told.device
+        return Ranks(0, processes, device, meeting, self._place.address, told.config.publish.collective_ctas)
 
-    def _watch(self, child: _Child) -> None:
+    def _watch(self, rank: int, line: Line) -> None:
         """Waits for the end of a follower; ends the learner where that came unasked and is not noticed otherwise."""
-        while not self._closing.wait(LOOK_EVERY_S):
-            if (status := child.process.poll()) is None:
-                continue
-            self._why = (
-                f"process {child.rank} of the {self._assignment.config.processes} that train together ended "
-                f"{cause(status)}; what it said is in the learner's log"
-            )
-            self._ended.set()
-            log.error("learner.follower_ended %s", self._why)
-            if not self._closing.wait(NOTICE_S):
-                os._exit(EXIT_STATUS)  # the learner waits for one that is no more
+        try:
+            error = line.receive(Farewell, MAX_FAREWELL_BYTES).error
+            if not error:
+                with self._changed:
+                    self._left.add(rank)
+                    self._changed.notify_all()
+                return
+            how = f"failed: {error}"
+        except (LinkDown, WireError) as gone:
+            how = f"is gone ({gone}); its own log may say why"
+        if self._closing.is_set():
             return
+        self._gone_because(f"process {rank} of the {self._assignment.config.processes} that train together {how}")
+        if not self._closing.wait(NOTICE_S):
+            os._exit(EXIT_STATUS)  # the learner waits for one that is no more
 
-    def _dismiss(self) -> bool:
+    def _gone_because(self, why: str) -> None:
+        with self._changed:
+            if not self._ended.is_set():  # else this one failed because of the first that did
+                self._why = why
+                self._ended.set()
+                log.error("learner.follower_ended %s", why)
+            self._changed.notify_all()
+
+    def _dismiss(self, ranks: Ranks) -> bool:
         """Whether all followers have ended as they were told."""
         try:
-            assert self._ranks is not None  # it was entered
-            self._ranks.tell(Turn.END)
+            ranks.tell(Turn.END)
         except RuntimeError:
             log.exception("learner.followers_gone")
             return False
-        self._closing.set()
-        until = time.monotonic() + CLOSE_S
-        try:
-            return all(child.process.wait(max(0.0, until - time.monotonic())) == 0 for child in self._children)
-        except subprocess.TimeoutExpired:
-            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == self._lines.keys() or self._ended.is_set(), CLOSE_S)
+            return self._left == self._lines.keys()
 
     def _reason(self, error: BaseException) -> BaseException:
         """Why training failed with `error`: where a collective did, because a follower has ended."""
-        if isinstance(error, RuntimeError | RunError) and self._ended.wait(NOTICE_S / 2):
+        if isinstance(error, RuntimeError | RunError | LinkDown) and self._lines and self._ended.wait(NOTICE_S / 2):
             return RunError(self._why)
         return error
 
     def _close(self, clean: bool) -> None:
         self._closing.set()
-        for child in self._children:
-            if child.process.poll() is None:
-                child.process.kill()
-            child.process.wait(KILL_S)
-            child.line.close()
+        for line in self._lines.values():
+            line.close()
         if self._ranks is not None and (clean or self._assignment.device == "cpu"):
             self._ranks.leave()  # among GPUs this would wait for those that are gone
-        if self._meeting.name:
-            shutil.rmtree(self._meeting, ignore_errors=True)
-
-
-def _launch(assignment: Assignment) -> _Child:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        number = theirs.fileno()
-        argv = (sys.executable, "-m", "user_sys.learner.follower_process", str(number))
-        process = subprocess.Popen(argv, pass_fds=[number], stdin=subprocess.DEVNULL)
-    ours.send(msgspec.msgpack.encode(assignment))
-    return _Child(assignment.rank, process, ours)

@@ -20,8 +20,8 @@ class LearnerConfig:
 
     Attributes:
         algorithm: RLPD's own settings.
-        processes: how many train it together; each has a GPU of its own, or threads of its own. Batch and cache are
-            divided among them.
+        processes: how many train it together, on one computer or several; each has a GPU of its own, or threads of its
+            own. Batch and cache are divided among them.
         batch_size: transitions in an update.
         demo_fraction: share of demonstrations and interventions in a batch of the mixed sampler.
         sampler: what batches are drawn from, and how.
