@@ -139,6 +139,8 @@ def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None
     assert "b is quarantined (by ana: the gripper sticks, in run demo)" in why(
         config, available(config, [robot("a"), robot("b")])
     )
+    with Here(replace(config, runs=Path("nowhere")), "one", tmp_path) as one, pytest.raises(PlacementError):
+        one.take(refuse_to_wait)
     book.lift("b", "ana")
     assert chosen(config, available(config, [robot("a"), robot("b")])) == ["a", "b"]
     book.path.write_text("{")

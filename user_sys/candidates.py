@@ -35,19 +35,25 @@ QUICKER = "Another run was quicker to take what was free."
 
 
 def available(
-    config: RunConfig, found: Iterable[ResourceRecord], cluster: Cluster | None = None, *, unused: bool = False
+    config: RunConfig,
+    found: Iterable[ResourceRecord],
+    cluster: Cluster | None = None,
+    *,
+    runs: Path | None = None,
+    unused: bool = False,
 ) -> list[ResourceRecord]:
     """What there is for the run: on this computer, or on the `cluster`.
 
     Args:
         found: on this computer (`compose.probes`).
+        runs: the folder of run folders whose orders count (`hal.standing`); None is the config's.
         unused: as it were if nobody used any of it.
     """
     there = [record if unused else in_use(record) for record in found]
     if cluster is not None:
         beside = min(store_nodes(cluster), default="")
         there = with_cluster(config.robots, there, cluster.records(unused=unused), beside)
-    orders = _orders(config.runs) if config.chooses_robots else {}
+    orders = _orders(runs or config.runs) if config.chooses_robots else {}
     return _sited([_as_ordered(record, orders) for record in there])
 
 

@@ -318,7 +318,7 @@ class Gang:
         found = discover(self._looks).records
         records = [
             self._as_known(record)
-            for record in available(self._listed, found, self.cluster, unused=unused)
+            for record in available(self._listed, found, self.cluster, runs=self._folder, unused=unused)
             if record.kind is Kind.ROBOT or record.node not in self._unfit
         ]
         return place_run(self._listed, requests, records, self._here(), tuple(self._unfit.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -37,9 +38,14 @@ class Here:
         policy_gpus: likewise, of its policy process.
     """
 
-    def __init__(self, config: RunConfig, run: str) -> None:
-        """Raises ConfigError: a robot cannot be built; one that the run may choose is passed over then."""
-        self.config = config
+    def __init__(self, config: RunConfig, run: str, runs: Path | None = None) -> None:
+        """Args:
+            runs: the folder that has the run's, and others' whose orders count; None is the config's.
+
+        Raises:
+            ConfigError: a robot cannot be built; one that the run may choose is passed over then.
+        """
+        self.config, self._runs = config, runs
         self.gpus: tuple[str, ...] = ()
         self.policy_gpus: tuple[str, ...] = ()
         self._run = f"run {run}"
@@ -82,14 +88,14 @@ class Here:
         split = len(placement.assigned) - len(self.config.policy_requests())
         chosen, policy = _flat(placement.assigned[:split]), _flat(placement.assigned[split:])
         robots = {record.name for record in chosen if record.kind is Kind.ROBOT}
-        if not self._claims.take(filter(None, map(claim_on, chosen))):
+        if not self._claims.take(filter(None, map(claim_on, (*chosen, *policy)))):
             return QUICKER
         self.config = narrowed(self.config, robots)
         self.gpus, self.policy_gpus = _visible(chosen), _visible(policy)
         return ""
 
     def _place(self, found: Discovery, *, unused: bool = False) -> Placement:
-        records = available(self.config, found.records, unused=unused)
+        records = available(self.config, found.records, runs=self._runs, unused=unused)
         return place_run(self.config, self._requests, records, remarks=failures(found))
 
 

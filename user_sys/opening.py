@@ -112,7 +112,7 @@ def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Pla
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     if not config.ray.address:
-        with Here(config, home.name) as here:
+        with Here(config, home.name, home.parent) as here:
             here.take(say)
             yield Places(here.config, gpus=here.gpus, policy_gpus=here.policy_gpus)
         return
