@@ -309,8 +309,8 @@ LAB = """
 robots:
   - {name: a, driver: fake, task: reach}
   - {name: crane, driver: nowhere, task: reach}
-  - {name: b, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
-  - {name: c, driver: fake, task: reach, options: {rate_hz: 50}, labels: {site: lab}}
+  - {name: b, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+  - {name: c, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
 needs: [{kind: robot, count: 2}]
 demonstrations: {episodes: 1}
 learner: {max_training_s: 1, batch_size: 32, warmup_updates: 5}
