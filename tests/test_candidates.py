@@ -21,7 +21,7 @@ from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.standing import OrderBook
 from user_sys import candidates
 from user_sys.candidates import Claims, available, narrowed, place_run, with_cluster
-from user_sys.compose import RobotConfig
+from user_sys.compose import PolicyConfig, RobotConfig
 from user_sys.config import load, save
 from user_sys.here import Here
 from user_sys.needs import NeedConfig
@@ -286,6 +286,17 @@ def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.Mo
         with Here(config, "four") as four:
             four.take(refuse_to_wait)
         assert four.gpus == (), "whoever says which it is to see may share it"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
+    needs = (NeedConfig(kind="gpu"), NeedConfig(kind="gpu", use="policy"))
+    both = RunConfig(robots=(RobotConfig(name="a", driver="fake"),), needs=needs, policy=PolicyConfig(at="site"))
+    with Here(both, "one") as one, Here(run_of("b", needs=[needs[0]]), "two") as two:
+        one.take(refuse_to_wait)
+        assert (one.gpus, one.policy_gpus) == (("GPU-0",), ("GPU-1",))
+        with pytest.raises(Waits, match=r"gpu-0 is used by pid \d+ run one and .*gpu-1 is used by pid \d+ run one"):
+            two.take(refuse_to_wait)
 
 
 def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
