@@ -287,6 +287,20 @@ def test_an_order_for_what_is_not_there_is_handed_to_nobody(counter: Counter) ->
     assert version == 1 and offer.order is None
 
 
+def test_of_an_order_for_what_is_not_there_it_is_told_once(counter: Counter, caplog: pytest.LogCaptureFixture) -> None:
+    counter.full(1)
+    counter.answer()
+    counter.shelf.give(counter.signer.sign(order(77)))
+    counter.desk.look_for_order()
+    for version in (2, 3):
+        counter.full(version)
+        counter.answer()
+    assert caplog.text.count("weights.order_ignored version=77") == 1
+    counter.shelf.give(counter.signer.sign(order(78, serial=2)))
+    counter.desk.look_for_order()
+    assert caplog.text.count("weights.order_ignored version=78") == 1
+
+
 def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: Counter) -> None:
     for version in (1, 2):
         counter.full(version)

@@ -76,6 +76,7 @@ class WeightsDesk:
         self._unreadable = ""  # what was wrong with the order, as it was told
         self._numbers = next((m.run for m, _ in self._catalogue.manifests.values()), b"")  # the run whose they are
         self._order, self._ordered = self._read_order()
+        self._ignored: Order | None = None  # an order of which it was told that it cannot be obeyed
         self._target = self._due(self._catalogue.versions())
         self._announced: tuple[bytes, int, tuple[Form, ...], int] = (self._numbers, NO_VERSION, (), -1)
         self._robots: set[str] = set()
@@ -216,7 +217,8 @@ class WeightsDesk:
         """Tells every robot what it should act with, when that has changed."""
         versions = self._catalogue.versions()
         pinned = self._pinned
-        if pinned != NO_VERSION and pinned not in versions:
+        if pinned != NO_VERSION and pinned not in versions and self._ordered != self._ignored:
+            self._ignored = self._ordered
             logger.warning("weights.order_ignored version=%d: it is not kept; there are %s", pinned, versions)
         self._target = self._due(versions)
         forms = tuple(self._catalogue.forms(self._target))
