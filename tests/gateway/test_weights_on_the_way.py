@@ -12,6 +12,7 @@ from user_sys.gateway.weights import FETCHED_S, LAGGARDS, WeightsDesk
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.fetch import STALL_S
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
@@ -194,6 +195,24 @@ def test_no_more_comes_unasked_than_a_robot_lets_come(counter: Counter) -> None:
         counter.answer()
         offer = counter.told[0][1]
         assert isinstance(offer, WeightsOffer) and sum(request.count for request in offer.ahead) == grains
+
+
+def test_a_version_is_kept_when_that_is_due_and_no_later(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's governor takes it for over by then."""
+    counter.full(1)
+    counter.answer()
+    desk, waits = counter.desk, list[float]()
+    desk._unkept, desk._next_persist_s = True, counter.now_s + 0.1
+
+    def take_in(wait_s: float) -> None:
+        waits.append(wait_s)
+        counter.now_s += wait_s
+        if len(waits) == 3:
+            desk._stopping.set()
+
+    monkeypatch.setattr(desk, "_take_in", take_in)
+    desk._run()
+    assert waits == pytest.approx([0.0, 0.1, STALL_S]) and not desk._unkept
 
 
 def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: Counter) -> None:
