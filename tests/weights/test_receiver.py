@@ -677,7 +677,9 @@ def chaotic(world: World, versions: int, seed: int) -> None:
         world.add(manifest, signed, *tables, *[p for p in parcels if p is not None])
         digests[version] = new.digest
         world.catalogue.retain([version], version - 8)
-        chaos.flying.append((world.offer(version, greeting=rng.random() < 0.05), None))
+        ahead = world.ahead(version, rng.choice([0, 1 << 20])) if world.receiver.held is not None else ()
+        chaos.flying.append((world.offer(version, greeting=rng.random() < 0.05, ahead=ahead), None))
+        chaos.flying += [answer for request in ahead for answer in answers(world.catalogue, request)]
         state = new
         for _ in range(rng.randrange(8)):
             chaos.step()
