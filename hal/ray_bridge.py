@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -209,11 +209,12 @@ class Cluster:
         alive = {node["NodeID"] for node in self._nodes() if node["Alive"]}
         return tuple(sorted({b.node for number, b in enumerate(reservation.bundles) if there.get(number) not in alive}))
 
-    def content(self, seat: Seat, path: Path) -> str:
-        """What the file at `path` says on the seat's computer; empty where it is not there, or no answer comes."""
+    def read_at(self, seat: Seat, path: Path) -> Callable[[float], str | None]:
+        """Has the file at `path` read on the seat's computer, without waiting for that. What is returned waits so many
+        seconds at most: what the file says, empty where it is not there or its computer is gone; None: no answer yet.
+        """
         call = self._seated(self._ray.remote(num_cpus=0)(content_of), seat).remote(str(path))
-        self._wait([call], LOOK_TIMEOUT_S)
-        return self._said(call) or ""
+        return lambda wait_s: (self._said(call) or "") if self._wait([call], wait_s) else None
 
     def keep_robots(self, seats: Mapping[str, Seat], holder: str) -> dict[str, str]:
         """Takes the locks of these robots on their computers, until `hand_over`.

@@ -9,10 +9,10 @@ given back and asked for anew: the learners go on elsewhere, and the robots do n
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,6 +41,7 @@ from user_sys.candidates import (
 )
 from user_sys.compose import probes
 from user_sys.errors import RunError
+from user_sys.folder_look import WITHIN_S, FolderLook
 from user_sys.gateway.service import is_loopback
 from user_sys.prepare import LOOPBACK
 from user_sys.topology import RunConfig
@@ -69,6 +70,7 @@ class Share:
 
     requests: tuple[Request, ...]
     held: Reservation | None = None
+    looks: dict[str, FolderLook] = field(default_factory=dict)  # at computers that it is held on, until they are known
     seats: tuple[Seat, ...] = ()
 
 
@@ -108,6 +110,7 @@ class Gang:
         self.learners, self.policies = Share(self._wanted.compute), Share(self._wanted.policy)
         looks = probes(config.robots, lenient=config.chooses_robots)
         self._looks = {name: look for name, look in looks.items() if name == "config"}
+        self._found: Sequence[ResourceRecord] = ()  # when the run's robots were looked for last
         self._claims = Claims(self._name)
         self._mine: tuple[Request, ...] = ()  # the robots that were taken, and what else is to be near them
         self._driven: dict[str, str] = {}  # robots that turned out to be driven from outside, and by whom
@@ -124,6 +127,8 @@ class Gang:
             self.cluster.shutdown()
         finally:
             self._claims.release()
+            for share in (self.learners, self.policies):
+                _end_looks(share)
 
     @property
     def seats(self) -> tuple[Seat, ...]:
@@ -158,8 +163,10 @@ class Gang:
             PlacementError: the cluster would not have all of it even if nobody used any of it.
             RunError: a computer of the cluster cannot reach the gateway.
         """
-        for text in not_built(discover(self._looks)):
+        found = discover(self._looks)
+        for text in not_built(found):
             say(text)
+        self._found = found.records
         patience, unfit = Patience(self._name, say), -1
         while True:
             if len(self._unfit) != unfit:
@@ -174,8 +181,10 @@ class Gang:
     def take_share(self, share: Share) -> str:
         """Tries to get what computes for one use, for a run whose robots are at work.
 
+        It does not wait for computers that have yet to say whether they see the run's folder: the next call goes on.
+
         Returns:
-            Why it cannot be had; empty where it was.
+            Why it cannot be had, or cannot yet; empty where it was.
         """
         if time.monotonic() >= self._ask_again_s:
             self._ask_again_s = time.monotonic() + UNFIT_FOR_S
@@ -187,7 +196,9 @@ class Gang:
 
     def _try_share(self, share: Share) -> str:
         try:
-            return self._seat(share, self._place_share(share).assigned)
+            if share.looks:
+                return self._settle(share, 0.0)
+            return self._seat(share, self._place_share(share).assigned, 0.0)
         except PlacementError as error:
             return str(error)
         except OSError as error:  # of a full disk, say, which ends no run
@@ -213,6 +224,7 @@ class Gang:
         """Why both halves cannot be had, or empty. A robot that is driven from outside is passed over for another."""
         self._driven.clear()
         self._given_back.clear()
+        self._found = discover(self._looks).records
         while True:
             driven, why = len(self._driven), self._try_both()
             if len(self._driven) == driven:
@@ -227,7 +239,8 @@ class Gang:
         if why := self._take_robots([record for records in placement.assigned[:number] for record in records]):
             return why
         rest, learners = placement.assigned[number:], len(self.learners.requests)
-        if why := self._seat(self.learners, rest[:learners]) or self._seat(self.policies, rest[learners:]):
+        why = self._seat(self.learners, rest[:learners], WITHIN_S)
+        if why := why or self._seat(self.policies, rest[learners:], WITHIN_S):
             self.give_back()
             return why
         self._mine = _by_name(self._wanted.robots, placement.assigned)
@@ -264,8 +277,8 @@ class Gang:
         self._held, self.robots = None, {}
         self._claims.release()
 
-    def _seat(self, share: Share, assigned: Sequence[Sequence[ResourceRecord]]) -> str:
-        """Reserves what computes for one use as it was placed; why it cannot be had, or empty."""
+    def _seat(self, share: Share, assigned: Sequence[Sequence[ResourceRecord]], wait_s: float) -> str:
+        """Reserves what computes for one use as it was placed; why it cannot be had (within `wait_s`), or empty."""
         if not share.requests:
             return ""
         addresses = self.cluster.addresses()
@@ -274,37 +287,41 @@ class Gang:
         share.held = self.cluster.reserve(self._name, bundles(share.requests, assigned, addresses))
         if share.held is None:
             return "Another job was quicker to take what was free."
+        here = self._here()
+        away = {seat.node: seat for seat in share.held.seats() if seat.node not in here}
+        if far := {node: why for node, seat in away.items() if (why := self._out_of_reach(seat))}:
+            return self._refuse(share, far)
+        for node, seat in away.items():
+            share.looks[node] = FolderLook(self._folder, partial(self.cluster.read_at, seat))
+        return self._settle(share, wait_s)
+
+    def _settle(self, share: Share, wait_s: float) -> str:
+        """Why neither a learner nor a policy process would work where the share is held, or that this is not known
+        within `wait_s`; empty where they would: it has its seats then."""
+        assert share.held is not None
+        see = {node: look.sees(wait_s) for node, look in share.looks.items()}
+        if slow := sorted(node for node, sees in see.items() if sees is None):
+            return f"It is not known yet whether {listed(slow, 'or')} sees {self._folder}."
+        why = f"does not see {self._folder}, which must be on storage that both computers have."
+        if blind := {node: f"{node} {why}" for node, sees in see.items() if not sees}:
+            return self._refuse(share, blind)
+        _end_looks(share)
         seats = share.held.seats()
-        unfit = {seat.node: why for seat in seats if (why := self._why_unfit(seat))}
-        if unfit:
-            self._unfit |= unfit
-            self._give_back_share(share)
-            return " ".join(unfit.values())
         here = self._here()
         chosen = [seat for seat in seats if seat.bundle.gpu] or seats
         share.seats = tuple(sorted(chosen, key=lambda seat: seat.node not in here))
         return ""
 
+    def _refuse(self, share: Share, unfit: dict[str, str]) -> str:
+        self._unfit |= unfit
+        self._give_back_share(share)
+        return " ".join(unfit.values())
+
     def _give_back_share(self, share: Share) -> None:
+        _end_looks(share)
         if share.held is not None:
             self.cluster.release(share.held)
         share.held, share.seats = None, ()
-
-    def _why_unfit(self, seat: Seat) -> str:
-        """Why neither a learner nor a policy process would work there, or empty."""
-        if seat.node in self._here():
-            return ""
-        if why := self._out_of_reach(seat):
-            return why
-        token = secrets.token_hex(16)
-        sign = next(f for f in (self._folder, *self._folder.parents) if f.is_dir()) / f".seen-{token[:8]}"
-        try:
-            sign.write_text(token)
-            if self.cluster.content(seat, sign) == token:
-                return ""
-        finally:
-            sign.unlink(missing_ok=True)
-        return f"{seat.node} does not see {self._folder}, which must be on storage that both computers have."
 
     def _out_of_reach(self, seat: Seat) -> str:
         """Why a process there could not reach the gateway, or empty."""
@@ -315,10 +332,9 @@ class Gang:
 
     def _place(self, requests: Sequence[Request], *, unused: bool = False) -> Placement:
         """Near the store, if that is possible. Raises PlacementError, which says of unfit computers why they are."""
-        found = discover(self._looks).records
         records = [
             self._as_known(record)
-            for record in available(self._listed, found, self.cluster, runs=self._folder, unused=unused)
+            for record in available(self._listed, self._found, self.cluster, runs=self._folder, unused=unused)
             if record.kind is Kind.ROBOT or record.node not in self._unfit
         ]
         return place_run(self._listed, requests, records, self._here(), tuple(self._unfit.values()))
@@ -354,3 +370,9 @@ def _by_name(requests: Sequence[Request], assigned: Sequence[Sequence[ResourceRe
         for request, records in zip(requests, assigned, strict=False)
         for record in records
     )
+
+
+def _end_looks(share: Share) -> None:
+    for look in share.looks.values():
+        look.close()
+    share.looks.clear()
