@@ -171,6 +171,8 @@ def lose(run: Path, name: str, last_there_unix_s: float) -> None:
     [
         (["head", "--port", "0"], "--port 0: a port is a number from 1 to 65535"),
         (["head", "--robot", "arm"], "--robot arm: give the CONFIG that names it"),
+        (["head", "--ip", "203.0.113.7"], "--ip 203.0.113.7: this computer has no such address"),
+        (["join", "10.0.0.2:6379", "--ip", f"{'a' * 70}.example"], "this computer has no such address"),
         (["join", "nowhere"], "'nowhere' is no address to join at: write HOST:PORT, such as 10.0.0.2:6379"),
         (["join", "10.0.0.2:6379", "--label", "site="], "--label site=: write NAME=VALUE, such as site=lab"),
         (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray does not take 'lab (2nd floor)'"),

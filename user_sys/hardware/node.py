@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ def head_main(args: Namespace) -> int:
     _require_ray()
     if not 1 <= args.port <= MAX_PORT:
         raise ConfigError(f"--port {args.port}: a port is a number from 1 to {MAX_PORT}")
+    _require_own(args.ip)
     labels, records = _labels(args.label), _found(args)
     ensure_token(args.token)
     argv = node_argv(records, labels, head_port=args.port, ip=args.ip)
@@ -55,10 +57,20 @@ def join_main(args: Namespace) -> int:
     _require_ray()
     if host_and_port(args.address) is None:
         raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
+    _require_own(args.ip)
     labels, environment = _labels(args.label), node_environment(args.token)
     require_token(args.address, environment)
     records = _found(args)
     return _keep(node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize)
+
+
+def _require_own(ip: str) -> None:
+    """Raises ConfigError where this computer has no such address: Ray would try it for minutes."""
+    try:
+        if ip:
+            socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET).close()
+    except (OSError, ValueError):  # the latter: a name that cannot be one
+        raise ConfigError(f"--ip {ip[:80]}: this computer has no such address") from None
 
 
 def _require_ray() -> None:
