@@ -91,6 +91,7 @@ bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and c
 
 bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--rounds=10000)
 	$(BIN)/python -m benchmarks.hal $(ARGS)
+	$(BIN)/python -m benchmarks.faults ur
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py

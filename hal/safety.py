@@ -40,7 +40,7 @@ __all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
 
 logger = logging.getLogger(__name__)
 
-EARLY_S = 0.005  # the hold is due so much before the time is over, for waking up; a fifth of a period at most
+EARLY_S = 0.008  # the hold is due so much earlier, to be done by then; a fifth of a control period at most
 
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)

@@ -33,6 +33,7 @@ SERVO_DECELERATION = 10.0  # m/s^2, ur_rtde's own
 JOINT_DECELERATION = 2.0  # rad/s^2, ur_rtde's own
 ARRIVED_RAD = 2e-3
 BROKEN = "the connection broke"
+EARLY_S = 0.02  # the controller's watchdog bites so much before `silence_s` is over; a twentieth of it at most
 STATE_LAG = 3  # packages: the library's two connections are not in step
 
 # UR's "Real-Time Data Exchange guide": safety_mode and robot_mode
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class LinkConfig:
     """Attributes:
-    silence_s: the controller ends the program when it hears nothing for so long.
+    silence_s: the controller has ended the program when it has heard nothing for so long.
     rtde_hz: how often state is received and the target is streamed.
     lookahead_s, gain: of the controller's servoj: 0.03 to 0.2 s, 100 to 2000.
     joint_speed: of a move by itself (`UrLink.move`), rad/s.
@@ -440,7 +441,9 @@ class _Program:
         self._set_watchdog()
 
     def _set_watchdog(self) -> None:
-        _require(self._control.setWatchdog(1 / self._config.silence_s), "the watchdog cannot be set")
+        silence_s = self._config.silence_s
+        patience_s = silence_s - min(EARLY_S, silence_s / 20)
+        _require(self._control.setWatchdog(1 / patience_s), "the watchdog cannot be set")
 
 
 def import_rtde(name: str) -> Any:

@@ -237,7 +237,7 @@ def test_silence_leads_to_hold_and_then_to_the_safe_stop(bench: Bench) -> None:
     assert bench.kernel.tick() is None
 
 
-@pytest.mark.parametrize(("rate_hz", "early_s"), [(10.0, 0.005), (100.0, 0.002), (1000.0, 0.0002)])
+@pytest.mark.parametrize(("rate_hz", "early_s"), [(10.0, 0.008), (100.0, 0.002), (1000.0, 0.0002)])
 def test_a_hold_is_due_a_little_before_two_periods_are_over(rate_hz: float, early_s: float) -> None:
     bench = Bench(msgspec.structs.replace(SPEC, rate_hz=rate_hz))
     bench.kernel.filter(act(0, 0, 0, 0), bench.state())
