@@ -26,7 +26,7 @@ class PolicyHost:
         self._device, self._folder, self._start = config.policy.device, folder, start
         self._gang: Gang | None = places.gang
         self._gpus = places.policy_gpus
-        self._wanted = config.policy.is_started_by_run
+        self._wanted = config.policy.is_started_by_run and bool(config.robots)  # guests would not find it
         self._waits = ""
 
     @property

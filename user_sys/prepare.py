@@ -16,6 +16,7 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.errors import RunError
 from user_sys.gateway.service import is_loopback
+from user_sys.inference.remote import answer_deadline_s
 from user_sys.inference.wire import POLICY
 from user_sys.learners import LEARNER
 from user_sys.robot_cards import keep_card
@@ -39,9 +40,13 @@ def prepare(
 
     Raises:
         RunError: the policy acts in a process that the run does not start, and the key of that is not known.
+        ConfigError: the policy acts in a process that could not answer in time.
     """
     _keys(config, folder)
     specs = {robot.name: robot_spec(robot) for robot in config.robots}
+    if config.policy.at == "site":
+        for spec in specs.values():
+            answer_deadline_s(spec, config.policy.answer_within)
     for robot in config.robots:
         keep_card(folder.robots, robot.name, specs[robot.name])
         state = folder.edge(robot.name)

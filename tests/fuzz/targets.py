@@ -47,6 +47,7 @@ from user_sys.episode import (
 )
 from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
 from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.inference import wire as asking
 from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frames_of
 from user_sys.interchange.lerobot_format import INFO, TASKS
 from user_sys.interchange.lerobot_read import LerobotDataSet
@@ -433,6 +434,27 @@ _WORDS: tuple[envoy_wire.Word, ...] = (
     envoy_wire.Report(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
     envoy_wire.Status(1, 1, -1, 1, 0.5, {"s": 1.0}, envoy_wire.Failure("NotFinite", "t")),
 )
+
+
+def _policy_requests() -> Iterable[bytes]:
+    base: dict[str, Any] = {"number": 1, "session": bytes(asking.SESSION_BYTES)}
+    slot, digest = base | {"slot": 0}, bytes(asking.DIGEST_BYTES)
+    yield asking.encode(asking.Greeting(**base, protocol=asking.PROTOCOL, slots=(0,)))
+    yield asking.encode(asking.Open(**slot, kind="mlp", features=(STATE,), seed=0, spec=_SPEC))
+    yield asking.encode(asking.Load(**slot, digest=digest, size_bytes=9))
+    yield asking.encode(asking.Part(**slot, digest=digest, offset=0), {asking.PART: np.zeros(9, np.uint8)})
+    act = asking.Act(**slot, digest=digest, sentence="go", deterministic=False)
+    yield asking.encode(act, {STATE: np.zeros(2, np.float32)})
+
+
+def _policy_answers() -> Iterable[bytes]:
+    yield asking.encode(asking.Welcome(number=1, life=b"life", device="cpu"))
+    yield asking.encode(asking.Wanted(number=1, offset=0))
+    yield asking.encode(asking.Refusal(number=1, reason="no"))
+    arrays = {asking.ACTIONS: np.zeros((1, 2), np.float32), asking.LOG_PROB: np.zeros(1, np.float32)}
+    yield asking.encode(asking.Acted(number=1), arrays)
+
+
 _REQUEST = driver.Request(order="command", session="s", token=1)
 _REPLY = driver.Reply(spec=_SPEC, task=driver.TaskCard(name="n", sentence="s", max_steps=1), hand="twist")
 
@@ -456,6 +478,8 @@ TARGETS = {
     "hello": Target(
         protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _ENVELOPES[:4]), mutations.msgpack
     ),
+    "policy-request": Target(asking.decode_request, (WireError,), tuple(_policy_requests()), mutations.packet),
+    "policy-answer": Target(asking.decode_answer, (WireError,), tuple(_policy_answers()), mutations.packet),
     "parcel": Target(_record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)),
     "delta": Target(
         lambda raw: apply_delta(_BASE.tensors, raw), (WireError,), (bytes(_PARCELS[1].payload),), mutations.packet

@@ -69,6 +69,7 @@ from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_key
 from user_sys.weights.swap import PolicySwapper
 
 SPEC = slowly(example_spec())
+SPEC_BYTES = msgspec.msgpack.encode(SPEC)
 LENGTH = 4
 
 
@@ -380,7 +381,14 @@ def test_a_port_that_is_in_use_is_told(server: Server, keys: Path) -> None:
 def test_a_policy_that_there_is_not_is_refused_in_words(peer: Callable[..., Peer]) -> None:
     left = peer()
     left.greet()
-    for changes, says in (({"kind": "cnn"}, "expected one of mlp"), ({"features": ("smell",)}, "smell")):
+    endless = replace(SPEC, action=replace(SPEC.action, low=(-np.inf, 0.0)))
+    slower = SPEC_BYTES.replace(msgspec.msgpack.encode(SPEC.rate_hz), msgspec.msgpack.encode(-1.0))
+    for changes, says in (
+        ({"kind": "cnn"}, "expected one of mlp"),
+        ({"features": ("smell",)}, "smell"),
+        ({"spec": endless}, "finite bounds"),
+        ({"spec": msgspec.Raw(slower)}, "a control rate of -1 Hz is none"),
+    ):
         answer = left.open(**changes)
         assert isinstance(answer, Refusal) and says in answer.reason
         assert isinstance(left.act(), Absent)
@@ -445,6 +453,14 @@ def test_weights_and_observations_that_do_not_fit_are_refused_and_change_nothing
         answer = left.act(digest=digest, observation=observation)
         assert isinstance(answer, Unfit) and "observation" in answer.reason
     assert isinstance(left.act(digest=digest), Acted)
+
+
+def test_a_robot_that_observes_nothing_is_refused_and_the_others_act_on(peer: Callable[..., Peer]) -> None:
+    left, right = peer("left"), peer("right")
+    left.greet(), right.greet()
+    assert isinstance(left.open(spec=replace(SPEC, observation=())), Done)
+    assert isinstance(left.act(), Refusal)
+    assert isinstance(right.open(), Done) and isinstance(right.act(), Acted)
 
 
 def test_weights_that_are_not_as_announced_are_refused(peer: Callable[..., Peer]) -> None:

@@ -62,6 +62,13 @@ def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path)
     assert not (folder.keys / "policy.key").exists()
 
 
+def test_a_robot_too_fast_for_a_policy_elsewhere_is_told_before_anything_starts(tmp_path: Path) -> None:
+    fast = RobotConfig(name="left", driver="fake", options={"rate_hz": 500.0})
+    config = replace(fleet(tmp_path, at="site"), robots=(fast,))
+    with pytest.raises(ConfigError, match=r"0.5 of a control period of 2 ms is 1 ms"):
+        prepared(config)
+
+
 GPU = NeedConfig(kind="gpu", use="policy", near="cell", near_by="site")
 
 

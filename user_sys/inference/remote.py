@@ -46,6 +46,22 @@ PIPE_MESSAGES = 16
 LOST_AFTER_S = 3.0  # a connection on which nothing comes back is dialled anew
 
 
+def answer_deadline_s(spec: RobotSpec, answer_within: float) -> float:
+    """How long a robot waits for an action, by its share of the control period.
+
+    Raises:
+        ConfigError: that is too little for any network.
+    """
+    wait_s = answer_within * spec.period_s
+    if wait_s < LEAST_WAIT_S:
+        raise ConfigError(
+            f"policy.answer_within: {answer_within:g} of a control period of {1e3 * spec.period_s:g} ms is "
+            f"{1e3 * wait_s:g} ms, and over a network no policy answers within {1e3 * LEAST_WAIT_S:g} ms: "
+            "let it act in the session's process, with policy.at: edge"
+        )
+    return wait_s
+
+
 class RemotePolicy(Policy):
     """A slot at a policy process. `act` is the control thread's, `load` another's, as of two policies of a swapper."""
 
@@ -95,13 +111,7 @@ class PolicyLink:
             ConfigError: that is too little for any network.
             SpecError: a feature that the robot lacks.
         """
-        wait_s = answer_within * spec.period_s
-        if wait_s < LEAST_WAIT_S:
-            raise ConfigError(
-                f"policy.answer_within: {answer_within:g} of a control period of {1e3 * spec.period_s:g} ms is "
-                f"{1e3 * wait_s:g} ms, and over a network no policy answers within {1e3 * LEAST_WAIT_S:g} ms: "
-                "let it act in the session's process, with policy.at: edge"
-            )
+        wait_s = answer_deadline_s(spec, answer_within)
         self.forms = forms
         self._spec, self._kind, self._features, self._wait_s = spec, kind, tuple(features), wait_s
         self._reads: tuple[ArraySpec, ...] = feature_specs(spec, features)

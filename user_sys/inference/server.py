@@ -322,6 +322,10 @@ class PolicyServer:
         except SpecError as error:
             self._send(routing_id, Unfit(number=act.number, reason=str(error)[:1000]))
             return
+        except (ValueError, TypeError, IndexError) as error:  # one robot's request ends nothing; a GPU's error does
+            self._log.warn(f"act:{robot}", f"policy.cannot_act robot={robot}: {type(error).__name__}: {error}")
+            self._send(routing_id, Refusal(number=act.number, reason="its policy cannot act; the log there says more"))
+            return
         self.counters["acts"] += 1
         self._send(routing_id, Acted(number=act.number), {ACTIONS: chunk.actions, LOG_PROB: chunk.log_prob})
 

@@ -18,6 +18,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from hal.errors import HalError
 from hal.spec import RobotSpec
 from hal.undecodable import UNDECODABLE
 from user_sys.codec import Array, OpenPacket, encode_packet, open_packet
@@ -172,7 +173,7 @@ def decode_request(frame: bytes | memoryview) -> tuple[AnyRequest, Arrays]:
     packet = _opened(frame)
     try:
         request = _REQUESTS.decode(packet.record)
-    except UNDECODABLE as error:
+    except (*UNDECODABLE, HalError) as error:  # the latter of a spec that no robot can have
         raise WireError(_other_version(packet) or f"not a request: {str(error)[:200]}") from None
     if isinstance(request, Greeting) and request.protocol != PROTOCOL:
         raise WireError(_other_version(packet))
