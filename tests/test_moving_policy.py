@@ -51,8 +51,8 @@ def test_policies_whose_node_is_killed_act_on_another_and_nothing_else_is_starte
     run = site.folder / "runs" / "moves"
     with site.node(2) as first:
         launch = site.user_sys("train", "policies.yaml", "--name", "moves")
-        until(lambda: online(run, "left") > 0 or over(launch), "the robot acts", WITHIN_S)
         until(lambda: checkpointed(run) > 0 or over(launch), "the learner has learned, beside the store", WITHIN_S)
+        until(lambda: online(run, "left") > 0 or over(launch), "the robot acts", WITHIN_S)
         policy = policy_of(first)
         assert policy and b"CUDA_VISIBLE_DEVICES=GPU-L4\0" in Path(f"/proc/{policy}/environ").read_bytes()
         parts = parts_of_left(site)

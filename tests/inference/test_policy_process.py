@@ -303,7 +303,7 @@ def test_what_is_answered_late_moves_nothing(keys: Path) -> None:
             raise WireError("it takes none")
 
     go = threading.Event()
-    spec = replace(SPEC, rate_hz=100.0)
+    spec = replace(SPEC, rate_hz=20.0)
     rest = example_observation(np.random.default_rng(0))
     with serving(keys, lambda kind, features, spec, seed: Echo()) as server:
         with link_to(lambda: server.endpoint, keys, spec) as link:
