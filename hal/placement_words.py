@@ -237,4 +237,5 @@ def _is(count: int) -> str:
 
 
 def _gb(size: int) -> str:
-    return f"{size / _GB:.3g} GB"
+    gigabytes = size / _GB
+    return f"{gigabytes:.3g} GB" if gigabytes < 1000 else f"{gigabytes:,.0f} GB"

@@ -120,6 +120,7 @@ class Ranks:
         if self.device.type == "cpu":
             return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="gloo"))
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
+        options._timeout = timeout  # torch takes it from here, and warns where the two differ
         options.config.max_ctas = collective_ctas
         return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="nccl", pg_options=options))
 

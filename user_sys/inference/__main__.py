@@ -44,9 +44,9 @@ def chosen_device(wanted: Device) -> str:
     if wanted == "cpu" or (wanted == "auto" and not any(True for _ in probe_gpus())):
         return "cpu"
     if importlib.util.find_spec("torch") is not None:
-        from user_sys.policies.mlp_torch import has_gpu
+        from user_sys.policies.mlp_torch import start_gpu
 
-        if has_gpu():
+        if start_gpu():
             return "cuda"
     why = f"torch, on {local_node()}, is not installed or finds no GPU"
     if wanted == "cuda":

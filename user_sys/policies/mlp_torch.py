@@ -16,11 +16,17 @@ from user_sys.policies.mlp import INPUT_CLIP, LOG_STD_MAX, LOG_STD_MIN, MlpPolic
 
 
 class TorchMlpPolicy(MlpPolicy):
-    """See `MlpPolicy`; an `act` costs two transfers and one kernel launch or two a layer."""
+    """See `MlpPolicy`; an `act` costs two transfers and one kernel launch or two a layer.
+
+    On a GPU `act` goes before what others compute there, and does not queue behind a `load` of another policy.
+    """
 
     def __init__(self, spec: RobotSpec, device: str, *, features: Sequence[str] = (), seed: int = 0) -> None:
         super().__init__(spec, features=features, seed=seed)
         self._device = torch.device(device)
+        gpu = self._device.type == "cuda"
+        self._acting = torch.cuda.Stream(self._device, priority=-1) if gpu else None  # type: ignore[no-untyped-call]
+        self._loading = torch.cuda.Stream(self._device) if gpu else None  # type: ignore[no-untyped-call]
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def load(self, weights: Mapping[str, Array]) -> None:
@@ -32,18 +38,22 @@ class TorchMlpPolicy(MlpPolicy):
             np.concatenate([w[f"{head}.{part}"] for head in ("mean", "log_std")], -1) for part in ("weight", "bias")
         ]
         layers = [*self._hidden, (heads[0], heads[1])]
-        self._layers = [(self._on_device(weight), self._on_device(bias)) for weight, bias in layers]
+        with torch.cuda.stream(self._loading):  # on a processor this does nothing
+            self._layers = [(self._on_device(weight), self._on_device(bias)) for weight, bias in layers]
+            if self._loading is not None:
+                self._loading.synchronize()
 
     @torch.inference_mode()
     def _gaussian(self, x: Array) -> tuple[Array, Array]:
         assert self._weights is not None  # `act` has looked
         w = self._weights
         scaled = np.clip((x - w["input.offset"]) * w["input.scale"], -INPUT_CLIP, INPUT_CLIP)
-        h = self._on_device(scaled.astype(np.float32))[None]
-        for weight, bias in self._layers[:-1]:
-            h = torch.relu_(torch.addmm(bias, h, weight))
-        weight, bias = self._layers[-1]
-        both = torch.addmm(bias, h, weight)[0].cpu().numpy()
+        with torch.cuda.stream(self._acting):
+            h = self._on_device(scaled.astype(np.float32))[None]
+            for weight, bias in self._layers[:-1]:
+                h = torch.relu_(torch.addmm(bias, h, weight))
+            weight, bias = self._layers[-1]
+            both = torch.addmm(bias, h, weight)[0].cpu().numpy()
         mean, log_std = np.split(both, 2)
         return mean, np.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
 
@@ -51,5 +61,10 @@ class TorchMlpPolicy(MlpPolicy):
         return torch.tensor(array, device=self._device)
 
 
-def has_gpu() -> bool:
-    return torch.cuda.is_available()
+def start_gpu() -> bool:
+    """Readies the calling thread for products of matrices, whose library takes its time to start. False: no GPU."""
+    if not torch.cuda.is_available():
+        return False
+    some = torch.zeros(8, 8, device="cuda")
+    torch.addmm(some[0], some, some).cpu()
+    return True
