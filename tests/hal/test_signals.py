@@ -24,8 +24,9 @@ def test_a_signal_ends_a_process_that_is_about_to_wait_for_it() -> None:
 
 
 OUTLIVES_ITS_TERMINAL = """
-import os, sys, threading
+import os, signal, sys, threading
 from hal.signals import stop_on_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs this test may be under nohup
 os.open(os.ttyname(0), os.O_RDWR)  # the first process of a session that opens a terminal has it for its own
 stop = threading.Event()
 stop_on_signals(stop)
