@@ -35,7 +35,7 @@ from user_sys.codec import encode_packet
 from user_sys.compose import policy_maker
 from user_sys.errors import ConfigError, PolicyAway, RunError, WireError
 from user_sys.inference.keeper import LOAD_WITHIN_S
-from user_sys.inference.server import PolicyServer
+from user_sys.inference.server import MAX_JOBS, PolicyServer
 from user_sys.inference.slots import FORGET_AFTER_S, MAX_SESSIONS, Packets, Slots
 from user_sys.inference.wire import (
     MAX_MESSAGE_BYTES,
@@ -49,6 +49,7 @@ from user_sys.inference.wire import (
     Act,
     Acted,
     AnyAnswer,
+    Busy,
     Done,
     Greeting,
     Load,
@@ -491,6 +492,25 @@ def test_a_session_has_so_many_slots_and_a_robot_so_many_sessions(peer: Callable
     for number in range(1, MAX_SESSIONS + 1):
         peer(session=bytes([number]) * SESSION_BYTES).greet()
     assert isinstance(left.act(), Absent)  # the one that was silent for longest is forgotten
+
+
+def test_a_robot_that_asks_for_more_than_can_be_made_is_told_so_and_nothing_piles_up(keys: Path) -> None:
+    go = threading.Event()
+    make = policy_maker("cpu")
+
+    def slowly_made(*wanted: Any) -> Policy:
+        assert go.wait(END_S)
+        return make(*wanted)
+
+    with serving(keys, slowly_made) as server, Peer(server, keys, ROBOTS[0], bytes(SESSION_BYTES)) as left:
+        left.greet()
+        fields = {"session": left.session, "slot": 0, "kind": "mlp", "features": (), "seed": 0, "spec": SPEC}
+        for number in range(MAX_JOBS):
+            left.send(encode(Open(number=number, **fields)))
+        assert isinstance(left.open(), Busy)
+        go.set()
+        assert all(isinstance(left.receive(), Done) for _ in range(MAX_JOBS))
+        assert isinstance(left.open(), Done)
 
 
 def test_a_message_that_is_too_long_costs_its_sender_the_connection_and_nobody_else(

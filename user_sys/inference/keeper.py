@@ -255,7 +255,7 @@ class Keeper:
     def _open(self, place: Place, life: bytes) -> None:
         answer = self._ask(self._opening(0, place))
         if not isinstance(answer, Done):
-            raise _Away("has begun anew just now")
+            raise _Away("is busy with this robot's policies" if isinstance(answer, Busy) else "has begun anew just now")
         place.openings += 1
         place.opened_in, place.there = life, b""
 

@@ -24,11 +24,12 @@ from hal.errors import SpecError
 from hal.spec import RobotSpec
 from user_sys.codec import decode_packet
 from user_sys.errors import ConfigError, RunError, WireError
-from user_sys.inference.slots import Packets, Session, Slot, Slots
+from user_sys.inference.slots import MAX_SESSIONS, Packets, Session, Slot, Slots
 from user_sys.inference.wire import (
     ACTIONS,
     LOG_PROB,
     MAX_MESSAGE_BYTES,
+    MAX_SLOTS,
     MAX_UNGREETED_BYTES,
     PART,
     SESSION_BYTES,
@@ -67,6 +68,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 BURST = 64
 KEPT_BYTES = 1 << 30
+MAX_JOBS = MAX_SESSIONS * MAX_SLOTS  # of a robot, for the second thread: one for each slot that it may have
 
 MakePolicy = Callable[[str, tuple[str, ...], RobotSpec, int], Policy]
 """Kind, features, spec and seed; raises ConfigError or SpecError for what there is not."""
@@ -97,7 +99,8 @@ class PolicyServer:
         self._life = secrets.token_bytes(SESSION_BYTES)
         self._log = SparingLog()
         self._slots, self._packets = Slots(clock), Packets(KEPT_BYTES)
-        self._finished: deque[tuple[bytes, Answer]] = deque()
+        self._jobs: Counter[str] = Counter()  # of each robot, that are not answered yet
+        self._finished: deque[tuple[str, bytes, Answer]] = deque()
 
     def run(self, stop: threading.Event, listening: Callable[[str], None] = lambda endpoint: None) -> None:
         """Blocks until `stop` is set.
@@ -153,7 +156,9 @@ class PolicyServer:
                 self._wakeup.clear()
             self._gate.authenticate()
             while self._finished:
-                self._send(*self._finished.popleft())
+                robot, routing_id, answer = self._finished.popleft()
+                self._jobs[robot] -= 1
+                self._send(routing_id, answer)
             self._receive()
             if broken := self._floods.check(lambda: not readable(self._router)):
                 self.counters["floods"] += broken
@@ -207,6 +212,8 @@ class PolicyServer:
                 case Greeting():
                     self._slots.greet(robot, request.session, request.slots)
                     answer: Answer | None = Welcome(number=request.number, life=self._life, device=self._device)
+                case _ if self._jobs[robot] >= MAX_JOBS:
+                    answer = Busy(number=request.number)
                 case Open():
                     answer = self._open(robot, routing_id, request)
                 case Load() | Part():
@@ -232,7 +239,7 @@ class PolicyServer:
             log.info("policy.opened robot=%s slot=%d", robot, request.slot)
             return Done(number=request.number)
 
-        self._work(slot, routing_id, build)
+        self._work(robot, slot, routing_id, build)
         return None
 
     def _take_weights(self, robot: str, routing_id: bytes, request: Load | Part, arrays: Arrays) -> Answer | None:
@@ -294,11 +301,12 @@ class PolicyServer:
             log.info("policy.loaded robot=%s slot=%d digest=%s", robot, request.slot, request.digest.hex()[:16])
             return Done(number=request.number)
 
-        self._work(slot, routing_id, build)
+        self._work(robot, slot, routing_id, build)
 
-    def _work(self, slot: Slot, routing_id: bytes, build: Callable[[], Answer]) -> None:
-        """Has the second thread do something to a slot, and the answer sent then."""
+    def _work(self, robot: str, slot: Slot, routing_id: bytes, build: Callable[[], Answer]) -> None:
+        """Has the second thread do something to a robot's slot, and the answer sent then."""
         slot.busy = True
+        self._jobs[robot] += 1
 
         def job() -> None:
             try:
@@ -307,7 +315,7 @@ class PolicyServer:
                 log.exception("policy.failed")
                 answer = Refusal(number=0, reason=f"{type(error).__name__} at the policy process; its log says more")
             slot.busy = False
-            self._finished.append((routing_id, answer))
+            self._finished.append((robot, routing_id, answer))
             self._wakeup.set()
 
         self._workshop.submit(job)

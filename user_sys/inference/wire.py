@@ -5,7 +5,7 @@ a number, which its answer repeats; a session's numbers only grow on each of its
 at the process; it belongs to the session that opened it, and the session to the robot whose key its connection has.
 
     Greeting -> Welcome          once a second; a process that has begun anew has another `life`, and no slots
-    Open     -> Done             a slot with a policy that has no weights
+    Open     -> Done | Busy      a slot with a policy that has no weights
     Load     -> Done | Wanted | Unfit | Busy | Absent
     Part     -> likewise         the next bytes of what `Load` named
     Act      -> Acted | Unfit | Absent
@@ -122,7 +122,7 @@ class Wanted(Answer, frozen=True, kw_only=True, tag="wanted"):
 
 
 class Busy(Answer, frozen=True, kw_only=True, tag="busy"):
-    """The slot is being worked on: ask again in a moment."""
+    """The slot is being worked on, or as much as a robot may ask for at a time: ask again in a moment."""
 
 
 class Absent(Answer, frozen=True, kw_only=True, tag="absent"):
