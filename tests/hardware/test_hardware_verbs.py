@@ -305,13 +305,21 @@ def test_the_diary_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture
         1,
     )
     assert "edge on cart" in said(capsys, "diary", "far-0", "--run", run)
-    assert told(capsys, "diary", "near-0", "--run", run) == []
+
+
+def test_the_diary_of_a_robot_that_nobody_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = create(RunConfig(runs=tmp_path, guests=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999")
+    assert said(capsys, "diary", "far-7", "--run", folder.path) == "nobody has had far-7 yet\n"
+    assert told(capsys, "diary", "far-7", "--run", folder.path) == []
+    assert said(capsys, "diary", "--run", folder.path) == "nobody has had a robot yet\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
         (["quarantine", "far-9", "--run", "{run}"], "knows no far-9; there is far-0"),
+        (["diary", "near-0", "--run", "{run}"], "knows no near-0; there is far-0"),
+        (["diary", "near-0", "--run", "{run}", "--json"], "knows no near-0; there is far-0"),
         (["restore", "far-0", "--run", "{run}"], "far-0 is neither quarantined nor draining"),
         (["drain", "far-0", "--run", "nowhere"], "nowhere is not a run folder"),
         (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),

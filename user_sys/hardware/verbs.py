@@ -145,9 +145,15 @@ def restore_main(args: Namespace) -> int:
 
 def diary_main(args: Namespace) -> int:
     """``user-sys hardware diary [ROBOT] --run RUN``: one line an entry, oldest first."""
-    entries = [e for e in read_diary(_run_folder(args.run) / DIARY) if args.name in ("", e.resource)]
+    folder = RunFolder(_run_folder(args.run))
+    entries = [e for e in read_diary(folder.path / DIARY) if args.name in ("", e.resource)]
+    if args.name and not entries:
+        _require_known(args, folder)
     if args.json:
         _print_json(msgspec.to_builtins(entries))
+        return 0
+    if not entries:
+        Console().print(Text(f"nobody has had {args.name or 'a robot'} yet"))
         return 0
     table = Table("when", "robot", "what", "who", "token", "why", box=None)
     for entry in entries:
@@ -168,14 +174,19 @@ def _there(config: RunConfig, found: Discovery, address: str) -> tuple[list[Reso
 
 def _order(args: Namespace, what: What, meaning: str) -> int:
     folder = RunFolder(_run_folder(args.run))
+    _require_known(args, folder)
+    order = OrderBook(folder.path / "orders.json").give(args.name, what, who_orders(args.by), args.reason)
+    Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
+    return 0
+
+
+def _require_known(args: Namespace, folder: RunFolder) -> None:
+    """Raises RunError where the run has other robots than the one that is named; one that has none may get any."""
     config = load(RunConfig, folder.config)
     known = {record.name for record in read_registry(folder.path)}
     known |= {robot.name for robot in (*config.robots, *config.guests)}
     if known and args.name not in known:
         raise RunError(f"{args.run} knows no {args.name}; there is {listed(sorted(known))}")
-    order = OrderBook(folder.path / "orders.json").give(args.name, what, who_orders(args.by), args.reason)
-    Console().print(Text(f"{args.name} is {what} {order.note}: {meaning}"), soft_wrap=True)
-    return 0
 
 
 def _run_folder(path: Path) -> Path:
