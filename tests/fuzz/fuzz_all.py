@@ -11,14 +11,19 @@ from pathlib import Path
 from targets import TARGETS
 
 START_S = 600.0  # importing under instrumentation, on a busy machine
+LATE = 124  # the exit status of one that runs past its time, as `timeout` has it
 
 
 def fuzz(name: str, folder: Path, *options: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
-    """Runs libFuzzer with `options`, which take about `seconds`. Inputs that found something are written to `folder`,
-    where its report says."""
+    """Runs libFuzzer with `options`, which take about `seconds`; one that is far from done by then has failed. Inputs
+    that found something are written to `folder`, where its report says."""
     command = [sys.executable, str(Path(__file__).parent / "fuzz_one.py"), name, *options]
-    prefix = f"-artifact_prefix={folder}/{name}-"
-    return subprocess.run([*command, prefix], capture_output=True, text=True, timeout=seconds + START_S)
+    prefix, within_s = f"-artifact_prefix={folder}/{name}-", seconds + START_S
+    try:
+        return subprocess.run([*command, prefix], capture_output=True, text=True, timeout=within_s)
+    except subprocess.TimeoutExpired as late:
+        report = (late.stderr or b"").decode(errors="replace") + f"\n{name} did not end within {within_s:g} s"
+        return subprocess.CompletedProcess(late.cmd, LATE, "", report)
 
 
 def verdict(name: str, done: subprocess.CompletedProcess[str]) -> str:

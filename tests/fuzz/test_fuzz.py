@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
+import fuzz_all
 import pytest
 from fuzz_all import fuzz
 from targets import TARGETS
@@ -17,6 +19,17 @@ RUNS = 3000
 def test_no_parser_breaks_soon(tmp_path: Path) -> None:
     done = fuzz("all", tmp_path, f"-runs={RUNS}", "-seed=1")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_parser_that_runs_past_its_time_has_failed_and_the_others_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fuzz_all, "START_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["fuzz_all.py", "0", "reply", "word"])
+    assert fuzz_all.main() == 1
+    out = capsys.readouterr().out
+    assert all(f"{name}: FOUND\n" in out and f"{name} did not end within 0 s\n" in out for name in ("reply", "word"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
