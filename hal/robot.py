@@ -46,7 +46,7 @@ class Robot(ABC):
         attend: the driver process sets it. A motion that takes longer than a control period, such as the way home at a
             reset, calls it in each one, from the thread that it was called in. It raises EmergencyStopped once the
             e-stop was pressed (the robot has been told to stop then), and HalError where the driver process is to end:
-            the motion is then given up.
+            the motion is then given up. So does a `connect` that waits for its device.
     """
 
     spec: RobotSpec

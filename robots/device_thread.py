@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from hal.errors import HardwareLost
 
+ATTEND_EVERY_S = 0.1
 LAST_CHANCE_S = 2.0  # for a call that hangs while the process ends; libfranka gives up after one
 
 T = TypeVar("T")
@@ -19,7 +21,8 @@ T = TypeVar("T")
 class DeviceThread:
     """Carries out a device's calls one after the other, each with a deadline, so that a library that hangs is noticed.
 
-    After a call that missed its deadline the device is lost: every later call is refused.
+    After a call that missed its deadline, or was not waited for any longer, the device is lost: every later call is
+    refused.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,8 +32,13 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, deed: str, function: Callable[[], T], deadline_s: float) -> T:
+    def call(
+        self, deed: str, function: Callable[[], T], deadline_s: float, attend: Callable[[], None] | None = None
+    ) -> T:
         """What `function` returns.
+
+        Args:
+            attend: called all the while, where the call may take long; what it raises ends the waiting.
 
         Raises:
             HardwareLost: it raised, whatever it was, or did not return in time; the message says which.
@@ -39,19 +47,32 @@ class DeviceThread:
             raise HardwareLost(f"{self._name} has hung since {self._hung}")
         future: Future[T] = Future()
         self._calls.put((future, function))
+        if attend is not None:
+            self._attend(deed, future, time.monotonic() + deadline_s, attend)
         try:
-            return future.result(deadline_s)
+            return future.result(deadline_s if attend is None else 0.0)
         except Exception as error:  # of the device; and of the deadline, which is no error of the device
             if not future.done():
-                self._hung = deed
-                # a thread that came back from C++ while Python is being torn down would abort the process
-                atexit.register(self._thread.join, LAST_CHANCE_S)
+                self._leave_hanging(deed)
                 raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
             raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
 
     def end(self) -> None:
         """Lets the thread end once it is idle."""
         self._calls.put(None)
+
+    def _attend(self, deed: str, future: Future[T], until_s: float, attend: Callable[[], None]) -> None:
+        while time.monotonic() < until_s and not wait([future], ATTEND_EVERY_S).done:
+            try:
+                attend()
+            except BaseException:
+                self._leave_hanging(deed)
+                raise
+
+    def _leave_hanging(self, deed: str) -> None:
+        self._hung = deed
+        # a thread that came back from C++ while Python is being torn down would abort the process
+        atexit.register(self._thread.join, LAST_CHANCE_S)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -216,9 +216,9 @@ class FrankaRobot(Robot):
         self._alone.acquire()
         self._thread, self._target = DeviceThread(self._name), None
         try:
-            self._arm = self._thread.call("connecting", self._open, CONNECT_DEADLINE_S)
+            self._arm = self._thread.call("connecting", self._open, CONNECT_DEADLINE_S, self.attend)
             self._read(CONNECT_DEADLINE_S)
-        except HardwareLost:
+        except BaseException:
             self._let_go()
             raise
 

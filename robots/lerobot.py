@@ -116,14 +116,14 @@ class LerobotRobot(Robot):
         self._alone.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
         try:
-            self._ask("connecting", self._open, CONNECT_DEADLINE_S)
-            if not self._ask("checking the calibration", lambda: self._device.is_calibrated, CONNECT_DEADLINE_S):
+            self._wait_for("connecting", self._open)
+            if not self._wait_for("checking the calibration", lambda: self._device.is_calibrated):
                 raise HardwareLost(
                     f"{self.config.type}: its motors hold another calibration than {self._calibration_file()}; "
                     "run lerobot-calibrate, which can put the file's into the motors"
                 )
             self._hold()
-        except HardwareLost:
+        except BaseException:
             self._let_go()
             raise
 
@@ -245,6 +245,11 @@ class LerobotRobot(Robot):
         call = partial(persist, self.config.type, function)
         return self._thread.call(deed, call, deadline_s or self.config.deadline_s)
 
+    def _wait_for(self, deed: str, function: Callable[[], T]) -> T:
+        """As `_ask`, on the way to being connected."""
+        assert self._thread is not None
+        return self._thread.call(deed, partial(persist, self.config.type, function), CONNECT_DEADLINE_S, self.attend)
+
     def _let_go(self) -> None:
         """Disconnects; what is left of a broken connection is forgotten, and the next one starts with a new device."""
         thread, self._thread = self._thread, None
@@ -348,8 +353,8 @@ class LerobotCamera(Camera):
         self._alone.acquire()
         self._thread = DeviceThread(f"camera {self.spec.name}")
         try:
-            self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S)
-        except HardwareLost:
+            self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S, self.attend)
+        except BaseException:
             self.close()
             raise
 

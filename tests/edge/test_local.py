@@ -134,6 +134,22 @@ def test_a_press_beside_the_program_ends_the_way_to_a_start() -> None:
         assert driver.hold().stopped and set(robot.stops) == {StopLevel.SAFE}
 
 
+class Awaited(WatchedRobot):
+    """Somebody presses while its connection is waited for, when nobody could stop it."""
+
+    def connect(self) -> None:
+        press("arm-0", "ada")
+        self.attend()
+        assert not self.stops
+        super().connect()
+
+
+def test_a_press_while_a_robot_is_being_connected_stops_it_once_it_is() -> None:
+    robot = Awaited()
+    with local_driver(Station("arm-0", robot, FakeTask()), REAL) as driver:
+        assert driver.reset(0).stopped and set(robot.stops) == {StopLevel.SAFE}
+
+
 class Pressed(WatchedRobot):
     """Somebody presses Ctrl-C, or closes the terminal, in the middle of the third command, and again while it stops."""
 

@@ -7,6 +7,7 @@ plugins of third parties as they are published.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from lerobot_kit import SimulatedArm, let_torchvision_in, simulated_arm
 
 from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
-from hal.errors import EmergencyStopped, HardwareLost, SpecError
+from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
@@ -325,6 +326,20 @@ def test_a_plugin_that_hangs_is_lost(arm: SimulatedArm, monkeypatch: pytest.Monk
             robot.observe()
         with pytest.raises(HardwareLost, match="hung"):
             robot.observe()
+
+
+def test_who_waits_for_an_arm_or_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up() -> None:
+        raise HalError("the driver is to end")
+
+    let_go = threading.Event()
+    settings = {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}
+    for device in (LerobotRobot(DUMMY), LerobotCamera("top", settings)):
+        monkeypatch.setattr(device._device, "connect", lambda **_: let_go.wait(DEADLINE_S))
+        device.attend = give_up
+        with pytest.raises(HalError, match="the driver is to end"):
+            device.connect()
+    let_go.set()
 
 
 def test_what_is_wrong_is_said_in_words() -> None:

@@ -99,6 +99,7 @@ class Driver:
         self.real_time = False
         self.pace: Callable[[], None] = lambda: None
         self._teleoperators = list(teleoperators)
+        self._connected = False
         self._frame_stride = frame_stride
         self._periods = 0
         self._pictured_ns: dict[str, int] = {}  # by camera, the newest picture that a tick had
@@ -109,7 +110,7 @@ class Driver:
         """Connects the robot, then its cameras and input devices; a missing input device is left out until the next
         start. Under a latched e-stop the robot is stopped before anything else takes its time.
 
-        `Robot.attend` is called while cameras are waited for; what it raises passes through.
+        `Robot.attend` is called while robot and cameras are waited for; what it raises passes through.
 
         Raises:
             HardwareLost: the robot or a camera is not there, or a stop button of its own is pressed: that latches too.
@@ -119,6 +120,7 @@ class Driver:
         except EmergencyStopped as error:
             self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
             raise HardwareLost(f"{error}: release it, then re-arm at the console") from error
+        self._connected = True
         if self.kernel.emergency is not None:
             self.robot.stop(StopLevel.SAFE)
         for camera in self.cameras:
@@ -212,12 +214,15 @@ class Driver:
                 self.kernel.heed_latch()
 
     def attend(self) -> None:
-        """For the periods of a motion that the robot makes by itself, see `hal.robot.Robot.attend`.
+        """For the periods of a motion that the robot makes by itself, see `hal.robot.Robot.attend`. A robot that is not
+        connected yet cannot be stopped.
 
         Raises:
             EmergencyStopped: the e-stop is pressed, and the robot was told to stop.
             HardwareLost: the robot went away.
         """
+        if not self._connected:
+            return
         self.heed_latch()
         if (stopped := self.kernel.emergency) is not None:
             raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
