@@ -28,7 +28,7 @@ def explain(
     Args:
         missing: the requests that cannot be met.
         together: each could be met if it were alone.
-        relief: the resources each of which would help if it were free.
+        relief: the resources each of which would help if it were there and free.
     """
     sentences = [f"The job asks for {listed([asked(request) for request in requests])}{_nearness(requests)}"]
     if together:
@@ -37,7 +37,8 @@ def explain(
         sentences += [_lack(request, records) for request in missing]
     if relief:
         names = listed([record.name for record in relief], "or")
-        sentences.append(f"It would fit if {names} were free")
+        lost = all(record.health is Health.LOST for record in relief)
+        sentences.append(f"It would fit if {names} were {'there' if lost else 'free'}")
     return " ".join(f"{sentence}{'' if sentence.endswith('?') else '.'}" for sentence in sentences)
 
 

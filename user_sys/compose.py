@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from hal.discovery import Probe, installed_probes, lazily
 from hal.doctor import Library
@@ -186,12 +189,19 @@ LIBRARIES = (
 """What our drivers and input devices import when they are used."""
 
 
+def lacking(driver: str) -> Library | None:
+    """What the driver needs and this computer does not have."""
+    needed = (library for library in LIBRARIES if library.purpose == f"the driver {driver}")
+    return next((library for library in needed if find_spec(library.module) is None), None)
+
+
 def probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict[str, Probe]:
     """Everything that looks for hardware: for the robots that a config names, the hardware layer's own probes, our
     drivers', and those of installed packages.
 
     Args:
-        lenient: a robot that cannot be built, for want of its driver perhaps, is LOST, and its record says why.
+        lenient: a robot that cannot be built, for want of its driver perhaps, is LOST, and its record says why. So is,
+            in any case, one whose driver lacks a library here that it imports when it connects.
 
     Raises:
         ConfigError: a robot that cannot be built.
@@ -220,11 +230,19 @@ def _configured(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
         labels={robot.name: robot.labels for robot in robots},
     )
 
+    lacks = {robot.name: library for robot in robots if (library := lacking(robot.driver)) is not None}
+
     def probe() -> Iterator[ResourceRecord]:
         yield from unbuilt
-        yield from look()
+        for record in look():
+            yield _without(lacks[record.name], record) if record.name in lacks else record
 
     return probe
+
+
+def _without(library: Library, record: ResourceRecord) -> ResourceRecord:
+    trouble = f"{library.purpose} needs {library.module}, which is not installed here: {library.install}"
+    return msgspec.structs.replace(record, health=Health.LOST, trouble=trouble)
 
 
 def _unbuilt(robot: RobotConfig, error: Exception) -> ResourceRecord:

@@ -64,7 +64,7 @@ def test_the_one_that_is_named_is_taken_lost_or_unknown() -> None:
     )
     assert why(Request(kind=Kind.ROBOT, name="ur-0")) == (
         "The job asks for the robot ur-0. ur-0 is not there (nothing answers at 10.0.0.5:30004: timed out). "
-        "It would fit if ur-0 were free."
+        "It would fit if ur-0 were there."
     )
     assert why(Request(kind=Kind.ROBOT, name="panda0")) == (
         "The job asks for the robot panda0. There is no robot called panda0; did you mean panda-0?"

@@ -149,7 +149,7 @@ def test_what_a_dead_node_had_is_not_there_until_a_node_with_its_address_is() ->
     dead = {**RACK, "Alive": False}
     assert why(TRAINING, nodes=(DESK, dead)).endswith(
         "none is free: rack/gpu-0 is not there (its Ray node is gone) and rack/gpu-1 is not there (its Ray node is "
-        "gone). It would fit if rack/gpu-0 or rack/gpu-1 were free."
+        "gone). It would fit if rack/gpu-0 or rack/gpu-1 were there."
     )
     again = {**RACK, "NodeID": "z"}
     (chosen,) = place([TRAINING], cluster_records([DESK, dead, again], {}, [])).assigned

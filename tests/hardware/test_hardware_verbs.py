@@ -15,11 +15,13 @@ import msgspec
 import pytest
 from run_kit import until, user_sys
 
+from hal.doctor import Library
 from hal.lease import LeaseTable, MachineLock
 from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook
+from user_sys import compose
 from user_sys.candidates import in_use, with_cluster
 from user_sys.cli import main
 from user_sys.compose import RobotConfig
@@ -102,7 +104,7 @@ def test_explain_says_where_a_job_would_run_or_why_not(
 ) -> None:
     assert said(capsys, "explain", job, status=1) == (
         "The job asks for the robot left and the robot right. right is not there (nothing answers at 127.0.0.1:1: "
-        "Connection refused). It would fit if right were free.\n"
+        "Connection refused). It would fit if right were there.\n"
     )
     job.write_text("robots: [{name: left, driver: fake, task: reach}]\nneeds: [{kind: compute, cores: 1}]\n")
     placed = told(capsys, "explain", job)
@@ -225,10 +227,26 @@ def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of
     assert crane["trouble"].startswith("no driver 'nowhere'; there are ['fake', 'franka', 'lerobot', ")
     why = said(capsys, "explain", job, status=1)
     assert why.startswith("The job asks for the robot crane and the robot left. crane is not there (no driver ")
-    assert why.endswith("It would fit if crane were free.\n")
+    assert why.endswith("It would fit if crane were there.\n")
     job.write_text("robots: [{name: e, driver: sim, task: nonsense}]\n")
     (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
     assert problem["says"].startswith("robot e: no scene 'nonsense'"), "also where its name is part of any sentence"
+
+
+def test_a_robot_whose_driver_lacks_a_library_is_told_of_with_what_installs_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some drivers import their vendor's library when they connect, and no sooner."""
+    absent = Library("no_such_library", "the driver fake", "pip install it")
+    monkeypatch.setattr(compose, "LIBRARIES", (absent,))
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n")
+    assert said(capsys, "explain", job, status=1) == (
+        "The job asks for the robot left. left is not there (the driver fake needs no_such_library, which is not "
+        "installed here: pip install it). It would fit if left were there.\n"
+    )
+    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["says"] == "left: the driver fake needs no_such_library, which is not installed"
+    assert problem["mend"] == "pip install it"
 
 
 def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(

@@ -26,7 +26,7 @@ from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What, who_orders
 from user_sys.candidates import available, failures, in_use, place_run, store_nodes
-from user_sys.compose import LIBRARIES, RobotConfig, probes, why_not_built
+from user_sys.compose import LIBRARIES, RobotConfig, lacking, probes, why_not_built
 from user_sys.config import load
 from user_sys.errors import RunError
 from user_sys.run_folder import read_card
@@ -249,6 +249,10 @@ def _of_robots(robots: Sequence[RobotConfig]) -> Iterator[Finding]:
     """One for each robot. One that cannot even be built, for want of a library or an option, keeps no other from it."""
     looks: dict[str, Probe] = {}
     for robot in robots:
+        if (library := lacking(robot.driver)) is not None:
+            says = f"{robot.name}: {library.purpose} needs {library.module}, which is not installed"
+            yield Finding(check="robots", verdict=Verdict.PROBLEM, says=says, mend=library.install)
+            continue
         try:
             looks[robot.name] = probes((robot,))["config"]
         except Exception as error:  # a foreign driver may fail in any way
