@@ -24,15 +24,12 @@ from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.wire import Payload
-from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
-from user_sys.weights.parcel import full_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.records import OTHER_RUN, UNNAMED, Life
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import ensure_signer
-from user_sys.weights.state import build_state, describe
 from user_sys.weights.swap import PolicySwapper
 
 # No peer is taken for dead because the machine is busy.
@@ -205,22 +202,6 @@ def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
             assert "version 99 is not kept" in capsys.readouterr().err
             assert main(["weights", "list", str(site.run), "--learner", "learner-x"]) == 2
             assert "--learner learner-x: the learners of" in capsys.readouterr().err
-
-
-def test_a_person_gives_orders_to_the_robots_of_one_learner_of_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    signer, array = ensure_signer(tmp_path / "keys", "learner"), np.zeros(3, np.float32)
-    for name in (".", "learner-so-101"):
-        state = build_state({"w": array.copy()})
-        manifest = describe(state, 3, 3, 0, (0.0, 0.0))
-        parcel = full_parcel(state, 3)
-        kept = Catalogue({("exact", 3): (manifest, signer.sign(manifest))}, {parcel.info.id: parcel})
-        Shelf(tmp_path / "weights" / name).keep(kept, signer.public_key)
-    assert main(["weights", "rollback", "3", str(tmp_path), "--learner", "learner-so-101"]) == 0
-    assert "every robot of learner-so-101 is to act with version 3" in " ".join(capsys.readouterr().out.split())
-    first, second = (Shelf(tmp_path / "weights" / name).order() for name in (".", "learner-so-101"))
-    assert first is None and second is not None
 
 
 def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(site: Site) -> None:

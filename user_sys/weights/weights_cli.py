@@ -7,13 +7,19 @@ import json
 import time
 from argparse import Namespace
 from pathlib import Path
+from textwrap import shorten
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from hal.standing import who_orders
+from hal.placement_words import listed
+from hal.standing import MAX_WORDS_CHARS, who_orders
 from user_sys.errors import RunError
 from user_sys.learners import folder_of
+from user_sys.run_folder import read_card
+from user_sys.store.segments import is_written
+from user_sys.topology import RunFolder
 from user_sys.weights.records import NO_VERSION, Manifest, Order, decode_record
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import LEARNER, SECRET_SUFFIX, load_signer
@@ -23,6 +29,8 @@ def list_main(args: Namespace) -> int:
     shelf = Shelf(_folder(args))
     catalogue, order = shelf.open(), _standing(shelf)
     found = [m for m, _ in catalogue.manifests.values() if m.form in catalogue.forms(m.version)]
+    if not found:
+        raise RunError(f"{_whose(args)} has no weights yet: no version that its learner has published is kept here")
     found.sort(key=lambda m: (m.version, m.form))
     pinned = order.version if order is not None else NO_VERSION
     if args.json:
@@ -37,7 +45,9 @@ def list_main(args: Namespace) -> int:
         table.add_row(*row)
     Console().print(table)
     if order is not None and pinned != NO_VERSION:
-        Console().print(f"version {pinned} is ordered by {order.by}: {order.reason or 'no reason given'}")
+        _say(f"version {pinned} is ordered by {order.by}: {order.reason or 'no reason given'}")
+    if others := [name for name in _learners(args) if name != args.learner]:
+        _say(f"these are of {args.learner}; --learner NAME shows those of {listed(others, 'or')}")
     return 0
 
 
@@ -58,7 +68,7 @@ def rollback_main(args: Namespace) -> int:
     _require_kept(args)
     told = _give(args, args.version, f"act with version {args.version}; `user-sys weights release` ends it")
     _require_kept(args)  # a gateway at work gives versions up all the while, until it has seen the order
-    Console().print(told)
+    _say(told)
     return 0
 
 
@@ -66,11 +76,14 @@ def _require_kept(args: Namespace) -> None:
     kept = Shelf(_folder(args)).open().versions()
     if args.version not in kept:
         there = ", ".join(map(str, kept)) or "none"
-        raise RunError(f"version {args.version} is not kept in {args.run}; there are {there}")
+        raise RunError(f"version {args.version} is not kept in {_whose(args)}; there are {there}")
 
 
 def release_main(args: Namespace) -> int:
-    Console().print(_give(args, NO_VERSION, "act with the newest version"))
+    standing = _standing(Shelf(_folder(args)))
+    if standing is None or standing.version == NO_VERSION:
+        raise RunError(f"no version is ordered in {_whose(args)}: its robots act with the newest already")
+    _say(_give(args, NO_VERSION, "act with the newest version"))
     return 0
 
 
@@ -79,17 +92,19 @@ def _give(args: Namespace, version: int, told: str) -> str:
 
     Its serial number is greater than those of earlier runs, which robots may have obeyed. Returns what to tell.
     """
+    key = args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}"
+    if not key.exists():
+        raise RunError(f"{args.run} has no {key.name}: give the order in the run's folder on the gateway's machine")
     shelf = Shelf(_folder(args))
     former = _standing(shelf)
     run = next((m.run for m, _ in shelf.open().manifests.values()), b"")
     serial = max(int(time.time()), former.serial + 1 if former is not None else 0)
-    by = who_orders(args.by)
-    order = Order(serial=serial, version=version, by=by, reason=args.reason, given_unix_ns=time.time_ns(), run=run)
-    signer = load_signer(args.run / "keys" / f"{LEARNER}{SECRET_SUFFIX}")
-    shelf.give(signer.sign(order))
-    alone = not any((args.run / "weights").glob(f"{LEARNER}-*/"))
-    robots = "every robot" if alone else f"every robot of {args.learner}"
-    return f"{robots} is to {told}"
+    by, reason = (shorten(words, MAX_WORDS_CHARS) for words in (who_orders(args.by), args.reason))
+    order = Order(serial=serial, version=version, by=by, reason=reason, given_unix_ns=time.time_ns(), run=run)
+    shelf.give(load_signer(key).sign(order))
+    robots = "every robot" if len(_learners(args)) == 1 else f"every robot of {args.learner}"
+    later = "" if is_written(RunFolder(args.run).store) else ". The run's gateway does not run: the next one obeys"
+    return f"{robots} is to {told}{later}"
 
 
 def _standing(shelf: Shelf) -> Order | None:
@@ -102,10 +117,20 @@ def _folder(args: Namespace) -> Path:
     """The shelf of the learner that is meant; a run has one for each embodiment."""
     all_of_run: Path = args.run / "weights"
     if not all_of_run.is_dir():
-        raise RunError(
-            f"{args.run} has no weights yet: it is no run folder on the gateway's machine, or nothing was learned"
-        )
-    names = [LEARNER, *sorted(folder.name for folder in all_of_run.glob(f"{LEARNER}-*/"))]
-    if args.learner not in names:
-        raise RunError(f"--learner {args.learner}: the learners of {args.run} are {', '.join(names)}")
+        read_card(args.run)
+        raise RunError(f"{args.run} has no weights yet: its learner has published no version")
+    if args.learner not in _learners(args):
+        raise RunError(f"--learner {args.learner}: the learners of {args.run} are {', '.join(_learners(args))}")
     return folder_of(all_of_run, args.learner)
+
+
+def _learners(args: Namespace) -> list[str]:
+    return [LEARNER, *sorted(folder.name for folder in (args.run / "weights").glob(f"{LEARNER}-*/"))]
+
+
+def _whose(args: Namespace) -> str:
+    return str(args.run) if len(_learners(args)) == 1 else f"{args.learner} of {args.run}"
+
+
+def _say(text: str) -> None:
+    Console().print(Text(text), soft_wrap=True)
