@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from user_sys.codec import Array
 from user_sys.weights.forms import NOTHING_ROUNDED, Rounding
-from user_sys.weights.gpu.device import DeviceCopy, as_array
+from user_sys.weights.gpu.device import DeviceCopy, as_array, on_stream
 from user_sys.weights.snapshot import Budget, Layout
 from user_sys.weights.state import Breathe, at_once
 
@@ -39,11 +37,9 @@ class Gathering:
                 takes its own.
             into: at rank 0, C-contiguous arrays of the whole tensors' shapes; elsewhere not looked at.
         """
-        on_stream: AbstractContextManager[Any] = nullcontext()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            on_stream = torch.cuda.stream(self._stream)
-        with torch.no_grad(), on_stream:
+        with torch.no_grad(), on_stream(self._stream):
             for name, share in shares.items():
                 if self._rank == 0:
                     self._assemble(share, torch.from_numpy(into[name]), breathe)

@@ -10,7 +10,7 @@ multiprocessors that are set aside. Without a GPU the same calls work in host me
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,9 +76,8 @@ class HostCopies:
 
     def fetch(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, Array], budget: Budget) -> Rounding:
         """See `snapshot.DeviceWeights.fetch`; of `tensors` that `snapshot` took and the device has made."""
-        on_stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         rounding = NOTHING_ROUNDED
-        with torch.no_grad(), on_stream:
+        with torch.no_grad(), on_stream(self._stream):
             for name, tensor in tensors.items():
                 target = into[name].reshape(-1)  # the same memory
                 for part, piece in self._pieces(tensor, budget):
@@ -195,6 +194,18 @@ def _try_packing(device: torch.device) -> None:
             f"here: {type(error).__name__}: {error}; it takes the Triton that comes with torch, and a C "
             "compiler. With exact beside bf16 the processor rounds"
         ) from error
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What this thread has a GPU do inside of it is done on `stream`; without one it changes nothing."""
+    if stream is None:
+        yield
+        return
+    # A new thread's GPU is the first one. Leaving another's stream alone would turn to that again, and so take hundreds
+    # of megabytes there, where this process may have nothing else.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def as_array(tensor: torch.Tensor) -> Array:
