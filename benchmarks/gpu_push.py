@@ -1,7 +1,8 @@
 """What a push of weights costs a GPU's inference and training: by thread blocks, and with the governor (goal 11).
 
 ``python -m benchmarks.gpu_push`` needs a GPU and takes some minutes; without one it runs a small policy on the CPU
-through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``.
+through the same code, which measures nothing. It prints a table and writes ``benchmarks/out/gpu_push.json``, anew with
+each way to push: whoever ends it before its time has what was measured until then.
 
 A thread pushes without pause, as a learner does that publishes nothing but bfloat16: it copies the learner's float32
 weights, rounds them to bfloat16 by a kernel of so many thread blocks, and copies them to host memory, on a stream of
@@ -27,8 +28,8 @@ from benchmarks.harness import Row, report
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.learner.device import ahead_of_pushes
-from user_sys.weights.governor import Allowance, Governor, GovernorConfig
-from user_sys.weights.gpu.device import HostCopies, green_stream
+from user_sys.weights.governor import SETTLE_S, Allowance, Governor, GovernorConfig
+from user_sys.weights.gpu.device import HostCopies, green_stream, on_stream
 from user_sys.weights.snapshot import DeviceWeights, Unbounded
 
 CTAS = (1, 2, 4, 8, 16, 32)
@@ -59,10 +60,15 @@ SMOKE = Scale(width=64, layers=2, tokens=8, rounds=2, inferences=20, steps=3)
 
 
 class Gpu:
-    """A policy that infers and trains on a device, and the learner's float32 weights of it."""
+    """A policy that infers and trains on a device, and the learner's float32 weights of it.
+
+    Attributes:
+        pushing: the stream of the thread that pushes; one for all, since torch keeps the memory that each has had.
+    """
 
     def __init__(self, scale: Scale, device: torch.device) -> None:
         self.scale, self.device = scale, device
+        self.pushing = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         layers = [
             nn.TransformerEncoderLayer(
                 scale.width, max(1, scale.width // 64), 4 * scale.width, 0.0, batch_first=True, norm_first=True
@@ -122,9 +128,10 @@ class Mode:
 
 
 def modes(device: torch.device) -> Iterator[Mode]:
+    """First the one that has a goal."""
+    yield Mode("governor on", governor=Governor(GOVERNED))
     for ctas in CTAS:
         yield Mode(f"{ctas} thread blocks, governor off", ctas)
-    yield Mode("governor on", governor=Governor(GOVERNED))
     if green(device):
         yield Mode(f"green context of {GREEN_SMS} multiprocessors, governor off", green_sms=GREEN_SMS)
 
@@ -139,18 +146,17 @@ def green(device: torch.device) -> bool:
 
 
 @contextmanager
-def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
+def pushing(gpu: Gpu, mode: Mode, copies: HostCopies, into: Mapping[str, Array]) -> Iterator[list[float]]:
     """Pushes without pause until the block ends; yields the seconds of each push as they come."""
     times: list[float] = []
     stop, failures = threading.Event(), list[BaseException]()
-    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in copies.layout(gpu.masters).items()}
 
     def push() -> None:
         try:
-            with _stream(gpu.device):
+            with on_stream(gpu.pushing):
                 while not stop.is_set():
                     started = time.perf_counter()
-                    mode.push(copies.snapshot(gpu.masters), arrays)
+                    mode.push(copies.snapshot(gpu.masters), into)
                     times.append(time.perf_counter() - started)
         except Exception as error:  # of any kind: the measurement is to fail, and not to go on without pushes
             failures.append(error)
@@ -164,16 +170,6 @@ def pushing(gpu: Gpu, mode: Mode, copies: HostCopies) -> Iterator[list[float]]:
         thread.join(STOP_S)
     if failures or thread.is_alive():
         raise RuntimeError(f"pushing with {mode.title} failed or did not end") from next(iter(failures), None)
-
-
-@contextmanager
-def _stream(device: torch.device) -> Iterator[None]:
-    """A stream of this thread's own."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
 
 
 @dataclass(frozen=True)
@@ -198,10 +194,13 @@ def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     """Idle and pushing in turn; the governor learns from all of it."""
     observe = mode.governor.observe if mode.governor else lambda seconds: None
     copies = HostCopies(gpu.device, "bf16", mode.green_sms)
+    into = {name: np.empty(shape, dtype) for name, (dtype, shape) in copies.layout(gpu.masters).items()}
     pairs, pushes = [], list[float]()
     for number in range(-(SETTLING if mode.governor else 1), gpu.scale.rounds):
+        if mode.governor:
+            time.sleep(SETTLE_S)  # until then it takes what it hears of for a push's doing
         idle = measure(gpu, observe)
-        with pushing(gpu, mode, copies) as times:
+        with pushing(gpu, mode, copies, into) as times:
             busy = measure(gpu, observe)
         if number >= 0:
             pairs.append((idle, busy))
@@ -232,7 +231,10 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ahead_of_pushes(device.type):
         gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
-        report("gpu_push", [row for mode in modes(device) for row in rows(gpu, mode)])
+        found: list[Row] = []
+        for mode in modes(device):
+            found += rows(gpu, mode)
+            report("gpu_push", found)
     if device.type == "cpu":
         Console().print(
             "There is no GPU: these are figures of a small policy on the CPU, and say nothing about pushes."
