@@ -16,7 +16,7 @@ from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig, actor_forward, squash
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, action_affine, bounds_affine
-from user_sys.policies.mlp_torch import TorchMlpPolicy
+from user_sys.policies.mlp_torch import TorchMlpPolicy, start_gpu
 from user_sys.policies.policy import Policy
 
 SMALL = RlpdConfig(actor_hidden=(32, 32), critic_hidden=(8,), critics=2)
@@ -74,6 +74,14 @@ def test_the_torch_twin_acts_as_the_numpy_policy_but_for_rounding(device: str) -
                 np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-3, rtol=1e-4)
         for policy in (here, there):
             policy.load(trained_like(spec, seed))
+
+
+@pytest.mark.gpu
+def test_all_policies_of_a_process_act_on_one_urgent_stream_and_load_on_another() -> None:
+    assert start_gpu()
+    streams = {TorchMlpPolicy(example_spec(), "cuda", seed=seed)._streams for seed in range(3)}
+    ((acting, loading),) = streams
+    assert acting is not None and loading is not None and acting.priority < loading.priority
 
 
 class TestTorchMlpPolicy(PolicyConformance):

@@ -7,6 +7,8 @@ With one seed both draw the same noise, and differ by the rounding of the networ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,18 +17,23 @@ from hal.spec import Array, RobotSpec
 from user_sys.policies.mlp import INPUT_CLIP, LOG_STD_MAX, LOG_STD_MIN, MlpPolicy
 
 
+class Streams(NamedTuple):
+    """Of a GPU: what acts goes before what others compute there, and does not queue behind a load."""
+
+    acting: torch.cuda.Stream | None = None
+    loading: torch.cuda.Stream | None = None
+
+
 class TorchMlpPolicy(MlpPolicy):
     """See `MlpPolicy`; an `act` costs two transfers and one kernel launch or two a layer.
 
-    On a GPU `act` goes before what others compute there, and does not queue behind a `load` of another policy.
+    On a GPU all policies of a process share a stream to act on, and one to load on.
     """
 
     def __init__(self, spec: RobotSpec, device: str, *, features: Sequence[str] = (), seed: int = 0) -> None:
         super().__init__(spec, features=features, seed=seed)
         self._device = torch.device(device)
-        gpu = self._device.type == "cuda"
-        self._acting = torch.cuda.Stream(self._device, priority=-1) if gpu else None  # type: ignore[no-untyped-call]
-        self._loading = torch.cuda.Stream(self._device) if gpu else None  # type: ignore[no-untyped-call]
+        self._streams = _streams(self._device)
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def load(self, weights: Mapping[str, Array]) -> None:
@@ -38,17 +45,18 @@ class TorchMlpPolicy(MlpPolicy):
             np.concatenate([w[f"{head}.{part}"] for head in ("mean", "log_std")], -1) for part in ("weight", "bias")
         ]
         layers = [*self._hidden, (heads[0], heads[1])]
-        with torch.cuda.stream(self._loading):  # on a processor this does nothing
+        loading = self._streams.loading
+        with torch.cuda.stream(loading):  # on a processor this does nothing
             self._layers = [(self._on_device(weight), self._on_device(bias)) for weight, bias in layers]
-            if self._loading is not None:
-                self._loading.synchronize()
+            if loading is not None:
+                loading.synchronize()
 
     @torch.inference_mode()
     def _gaussian(self, x: Array) -> tuple[Array, Array]:
         assert self._weights is not None  # `act` has looked
         w = self._weights
         scaled = np.clip((x - w["input.offset"]) * w["input.scale"], -INPUT_CLIP, INPUT_CLIP)
-        with torch.cuda.stream(self._acting):
+        with torch.cuda.stream(self._streams.acting):
             h = self._on_device(scaled.astype(np.float32))[None]
             for weight, bias in self._layers[:-1]:
                 h = torch.relu_(torch.addmm(bias, h, weight))
@@ -62,9 +70,19 @@ class TorchMlpPolicy(MlpPolicy):
 
 
 def start_gpu() -> bool:
-    """Readies the calling thread for products of matrices, whose library takes its time to start. False: no GPU."""
+    """Readies the calling thread, which is to act, for products of matrices. False: no GPU."""
     if not torch.cuda.is_available():
         return False
-    some = torch.zeros(8, 8, device="cuda")
-    torch.addmm(some[0], some, some).cpu()
+    device = torch.device("cuda")
+    with torch.cuda.stream(_streams(device).acting):
+        some = torch.zeros(8, 8, device=device)
+        torch.addmm(some[0], some, some).cpu()
     return True
+
+
+@cache
+def _streams(device: torch.device) -> Streams:
+    """One of each: the library of matrix products takes its time to start on a stream, and 8 to 32 MB that it keeps."""
+    if device.type != "cuda":
+        return Streams()
+    return Streams(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
