@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +16,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace as replace_record
 from test_service import CONFIG, PRIORITIZED, SPEC, STEPS, Bench, Sink, bench
 
-from user_sys.algorithms.ranks import open_meeting
+from user_sys.algorithms.ranks import Ranks, open_meeting
 from user_sys.config import load
 from user_sys.episode import Source
 from user_sys.errors import ConfigError, RunError
 from user_sys.learner import followers
 from user_sys.learner.checkpoint import Checkpoint, latest
 from user_sys.learner.device import require_gpu
-from user_sys.learner.followers import Assignment, Followers, Place
+from user_sys.learner.followers import MAX_FAREWELL_BYTES, Assignment, Farewell, Followers, Place
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.line import Entrance
 from user_sys.learner.service import Learner, Report
+from user_sys.learner.share import Turn
 from user_sys.learners import ORPHANED
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.store.store import StoreReader
@@ -42,6 +44,7 @@ HERE = "127.0.0.1"
 END_S = 600.0
 ENDLESS = replace(TWO, warmup_updates=10**9, max_training_s=1e9)
 ASSIGNMENT = Assignment(config=TWO, spec=SPEC, store="", checkpoints="")
+FOLLOWER = ("-m", "user_sys.learner.follower_process")
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +54,12 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def started(checkpoints: Path, *ranks: int, address: str = HERE) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(
+    checkpoints: Path, *ranks: int, address: str = HERE, program: Sequence[str] = FOLLOWER
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Followers of the learner that writes to `checkpoints`, as whoever starts that starts them."""
-    module = (sys.executable, "-m", "user_sys.learner.follower_process")
-    processes = [subprocess.Popen([*module, str(checkpoints), str(rank), address, str(rank)]) for rank in ranks]
+    argv = (sys.executable, *program, str(checkpoints))
+    processes = [subprocess.Popen([*argv, str(rank), address, str(rank)]) for rank in ranks]
     try:
         yield processes
     finally:
@@ -201,6 +206,35 @@ def test_a_learner_that_is_killed_takes_its_follower_along(bench: Bench) -> None
     process.kill()
     process.communicate(timeout=END_S)
     wait_until(lambda: not Path(f"/proc/{follower}").exists())
+
+
+LEAVING_TOGETHER = """
+import sys
+import torch.distributed as dist
+from user_sys.algorithms.ranks import Ranks
+from user_sys.learner.follower_process import main
+leave = Ranks.leave
+Ranks.leave = lambda ranks: (dist.barrier(), leave(ranks))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_follower_says_farewell_before_it_leaves_since_nccl_lets_none_go_alone(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    folder, store = bench.folder / "a", str(bench.folder / "store")
+    entrance = Entrance(folder, HERE, [1])
+    with started(folder, 1, program=("-c", LEAVING_TOGETHER)), closing(entrance):
+        line = entrance.await_all(END_S, threading.Event())[1]
+        meeting = open_meeting(HERE, 2)
+        line.send(replace_record(ASSIGNMENT, store=store, checkpoints=str(folder), host=HERE, port=meeting.port))
+        ranks = Ranks(0, 2, "cpu", meeting, HERE, 1)
+        try:
+            ranks.tell(Turn.END)
+            assert line.receive(Farewell, MAX_FAREWELL_BYTES, time.monotonic() + 60.0).error == ""
+            dist.barrier()
+        finally:
+            ranks.leave()
+            line.close()
 
 
 def test_a_follower_whose_learner_is_gone_ends_wherever_it_is(bench: Bench) -> None:

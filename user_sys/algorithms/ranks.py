@@ -125,7 +125,7 @@ class Ranks:
         return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="nccl", pg_options=options))
 
     def leave(self) -> None:
-        """Ends the groups."""
+        """Ends the groups. Among GPUs it blocks until all processes of this computer leave."""
         dist.destroy_process_group()
 
     # What is done next

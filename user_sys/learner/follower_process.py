@@ -51,14 +51,9 @@ def main(argv: list[str]) -> int:
     while True:
         line, told = _assignment(Path(checkpoints), int(rank))
         with _in_its_time() as asked, closing(line):
-            done = threading.Event()
-            threading.Thread(target=_end_with_it, args=(line, done), name="learner", daemon=True).start()
-            error = _train(told, int(rank), place)
-            done.set()
-            with suppress(LinkDown):  # the learner does not hear it, and ends too
-                line.send(Farewell(error[:MOST_WORDS]))
-        if error or asked:
-            return 2 if error else 0
+            ended_well = _train(told, int(rank), place, line)
+        if asked or not ended_well:
+            return 0 if ended_well else 2
 
 
 @contextmanager
@@ -97,19 +92,31 @@ def _end_with_it(line: Line, done: threading.Event) -> None:
         os._exit(ORPHANED)
 
 
-def _train(told: Assignment, rank: int, place: Place) -> str:
-    """Why it failed; empty where it ended as it was told."""
+def _train(told: Assignment, rank: int, place: Place, line: Line) -> bool:
+    """Whether it ended as it was told; the learner hears of it either way."""
+    done = threading.Event()
+    threading.Thread(target=_end_with_it, args=(line, done), name="learner", daemon=True).start()
+
+    def farewell(error: str) -> None:
+        done.set()
+        with suppress(LinkDown):  # the learner does not hear it, and ends too
+            line.send(Farewell(error[:MOST_WORDS]))
+
     try:
-        _take_part(told, rank, place)
+        ranks = _take_part(told, rank, place)
+        farewell("")
+        ranks.leave()  # with the others: NCCL lets go of none before all of its computer leave
     except (UserSysError, HalError, OSError, RuntimeError) as error:
         if RuntimeError in (type(error), type(error.__cause__)):  # of a collective
             time.sleep(NOTICE_S)  # where the learner has left it, the end of its line ends this process
         log.error("follower.failed %s: %s", type(error).__name__, error)
-        return f"{type(error).__name__}: {error}"
-    return ""
+        farewell(f"{type(error).__name__}: {error}")
+        return False
+    return True
 
 
-def _take_part(told: Assignment, rank: int, place: Place) -> None:
+def _take_part(told: Assignment, rank: int, place: Place) -> Ranks:
+    """Trains; what is left to leave."""
     config = told.config
     torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)  # as in the learner's own process
@@ -134,7 +141,7 @@ def _take_part(told: Assignment, rank: int, place: Place) -> None:
             share.obey(Path(told.checkpoints))
         finally:
             share.close()
-    ranks.leave()
+    return ranks
 
 
 if __name__ == "__main__":

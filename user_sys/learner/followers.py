@@ -70,7 +70,7 @@ class Place:
 
 
 class Farewell(msgspec.Struct, frozen=True):
-    """A follower's last word: it has ended the training as it was told, or because of `error`."""
+    """A follower's last word: it has ended the training because of `error`, or as it was told, and will now leave."""
 
     error: str = ""
 
@@ -179,4 +179,4 @@ class Followers:
         for line in self._lines.values():
             line.close()
         if self._ranks is not None and (clean or self._assignment.device == "cpu"):
-            self._ranks.leave()  # among GPUs this would wait for those that are gone
+            self._ranks.leave()  # as its followers do now; among GPUs this would wait for those that are gone
