@@ -20,6 +20,7 @@ import torch.distributed as dist
 from msgspec.structs import replace as replace_record
 from test_service import CONFIG, PRIORITIZED, SPEC, STEPS, Bench, Sink, bench
 
+from user_sys.algorithms import ranks as ranks_module
 from user_sys.algorithms.ranks import Ranks, open_meeting
 from user_sys.config import load
 from user_sys.episode import Source
@@ -235,6 +236,15 @@ def test_a_follower_says_farewell_before_it_leaves_since_nccl_lets_none_go_alone
         finally:
             ranks.leave()
             line.close()
+
+
+def test_they_train_on_the_processor_also_where_only_one_of_their_computers_has_a_gpu(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # here; the follower sees none
+    monkeypatch.setattr(ranks_module, "COLLECTIVE_S", 30.0)
+    bench.fill(Source.DEMO, 3)
+    assert train(bench, replace(TWO, max_updates=3)).updates == 3
 
 
 def test_a_follower_whose_learner_is_gone_ends_wherever_it_is(bench: Bench) -> None:

@@ -101,7 +101,7 @@ class Ranks:
         self._gathering = Gathering(rank, world, self.device, None)
 
     def _join(self, meeting: Store) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
 
         on_gpus = self.device.type == "cuda"
         if on_gpus:
@@ -113,7 +113,10 @@ class Ranks:
             world_size=self.world,
             timeout=timedelta(seconds=COLLECTIVE_S),
         )
-        self._mesh = init_device_mesh(self.device.type, (self.world,))
+        everybody = dist.group.WORLD
+        assert everybody is not None  # it was just made
+        # Of torch's own making it would have another group, where this computer has a GPU and whatever the others have.
+        self._mesh = DeviceMesh.from_group(everybody, self.device.type)
 
     def _publishing_group(self, collective_ctas: int) -> dist.ProcessGroup:
         timeout = timedelta(seconds=COLLECTIVE_S)
