@@ -94,10 +94,12 @@ class Ranks:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin like it
         try:
             self._join(meeting)
-            group = self._publishing_group(collective_ctas)
+            self.publishing = Gathering(rank, world, self.device, self._publishing_group(collective_ctas))
+            # NCCL connects when it is first used. Beside the training's own collectives that might wait for ever.
+            shares = {"": self.own(torch.zeros(world, device=self.device))}
+            self.publishing.gather(shares, {"": np.zeros(world, np.float32)})
         except RuntimeError as error:
             raise RunError(f"the {world} processes of the learner did not come together: {error}") from error
-        self.publishing = Gathering(rank, world, self.device, group)
         self._gathering = Gathering(rank, world, self.device, None)
 
     def _join(self, meeting: Store) -> None:
