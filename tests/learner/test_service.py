@@ -215,6 +215,17 @@ def test_time_and_versions_go_on_after_a_resumption(bench: Bench) -> None:
     assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
 
 
+def test_more_versions_than_are_reserved_bring_the_next_checkpoint_forward(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.learner.service.VERSIONS_PER_CHECKPOINT", 2)
+    bench.fill(Source.DEMO, 2)
+    bench.train(replace(CONFIG, max_updates=30, checkpoint_interval_s=3600.0))
+    assert bench.published[-1].updates == 30, "robots get what was learned last"
+    kept = latest(bench.folder / "a")
+    assert kept is not None and kept.scalars["policy"] == bench.published[-1].state.digest.hex()
+
+
 def test_experience_that_comes_later_is_followed_and_bounds_the_updates(bench: Bench) -> None:
     config = replace(CONFIG, warmup_updates=20, utd_max=0.5, report_interval_s=0.0)
     bench.fill(Source.DEMO, 2)

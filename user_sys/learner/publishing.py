@@ -49,6 +49,11 @@ class Publishing:
         self._episodes = 0
 
     @property
+    def out_of_numbers(self) -> bool:
+        """Nothing is published before the next checkpoint."""
+        return self.version >= self.limit
+
+    @property
     def too_far_ahead(self) -> bool:
         """The learner is to wait for the robots."""
         return 0 < self._config.max_lead < self._sink.lead
@@ -80,7 +85,7 @@ class Publishing:
 
     def publish(self, updates: int, weights: Callable[[], PolicySnapshot]) -> None:
         """Publishes now, unless nothing was learned yet or no number is left. Raises as `publish_if_due`."""
-        if not updates or self.version >= self.limit:
+        if not updates or self.out_of_numbers:
             return
         self.version += 1
         snapshot = weights()

@@ -32,9 +32,9 @@ FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 VERSIONS_PER_CHECKPOINT = 1000
-"""At most so many versions are published from one checkpoint to the next. A resumed learner skips twice as many, since
-the next checkpoint may have been begun and not finished: so it never gives a number that was used before, as robots
-take only numbers that grow."""
+"""At most so many versions are published from one checkpoint to the next, which is brought forward where more are due.
+A resumed learner skips twice as many, since the next checkpoint may have been begun and not finished: so it never gives
+a number that was used before, as robots take only numbers that grow."""
 
 if TYPE_CHECKING:
     from user_sys.algorithms.ranks import Ranks
@@ -143,11 +143,13 @@ class Learner:
             else:
                 stop.wait(IDLE_WAIT_S)
             self._publishing.publish_if_due(self._updates, self._share.snapshot, self._share.moved)
-            if checkpoint.due():
+            if checkpoint.due() or self._publishing.out_of_numbers:
                 self._checkpoint()
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
+        if self._publishing.out_of_numbers:
+            self._checkpoint(wait=True)
         self._publishing.publish(self._updates, self._share.snapshot)
         self._report()
         self._checkpoint(wait=True)
