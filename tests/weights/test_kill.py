@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import signal
 import subprocess
@@ -120,3 +121,33 @@ def test_what_its_writer_gives_up_meanwhile_is_no_damage(tmp_path: Path, caplog:
 
     assert Late(tmp_path / "kept").open().versions() == [2]
     assert caplog.messages == []
+
+
+def test_what_a_full_disk_had_no_room_for_is_in_the_way_of_nothing_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signer, _ = learner_key(tmp_path)
+    folder, versions = tmp_path / "kept", [full_version(random_weights(n), n, signer) for n in range(1, 5)]
+    size = len(versions[0][2].payload)
+
+    def write(path: Path, content: bytes) -> None:
+        if sum(file.stat().st_size for file in folder.iterdir() if file != path) + len(content) > 3 * size:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr("user_sys.weights.shelf.replace_durably", write)
+
+    def of(*chosen: int) -> Catalogue:
+        found = [versions[number - 1] for number in chosen]
+        manifests = {("exact", manifest.version): (manifest, signed) for manifest, signed, _ in found}
+        return Catalogue(manifests, {parcel.info.id: parcel for *_, parcel in found})  # type: ignore[arg-type]
+
+    shelf = Shelf(folder)
+    shelf.keep(of(1))
+    with pytest.raises(OSError, match="no space"):
+        shelf.keep(of(2, 3))
+    kept = newest(Shelf(folder).open())
+    assert kept is not None and kept[0].version == 1
+    shelf.keep(of(4))
+    kept = newest(Shelf(folder).open())
+    assert kept is not None and kept[0].version == 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,14 @@ class Shelf:
     def keep(self, catalogue: Catalogue, signer: bytes = b"") -> None:
         """Makes `catalogue` what the folder holds; durable on return. Raises OSError: it holds what it held before."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._write(catalogue, signer)
+        except OSError:
+            self._tidy(self._index().parcels)  # what was written for nothing may be what fills the disk
+            raise
+        self._tidy(catalogue.infos())
+
+    def _write(self, catalogue: Catalogue, signer: bytes) -> None:
         for parcel in catalogue.parcels.values():
             path = self._path(parcel.info)
             if parcel.info.id not in self._whole or not path.exists():  # a damaged file is replaced
@@ -78,10 +87,12 @@ class Shelf:
                 self._whole.add(parcel.info.id)
         index = _Index(tuple(signed for _, signed in catalogue.manifests.values()), tuple(catalogue.infos()), signer)
         replace_durably(self.folder / INDEX, msgspec.msgpack.encode(index))
-        self._whole &= catalogue.parcels.keys()
-        named = {self._path(info) for info in index.parcels}
-        half_written = self.folder.glob(f".*{_SUFFIX}.*")  # by who was killed
-        for path in (*self.folder.glob(f"*{_SUFFIX}"), *half_written):
+
+    def _tidy(self, infos: Sequence[ParcelInfo]) -> None:
+        """Removes what is not one of these, and what was half written by who was killed."""
+        self._whole &= {info.id for info in infos}
+        named = {self._path(info) for info in infos}
+        for path in (*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_SUFFIX}.*")):
             if path not in named:
                 path.unlink(missing_ok=True)
 
