@@ -28,7 +28,7 @@ from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
 from user_sys.weights.records import NO_VERSION
-from user_sys.weights.serve import answers, requests_ahead
+from user_sys.weights.serve import Ahead, answers
 from user_sys.weights.signing import new_signer
 from user_sys.weights.state import BF16, State, build_state, describe
 from user_sys.weights.swap import PolicySwapper
@@ -143,7 +143,7 @@ class _Gateway:
     def push(self, name: str, offer: WeightsOffer) -> None:
         """Offers a version to a robot, and sends ahead what it lets come unasked."""
         waits = self._waiting.pop(name, None)
-        ahead = requests_ahead(self.catalogue, waits, self.version) if waits is not None else ()
+        ahead = Ahead(self.catalogue, self.version).requests(waits) if waits is not None else ()
         assert self.server.send(name, with_fields(offer, ahead=ahead))
         for request in ahead:
             self._answer(name, request)

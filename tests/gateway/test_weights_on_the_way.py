@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from user_sys.codec import Array
-from user_sys.gateway.weights import FETCHED_S, LAGGARDS, WeightsDesk
+from user_sys.gateway.weights import FETCHED_S, LAGGARDS, PERSIST_AGAIN_S, WeightsDesk
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
-from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.catalogue import Catalogue, Way, cheapest
 from user_sys.weights.fetch import STALL_S
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Life, Manifest, Order
+from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Form, Life, Manifest, Order, ParcelInfo
 from user_sys.weights.serve import answers
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import Signer, new_signer
@@ -81,15 +83,15 @@ class Counter:
             self.desk._collect()
         self.desk._fetcher.pump()
 
-    def answer(self, requests: int = 10_000) -> None:
-        """The learner answers, until nothing is asked any more, and what came is kept."""
+    def answer(self, requests: int = 10_000, keep: bool = True) -> None:
+        """The learner answers, until nothing is asked any more, and what came is kept, where it is time for that."""
         while self.asked and requests:
             for message, payload in answers(self.learner, self.asked.pop(0)):
                 self.desk.received("learner", message, payload)
             self.now_s += 1e-3
             self.round()
             requests -= 1
-        if self.desk._unkept:
+        if keep and self.desk._unkept:
             self.desk._persist()
 
     def grain(self, name: str, parcel: Parcel, number: int) -> bool:
@@ -213,6 +215,62 @@ def test_a_version_is_kept_when_that_is_due_and_no_later(counter: Counter, monke
     monkeypatch.setattr(desk, "_take_in", take_in)
     desk._run()
     assert waits == pytest.approx([0.0, 0.1, STALL_S]) and not desk._unkept
+
+
+def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(counter: Counter) -> None:
+    counter.full(1)
+    counter.answer()
+    for version in range(2, 7):
+        counter.full(version)
+        counter.answer(keep=version == 6)
+    assert counter.shelf.open().versions() == [1, 6]
+
+
+def test_a_disk_that_was_full_is_tried_again_later(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter.full(1)
+    counter.answer()
+
+    def write(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("user_sys.weights.shelf.replace_durably", write)
+        counter.full(2)
+        counter.answer()
+    assert counter.shelf.open().versions() == [1] and counter.offered("one")[0] == 2
+    assert counter.desk._unkept and counter.desk._next_persist_s == pytest.approx(counter.now_s + PERSIST_AGAIN_S)
+    counter.desk._persist()
+    assert counter.shelf.open().versions() == [1, 2]
+
+
+def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a hundred robots that get twenty versions a second take half a processor of the gateway's."""
+    looked, calls = list[int](), list[int]()
+
+    def look(infos: Iterable[ParcelInfo], form: Form, target: int, held: Mapping[int, bytes]) -> Way | None:
+        looked.append(target)
+        return cheapest(infos, form, target, held)
+
+    for place in ("offers", "serve"):
+        monkeypatch.setattr(f"user_sys.weights.{place}.cheapest", look)
+    state = counter.full(1)
+    counter.answer()
+    for version, names in ((2, ("one",)), (3, tuple(f"robot-{n}" for n in range(20)))):
+        for name in names:
+            counter.desk.robot_opened(name)
+            counter.desk.received(name, waits(state, version - 1), None)
+        parcel = delta_parcel(version - 1, state, version, newer := nudged(state, version))
+        assert parcel is not None
+        looked.clear()
+        counter.offer(version, newer, parcel)
+        counter.answer(keep=False)
+        calls.append(len(looked))
+        counter.desk._persist()
+        state = newer
+        counter.desk.closed("one")
+    assert calls[0] == calls[1]
 
 
 def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: Counter) -> None:

@@ -22,7 +22,7 @@ from user_sys.weights.forms import convert
 from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import INLINE_TABLE_BYTES, NO_VERSION, Form, Life, Manifest, Order, Signed
-from user_sys.weights.serve import answers, requests_ahead
+from user_sys.weights.serve import Ahead, answers
 from user_sys.weights.signing import Signer, Trust, new_signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -81,7 +81,7 @@ class World:
         assert self.receiver.held is not None
         held = self.receiver.held.manifest
         said = WeightsApplied(robot="r", version=held.version, seconds=0.0, digest=held.digest, ahead_bytes=room_bytes)
-        return requests_ahead(self.catalogue, said, version)
+        return Ahead(self.catalogue, version).requests(said)
 
     def serve(self) -> bool:
         """Answers one request as the gateway does, at the link's rate; False where none waits."""

@@ -32,7 +32,7 @@ from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import answers, is_rotten, requests_ahead
+from user_sys.weights.serve import Ahead, answers, is_rotten
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
@@ -40,7 +40,8 @@ from user_sys.weights.staleness import Staleness
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
-PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it is on disk
+PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it, or a newer one, is on disk
+PERSIST_AGAIN_S = 5.0  # after the disk was full
 LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
 FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 MAX_INBOX = 4096
@@ -88,6 +89,7 @@ class WeightsDesk:
         self._fetcher = Fetcher(self._ask, clock)
         self._aims: dict[str, tuple[int, float]] = {}  # the version that each peer is fetching, and when it asked last
         self._unkept = False
+        self._stored = set(self._catalogue.versions())  # on the disk; one that a newer one overtakes never gets there
         self._next_persist_s = 0.0
         self._inbox: queue.Queue[_FromLearner] = queue.Queue(MAX_INBOX)
         self._lock = threading.RLock()
@@ -134,7 +136,8 @@ class WeightsDesk:
         with self._lock:
             self._robots.add(name)
             self._waiting.pop(name, None)
-            self._tell(name, greeting=True)
+            if (offer := self._offer()) is not None:
+                self._send(name, replace(offer, greeting=True), None)
 
     def closed(self, name: str) -> None:
         with self._lock:
@@ -227,8 +230,10 @@ class WeightsDesk:
             return
         self._announced = state
         self._staleness.offered(self._target, self._clock())
-        for name in self._robots:
-            self._tell(name)
+        if (offer := self._offer()) is not None:
+            ahead = Ahead(self._catalogue, self._target)
+            for name in self._robots:
+                self._tell(name, offer, ahead)
         self._tell_progress()
 
     @property
@@ -241,24 +246,25 @@ class WeightsDesk:
         pinned = self._pinned
         return pinned if pinned in versions else max(versions, default=NO_VERSION)
 
-    def _tell(self, name: str, greeting: bool = False) -> None:
+    def _offer(self) -> WeightsOffer | None:
+        """What robots are told to act with; None before the first version."""
         if self._target == NO_VERSION:
-            return
+            return None
         forms, free = self._catalogue.forms(self._target), (NO_VERSION, self._target)
-        waits = self._waiting.pop(name, None)
-        ahead = requests_ahead(self._catalogue, waits, self._target) if waits is not None else ()
-        offer = fitting_offer(
+        return fitting_offer(
             [self._catalogue.manifests[form, self._target][1] for form in forms],
             self._catalogue.infos(),
             forms,
             self._target,
             signer=self._signer,
             order=self._order if self._ordered.run == self._numbers and self._pinned in free else None,
-            greeting=greeting,
-            ahead=ahead,
         )
-        self._send(name, offer, None)
-        for request in ahead:
+
+    def _tell(self, name: str, offer: WeightsOffer, ahead: Ahead) -> None:
+        waits = self._waiting.pop(name, None)
+        requests = ahead.requests(waits) if waits is not None else ()
+        self._send(name, replace(offer, ahead=requests), None)
+        for request in requests:
             self.received(name, request, None)
 
     def _tell_progress(self) -> None:
@@ -341,7 +347,7 @@ class WeightsDesk:
             return
         if self._catalogue.manifests:
             logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
-        self._numbers, self._catalogue, self._aims = first.run, Catalogue(), {}
+        self._numbers, self._catalogue, self._aims, self._stored = first.run, Catalogue(), {}, set()
         self._order, self._ordered = self._read_order()  # this run's may be there already
         if self._ordered.run != first.run:
             self._withdraw_order()
@@ -413,20 +419,23 @@ class WeightsDesk:
         self.look_for_order()  # before what it names is given up
         with self._lock:
             versions = self._catalogue.versions()
-            kept = {*thinned(versions, self._kept), self._target, self._pinned, *self._being_fetched()}
-            self._catalogue.retain(kept, max(versions, default=NO_VERSION) - LAGGARDS)
+            newest = max(versions, default=NO_VERSION)
+            choice = [version for version in versions if version in self._stored or version == newest]
+            kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
+            self._catalogue.retain(kept, newest - LAGGARDS)
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
-            newest = max(snapshot.versions(), default=NO_VERSION)
+            self._unkept = False
         try:
             self._shelf.keep(snapshot, self._signer)
-            self._unkept = False
         except (
             OSError
         ) as error:  # robots have it all the same; a restarted gateway hands on an older one until the next
             logger.error("weights.not_kept version=%d: %s", newest, error)
+            self._unkept, self._next_persist_s = True, self._clock() + PERSIST_AGAIN_S
+            return
+        self._stored = set(snapshot.versions())
         self._next_persist_s = self._clock() + PERSIST_INTERVAL_S
-        if not self._unkept:
-            self._confirm(newest)
+        self._confirm(newest)
 
     def _being_fetched(self) -> list[int]:
         """The versions that peers are at: without them these would begin anew, and one on a slow link never end.

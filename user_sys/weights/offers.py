@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from user_sys.messages import WeightsOffer, WeightsRequest
+from user_sys.messages import WeightsOffer
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.catalogue import cheapest
 from user_sys.weights.records import NO_VERSION, TABLE, Form, ParcelInfo, Signed
@@ -34,7 +34,6 @@ def fitting_offer(
     signer: bytes,
     order: Signed | None = None,
     greeting: bool = False,
-    ahead: tuple[WeightsRequest, ...] = (),
 ) -> WeightsOffer:
     """An offer of `version` in `forms`, with those of `infos` that are of use and have room."""
     of_use, forms = [info for info in infos if info.version <= version], tuple(forms)
@@ -55,7 +54,6 @@ def fitting_offer(
         signer=signer,
         order=order,
         greeting=greeting,
-        ahead=ahead,
     )
 
 

@@ -6,7 +6,7 @@ from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, Weight
 from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
 from user_sys.weights.parcel import Parcel, crc_of
-from user_sys.weights.records import ParcelInfo
+from user_sys.weights.records import Form, ParcelInfo
 
 AHEAD_BYTES = 1 << 20
 """So much follows an offer unasked, at most."""
@@ -30,26 +30,37 @@ def answers(catalogue: Catalogue, request: WeightsRequest) -> list[Answer]:
     ]
 
 
-def requests_ahead(catalogue: Catalogue, applied: WeightsApplied, version: int) -> tuple[WeightsRequest, ...]:
-    """What a robot that said `applied` would ask for first to get to `version`, as far as it lets that come unasked."""
-    left, found = min(applied.ahead_bytes, AHEAD_BYTES), list[WeightsRequest]()
-    for info in _way(catalogue, applied, version) if left > 0 else ():
-        count = info.grains if info.size_bytes <= left else left // info.grain_bytes
-        if count == 0:
-            break
-        found.append(WeightsRequest(parcel=info.id, first=0, count=count))
-        left -= count * info.grain_bytes
-    return tuple(found)
+class Ahead:
+    """What follows an offer of a version unasked. Robots that hold the same have their way looked for once."""
 
+    def __init__(self, catalogue: Catalogue, version: int) -> None:
+        self._infos, self._version = catalogue.infos(), version
+        self._manifests = catalogue.manifests
+        self._ways: dict[tuple[Form, int, bytes], tuple[ParcelInfo, ...]] = {}
 
-def _way(catalogue: Catalogue, applied: WeightsApplied, version: int) -> tuple[ParcelInfo, ...]:
-    """The smallest parcels that lead a robot to `version`, with the table of its tensors first, where that is apart."""
-    infos, held = catalogue.infos(), {applied.version: applied.digest}
-    way, known = cheapest(infos, applied.form, version, held), catalogue.manifests.get((applied.form, version))
-    if way is None or known is None:
-        return ()
-    table = None if known[0].entire else table_of(infos, known[0])
-    return way.parcels if table is None else (table, *way.parcels)
+    def requests(self, applied: WeightsApplied) -> tuple[WeightsRequest, ...]:
+        """What a robot that said `applied` would ask for first, as far as it lets that come unasked."""
+        left, found = min(applied.ahead_bytes, AHEAD_BYTES), list[WeightsRequest]()
+        for info in self._way(applied.form, applied.version, applied.digest) if left > 0 else ():
+            count = info.grains if info.size_bytes <= left else left // info.grain_bytes
+            if count == 0:
+                break
+            found.append(WeightsRequest(parcel=info.id, first=0, count=count))
+            left -= count * info.grain_bytes
+        return tuple(found)
+
+    def _way(self, form: Form, held: int, digest: bytes) -> tuple[ParcelInfo, ...]:
+        if (form, held, digest) not in self._ways:
+            self._ways[form, held, digest] = self._smallest(form, {held: digest})
+        return self._ways[form, held, digest]
+
+    def _smallest(self, form: Form, held: dict[int, bytes]) -> tuple[ParcelInfo, ...]:
+        """The smallest parcels that lead to the version, with the table of its tensors first, where that is apart."""
+        way, known = cheapest(self._infos, form, self._version, held), self._manifests.get((form, self._version))
+        if way is None or known is None:
+            return ()
+        table = None if known[0].entire else table_of(self._infos, known[0])
+        return way.parcels if table is None else (table, *way.parcels)
 
 
 def is_rotten(catalogue: Catalogue, request: WeightsRequest) -> bool:
