@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from user_sys.codec import Array
-from user_sys.gateway.weights import FETCHED_S, LAGGARDS, PERSIST_AGAIN_S, WeightsDesk
+from user_sys.gateway.weights import LAGGARDS, PERSIST_AGAIN_S, WeightsDesk
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue, Way, cheapest
@@ -19,7 +19,7 @@ from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Form, Life, Manifest, Order, ParcelInfo
-from user_sys.weights.serve import answers
+from user_sys.weights.serve import FETCHED_S, answers
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import Signer, new_signer
 from user_sys.weights.state import State, build_state, describe
@@ -293,6 +293,29 @@ def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_la
     assert sorted(info.codec for info in counter.desk._catalogue.infos() if info.version == 2) == ["delta", "full"]
 
 
+def test_what_latecomers_need_holds_up_no_newer_version_and_comes_to_its_end(counter: Counter) -> None:
+    """A full parcel of a large policy takes a relay on a slow link longer than many a difference."""
+    state = counter.full(1)
+    counter.answer()
+    fulls = list[Parcel]()
+    for version in range(2, 8):
+        parcel = delta_parcel(version - 1, state, version, state := nudged(state, version))
+        assert parcel is not None
+        fulls.append(full_parcel(state, version))
+        counter.learner.parcels |= {fulls[0].info.id: fulls[0]}
+        counter.offer(version, state, parcel, *fulls[-1:] if version in (2, 6) else ())
+        assert parcel.info.id in [request.parcel for request in counter.asked]
+        others = [request for request in counter.asked if request.parcel != parcel.info.id]
+        counter.asked[:] = [request for request in counter.asked if request.parcel == parcel.info.id]
+        counter.answer(keep=False)
+        assert counter.desk.version == version, "while the full parcel is under way"
+        counter.asked[:] = others
+    assert {request.parcel for request in counter.asked} == {fulls[0].info.id}
+    counter.answer()
+    way = cheapest(counter.desk._catalogue.infos(), "exact", 7, {})
+    assert way is not None and way.parcels[0].id == fulls[0].info.id
+
+
 def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(counter: Counter) -> None:
     def many(number: int) -> State:
         return build_state({f"layers.{n:04d}.weight": np.full(4, number + n, np.float32) for n in range(1000)})
@@ -483,17 +506,36 @@ class Slow:
         return True
 
 
+def publish(publisher: Publisher, version: int) -> None:
+    publisher.publish(arrays(version), version, updates=version)
+    snapshot = publisher._next()
+    assert snapshot is not None
+    publisher._encode(snapshot)
+    publisher._send_offer()
+
+
 def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
     link = Slow()
     publisher = Publisher(link, new_signer(), PublishConfig())
     for version in range(1, 5):
-        publisher.publish(arrays(version), version, updates=version)
-        snapshot = publisher._next()
-        assert snapshot is not None
-        publisher._encode(snapshot)
-        publisher._send_offer()
+        publish(publisher, version)
         (full,) = (info for info in link.offers[0].parcels)
         publisher._take(Envelope(WeightsRequest(parcel=full.id, first=0, count=1)))
         assert isinstance(link.answers[-1], WeightsGrains)
     assert {parcel.info.version for parcel in publisher._catalogue.parcels.values()} == {1, 4}
     assert publisher._newest == 4 > NO_VERSION
+
+
+def test_a_full_parcel_that_is_fetched_beside_newer_versions_stays_to_its_end() -> None:
+    link = Slow()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    publish(publisher, 1)
+    (first,) = link.offers[0].parcels
+    for version in range(2, 6):
+        for (info,) in (link.offers[-1].parcels, link.offers[0].parcels):
+            publisher._take(Envelope(WeightsRequest(parcel=info.id, first=0, count=1)))
+            assert isinstance(link.answers[-1], WeightsGrains)
+        publish(publisher, version)
+    publisher._take(Envelope(WeightsRequest(parcel=first.id, first=1, count=first.grains - 1)))
+    publish(publisher, 6)
+    assert 1 not in {parcel.info.version for parcel in publisher._catalogue.parcels.values()}

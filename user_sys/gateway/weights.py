@@ -32,7 +32,7 @@ from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import Ahead, answers, is_rotten
+from user_sys.weights.serve import FETCHED_S, Ahead, Begun, answers, is_rotten
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
@@ -43,7 +43,6 @@ STOP_TIMEOUT_S = 30.0
 PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it, or a newer one, is on disk
 PERSIST_AGAIN_S = 5.0  # after the disk was full
 LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
-FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 MAX_INBOX = 4096
 _NO_ORDER = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
@@ -87,6 +86,8 @@ class WeightsDesk:
         self._staleness = Staleness()
         self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
         self._fetcher = Fetcher(self._ask, clock)
+        self._spare: set[bytes] = set()  # parcels on their way here that only latecomers need
+        self._begun = Begun(self._kept, clock)
         self._aims: dict[str, tuple[int, float]] = {}  # the version that each peer is fetching, and when it asked last
         self._unkept = False
         self._stored = set(self._catalogue.versions())  # on the disk; one that a newer one overtakes never gets there
@@ -153,7 +154,7 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
-                self._remember(name, message.parcel)
+                self._remember(name, message)
                 if message.parcel in self._read and is_rotten(self._catalogue, message):
                     self._lose(message.parcel)
                 for found, content in answers(self._catalogue, message):
@@ -178,10 +179,11 @@ class WeightsDesk:
             self._order, self._ordered = order, ordered
             self._announce()
 
-    def _remember(self, name: str, parcel: bytes) -> None:
+    def _remember(self, name: str, request: WeightsRequest) -> None:
         """Notes at which version a peer aims: what leads to one is of none that is newer."""
-        if (known := self._catalogue.parcels.get(parcel)) is not None:
+        if (known := self._catalogue.parcels.get(request.parcel)) is not None:
             with self._lock:
+                self._begun.note(name, request, known.info)
                 aim, _ = self._aims.get(name, (NO_VERSION, 0.0))
                 fresh = max(self._target, known.info.version)
                 self._aims[name] = aim if known.info.version <= aim else fresh, self._clock()
@@ -327,7 +329,7 @@ class WeightsDesk:
                 self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
             self._turn()
-            if not self._fetcher.wanted and not self._unkept:
+            if not self._awaited and not self._unkept:
                 self._confirm(max((manifest.version for manifest, _ in manifests), default=NO_VERSION))
         except WireError as error:
             logger.error("weights.refused peer=%s: %s", self._learner, error)
@@ -348,6 +350,7 @@ class WeightsDesk:
         if self._catalogue.manifests:
             logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
         self._numbers, self._catalogue, self._aims, self._stored = first.run, Catalogue(), {}, set()
+        self._fetcher.want([])
         self._order, self._ordered = self._read_order()  # this run's may be there already
         if self._ordered.run != first.run:
             self._withdraw_order()
@@ -368,35 +371,53 @@ class WeightsDesk:
             self._turn()
 
     def _turn(self) -> None:
-        """Turns to the newest offer, unless what is under way is here sooner."""
+        """Turns to the newest offer, unless what is under way to our robots is here sooner.
+
+        What latecomers need comes in what time that leaves, and to its end: a newer one might never get there.
+        """
         if self._offered is None:
             return
         offer, manifests = self._offered
-        missing = self._missing(offer, manifests)
-        left = sum(self._fetcher.missing_bytes(info) for info in self._fetcher.wanted)
-        if self._fetcher.wanted and left < sum(self._fetcher.missing_bytes(info) for info in missing):
+        needed, spare = self._missing(offer, manifests)
+        if self._awaited and self._left(self._awaited) < self._left(needed):
             return
+        if spare:
+            spare = [info for info in self._fetcher.wanted if info.id in self._spare] or spare
+        self._spare = {info.id for info in spare} - {info.id for info in needed}
         try:
-            self._fetcher.want(missing, {info.id for info in offer.parcels})
+            self._fetcher.want(
+                [*needed, *(info for info in spare if info.id in self._spare)], {info.id for info in offer.parcels}
+            )
         except WireError as error:
             logger.error("weights.refused peer=%s: %s", self._learner, error)
             self._offered = None
 
-    def _missing(self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]) -> list[ParcelInfo]:
-        """What leads our robots to the version, and then what leads latecomers there, as far as it is not here."""
+    @property
+    def _awaited(self) -> list[ParcelInfo]:
+        """What is under way and leads our robots to a newer version."""
+        return [info for info in self._fetcher.wanted if info.id not in self._spare]
+
+    def _left(self, infos: list[ParcelInfo]) -> int:
+        return sum(map(self._fetcher.missing_bytes, infos))
+
+    def _missing(
+        self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]
+    ) -> tuple[list[ParcelInfo], list[ParcelInfo]]:
+        """What leads our robots to the version, and what leads latecomers there, as far as it is not here."""
         ours = self._catalogue.infos()
-        wanted: dict[bytes, ParcelInfo] = {}
+        needed, spare = dict[bytes, ParcelInfo](), dict[bytes, ParcelInfo]()
         for form, (manifest, _) in manifests.items():
             if not manifest.entire and (table := table_of(offer.parcels, manifest)) is not None:
-                wanted[table.id] = table
+                needed[table.id] = table
             ready = reachable(ours, form)
             known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
             held = {m.version: m.digest for m in known if m.version in ready}
-            for bases in (held, {}):
+            for wanted, bases in ((needed, held), (spare, {})):
                 way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
                 wanted |= {info.id: info for info in (way.parcels if way else ())}
         here = {info.id for info in ours}
-        return [info for info in wanted.values() if info.id not in here]
+        needed = {parcel: info for parcel, info in needed.items() if parcel not in here}
+        return list(needed.values()), [i for i in spare.values() if i.id not in here and i.id not in needed]
 
     def _collect(self) -> None:
         """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""
@@ -412,7 +433,7 @@ class WeightsDesk:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
             self._announce()
             self._unkept = True
-        if not self._fetcher.wanted:
+        if not self._awaited:
             self._turn()
 
     def _persist(self) -> None:
@@ -422,7 +443,7 @@ class WeightsDesk:
             newest = max(versions, default=NO_VERSION)
             choice = [version for version in versions if version in self._stored or version == newest]
             kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
-            self._catalogue.retain(kept, newest - LAGGARDS)
+            self._catalogue.retain(kept, newest - LAGGARDS, self._begun.ids())
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
             self._unkept = False
         try:

@@ -89,12 +89,14 @@ class Catalogue:
         """The forms in which everything of `version` is there."""
         return [form for form, of in self._whole() if of == version]
 
-    def retain(self, versions: Iterable[int], since: int) -> list[Parcel]:
+    def retain(self, versions: Iterable[int], since: int, parcels: Iterable[bytes] = ()) -> list[Parcel]:
         """Drops what is needed neither for one of `versions` nor for a receiver that has `since` or newer.
+
+        Of the others it keeps `parcels` (ids).
 
         Returns the parcels that were dropped.
         """
-        infos, needed = self.infos(), set()
+        infos, needed = self.infos(), set(parcels)
         wanted = set(versions)
         for form, version in list(self.manifests):
             if version in wanted and (way := cheapest(infos, form, version, {})) is not None:

@@ -21,7 +21,7 @@ from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life
-from user_sys.weights.serve import answers
+from user_sys.weights.serve import Begun, answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -110,6 +110,7 @@ class Publisher:
         self._snapshot: _Snapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
+        self._begun = Begun(most=len(config.forms))
         self._aim = NO_VERSION  # the version that the gateway is fetching, or has fetched last
         self._open_s = 0.0
         self._failure: Exception | None = None
@@ -271,7 +272,7 @@ class Publisher:
         with self._changed:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
             kept = {version, self._aim} if self._aim > self._confirmed else {version}  # else it might never have one
-            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN))
+            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), self._begun.ids())
             self._newest = version
             self.published += 1
 
@@ -303,11 +304,14 @@ class Publisher:
 
     # Handing them out
 
-    def _remember(self, parcel: bytes) -> None:
+    def _remember(self, request: WeightsRequest) -> None:
         """Notes at which version the gateway aims: what leads to one is of none that is newer."""
         with self._changed:
-            known = self._catalogue.parcels.get(parcel)
-            if known is not None and known.info.version > self._aim:
+            known = self._catalogue.parcels.get(request.parcel)
+            if known is None:
+                return
+            self._begun.note("", request, known.info)
+            if known.info.version > self._aim:
                 self._aim = self._newest
 
     def _serve(self) -> None:
@@ -322,7 +326,7 @@ class Publisher:
                 if self._newest != NO_VERSION:
                     self._send_offer(greeting=True)
             case WeightsRequest() as request:
-                self._remember(request.parcel)
+                self._remember(request)
                 with self.governor.push():
                     for message, content in answers(self._catalogue, request):
                         self._link.send_weights(message, content)

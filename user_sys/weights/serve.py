@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsRequest
 from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
 from user_sys.weights.parcel import Parcel, crc_of
 from user_sys.weights.records import Form, ParcelInfo
 
+FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 AHEAD_BYTES = 1 << 20
 """So much follows an offer unasked, at most."""
 
@@ -28,6 +32,30 @@ def answers(catalogue: Catalogue, request: WeightsRequest) -> list[Answer]:
         (WeightsGrains(parcel=request.parcel, first=first), parcel.grains(first, min(step, asked.stop - first)))
         for first in asked[::step]
     ]
+
+
+class Begun:
+    """The full parcels that peers are fetching: who had to begin anew with the next, on a slow link, would never end.
+
+    Args:
+        most: are remembered, those that were begun first.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._asked_s: dict[tuple[str, bytes], float] = {}
+
+    def note(self, peer: str, request: WeightsRequest, known: ParcelInfo) -> None:
+        """`peer` asks for grains of a parcel; whoever asks for the last one has it soon."""
+        if request.first + request.count >= known.grains:
+            self._asked_s.pop((peer, known.id), None)
+        elif known.codec == "full":
+            self._asked_s[peer, known.id] = self._clock()
+
+    def ids(self) -> set[bytes]:
+        since_s = self._clock() - FETCHED_S
+        self._asked_s = {begun: at_s for begun, at_s in self._asked_s.items() if at_s >= since_s}
+        return {parcel for _, parcel in list(self._asked_s)[: self._most]}
 
 
 class Ahead:
