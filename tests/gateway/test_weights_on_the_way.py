@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from user_sys.codec import Array
+from user_sys.gateway.audience import SILENT_S
 from user_sys.gateway.weights import LAGGARDS, PERSIST_AGAIN_S, WeightsDesk
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
@@ -271,6 +272,34 @@ def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
         state = newer
         counter.desk.closed("one")
     assert calls[0] == calls[1]
+
+
+def test_the_link_of_a_robot_that_says_nothing_is_not_filled_with_news(counter: Counter) -> None:
+    """At a megabit a second news of twenty versions a second would leave next to no room for weights."""
+
+    def publish(*versions: int) -> None:
+        for version in versions:
+            counter.full(version)
+            counter.answer()
+
+    def told() -> list[int]:
+        offers = [message for name, message in counter.told if name == "slow" and isinstance(message, WeightsOffer)]
+        return [counter.signer.verifier.open(offer.manifests[0], Manifest).version for offer in offers]
+
+    publish(1)
+    counter.desk.robot_opened("slow")
+    publish(*range(2, 10))
+    assert told() == [1, 2]
+    counter.desk.received("slow", WeightsRequest(parcel=b"any", first=0, count=1), None)
+    assert told() == [1, 2, 9], "it has read what it was told: now the newest"
+    publish(10, 11)
+    assert told() == [1, 2, 9, 10]
+    counter.now_s += SILENT_S
+    counter.desk._tell_overdue()
+    assert told() == [1, 2, 9, 10, 11], "it may not want what it was offered"
+    publish(12)
+    counter.desk.received("slow", WeightsApplied(robot="slow", version=11, seconds=0.1), None)
+    assert told()[-1] == 12
 
 
 def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: Counter) -> None:

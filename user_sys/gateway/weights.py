@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from user_sys.errors import TunnelError, WireError
+from user_sys.gateway.audience import Audience, News
 from user_sys.messages import (
     WeightsApplied,
     WeightsAsk,
@@ -79,8 +80,7 @@ class WeightsDesk:
         self._ignored: Order | None = None  # an order of which it was told that it cannot be obeyed
         self._target = self._due(self._catalogue.versions())
         self._announced: tuple[bytes, int, tuple[Form, ...], int] = (self._numbers, NO_VERSION, (), -1)
-        self._robots: set[str] = set()
-        self._waiting: dict[str, WeightsApplied] = {}  # robots to which something may be sent ahead, with an offer
+        self._audience = Audience(lambda name, offer: self._send(name, offer, None), self._hand_out, clock)
         self._learner = ""
         self._told: WeightsProgress | None = None  # to the learner that is connected
         self._staleness = Staleness()
@@ -135,15 +135,11 @@ class WeightsDesk:
 
     def robot_opened(self, name: str) -> None:
         with self._lock:
-            self._robots.add(name)
-            self._waiting.pop(name, None)
-            if (offer := self._offer()) is not None:
-                self._send(name, replace(offer, greeting=True), None)
+            self._audience.opened(name, self._news())
 
     def closed(self, name: str) -> None:
         with self._lock:
-            self._robots.discard(name)
-            self._waiting.pop(name, None)
+            self._audience.closed(name)
             self._staleness.left(name)
             self._learner = "" if name == self._learner else self._learner
             self._tell_progress()
@@ -154,17 +150,13 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
-                self._remember(name, message)
-                if message.parcel in self._read and is_rotten(self._catalogue, message):
-                    self._lose(message.parcel)
-                for found, content in answers(self._catalogue, message):
-                    self._send(name, found, content)
+                self._hand_out(name, message)
+                self._heard(name)
             case WeightsApplied():
                 with self._lock:
-                    if name in self._robots:
-                        self._waiting[name] = message
                     self._staleness.acts(name, message.version)
                     self._tell_progress()
+                self._heard(name, message)
 
     def has(self, parcel: bytes) -> bool:
         return parcel in self._catalogue.parcels
@@ -178,6 +170,13 @@ class WeightsDesk:
         with self._lock:
             self._order, self._ordered = order, ordered
             self._announce()
+
+    def _hand_out(self, name: str, request: WeightsRequest) -> None:
+        self._remember(name, request)
+        if request.parcel in self._read and is_rotten(self._catalogue, request):
+            self._lose(request.parcel)
+        for found, content in answers(self._catalogue, request):
+            self._send(name, found, content)
 
     def _remember(self, name: str, request: WeightsRequest) -> None:
         """Notes at which version a peer aims: what leads to one is of none that is newer."""
@@ -232,10 +231,8 @@ class WeightsDesk:
             return
         self._announced = state
         self._staleness.offered(self._target, self._clock())
-        if (offer := self._offer()) is not None:
-            ahead = Ahead(self._catalogue, self._target)
-            for name in self._robots:
-                self._tell(name, offer, ahead)
+        if (news := self._news()) is not None:
+            self._audience.announce(news)
         self._tell_progress()
 
     @property
@@ -248,12 +245,12 @@ class WeightsDesk:
         pinned = self._pinned
         return pinned if pinned in versions else max(versions, default=NO_VERSION)
 
-    def _offer(self) -> WeightsOffer | None:
+    def _news(self) -> News | None:
         """What robots are told to act with; None before the first version."""
         if self._target == NO_VERSION:
             return None
         forms, free = self._catalogue.forms(self._target), (NO_VERSION, self._target)
-        return fitting_offer(
+        offer = fitting_offer(
             [self._catalogue.manifests[form, self._target][1] for form in forms],
             self._catalogue.infos(),
             forms,
@@ -261,13 +258,18 @@ class WeightsDesk:
             signer=self._signer,
             order=self._order if self._ordered.run == self._numbers and self._pinned in free else None,
         )
+        return News(offer, Ahead(self._catalogue, self._target))
 
-    def _tell(self, name: str, offer: WeightsOffer, ahead: Ahead) -> None:
-        waits = self._waiting.pop(name, None)
-        requests = ahead.requests(waits) if waits is not None else ()
-        self._send(name, replace(offer, ahead=requests), None)
-        for request in requests:
-            self.received(name, request, None)
+    def _heard(self, name: str, applied: WeightsApplied | None = None) -> None:
+        with self._lock:
+            if self._audience.heard(name, applied) and (news := self._news()) is not None:
+                self._audience.inform(name, news)
+
+    def _tell_overdue(self) -> None:
+        with self._lock:
+            if (names := self._audience.overdue()) and (news := self._news()) is not None:
+                for name in names:
+                    self._audience.inform(name, news)
 
     def _tell_progress(self) -> None:
         ordered = self._target if self._target == self._pinned else NO_VERSION
@@ -283,6 +285,7 @@ class WeightsDesk:
             while not self._stopping.is_set():
                 self._take_in(wait_s)
                 self._collect()
+                self._tell_overdue()
                 if self._unkept and self._clock() >= self._next_persist_s:
                     self._persist()
                 due_s = self._next_persist_s - self._clock() if self._unkept else STALL_S
