@@ -215,6 +215,29 @@ def test_a_robot_that_starts_while_the_gateway_is_away_acts_with_what_it_kept(si
         assert robot.acts_with(1)
 
 
+def test_a_version_is_kept_on_the_robots_disk_under_its_governors_eyes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that costs the policy's inference is the push's doing."""
+    times = list[tuple[int, int]]()
+    with site.serving():
+        publisher = site.publisher()
+        with Robot(site, "one") as robot:
+            governor, shelf = robot.inlet._governor, robot.inlet._shelf
+            assert shelf is not None
+
+            def keep(catalogue: Catalogue) -> None:
+                before = [len(kind) for kind in governor._times]
+                governor.observe(0.0)
+                times.append(tuple(len(kind) - n for kind, n in zip(governor._times, before, strict=True)))  # type: ignore[arg-type]
+
+            publish(publisher, weights(1), 1, robot)
+            monkeypatch.setattr(shelf, "keep", keep)
+            monkeypatch.setattr("user_sys.weights.governor.SETTLE_S", 0.0)
+            governor._settled_s = 0.0
+    assert times == [(0, 1)]
+
+
 def test_a_robot_that_comes_to_another_run_acts_with_that_ones_weights(tmp_path: Path) -> None:
     """The edge outlives runs, and keys may be shared between them: what it kept has a greater number."""
     for shared in ("keys", "edge"):

@@ -213,6 +213,12 @@ class WeightsInlet:
         held, started_s = self.receiver.held, time.monotonic()
         if self._shelf is None or held is None or held.manifest == self._kept:
             return
+        with self._governor.push():  # to write it costs the policy's inference time as well
+            self._write(self._shelf, held)
+        taken_s = time.monotonic() - started_s
+        self._next_keep_s = time.monotonic() + max(KEEP_INTERVAL_S, taken_s / KEEP_SHARE)
+
+    def _write(self, shelf: Shelf, held: Held) -> None:
         version = held.manifest.version
         parcels = [full_parcel(held.state, version, self._governor.breathe)]
         if held.manifest.table_bytes:
@@ -220,9 +226,7 @@ class WeightsInlet:
         key = held.manifest.form, version
         try:
             kept = {parcel.info.id: parcel for parcel in parcels}
-            self._shelf.keep(Catalogue({key: (held.manifest, held.signed)}, kept))
+            shelf.keep(Catalogue({key: (held.manifest, held.signed)}, kept))
             self._kept = held.manifest
         except OSError as error:
             _log.warning("weights.not_kept version=%d: %s", version, error)
-        taken_s = time.monotonic() - started_s
-        self._next_keep_s = time.monotonic() + max(KEEP_INTERVAL_S, taken_s / KEEP_SHARE)
