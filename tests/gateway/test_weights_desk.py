@@ -24,6 +24,7 @@ from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.wire import Payload
+from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.publisher import PublishConfig, Publisher
