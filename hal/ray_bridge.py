@@ -194,7 +194,7 @@ class Cluster:
         """All of `bundles`, for this process under the name `name`; None where not all are free just now."""
         once = f"{name}{GROUP_MARK}{secrets.token_hex(8)}"  # Ray refuses a second group of a name
         group = self._ray.util.placement_group([bundle.resources for bundle in bundles], name=once)
-        if group.wait(RESERVE_TIMEOUT_S):
+        if self._wait([group.ready()], RESERVE_TIMEOUT_S):  # unlike `group.wait` it lets signals be heard
             return Reservation(group, tuple(bundles))
         self._ray.util.remove_placement_group(group)
         return None

@@ -6,8 +6,10 @@ import _thread
 import contextlib
 import os
 import signal
+import socket
 import stat
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -34,6 +36,45 @@ def stop_on_signals(stop: threading.Event) -> None:
 
     for number in ending():
         signal.signal(number, on_signal)
+
+
+@contextlib.contextmanager
+def asked_to_end(tell: Callable[[], object]) -> Iterator[threading.Event]:
+    """Each of `ending` sets the event instead of raising, once; a second one raises KeyboardInterrupt, unless it is the
+    end of the terminal. The main thread alone enters it.
+
+    Each calls `tell` too, from another thread, and at once: no handler runs while the main thread is in a library that
+    does not return to Python, as Ray does not before its cluster answers.
+    """
+    asked = threading.Event()
+
+    def on_signal(number: int, _: object) -> None:
+        leave_terminal(number)
+        if asked.is_set() and number != signal.SIGHUP:
+            raise KeyboardInterrupt
+        asked.set()
+
+    def listen() -> None:
+        while number := inbox.recv(1):
+            if number[0] in ends:
+                tell()
+
+    ends = ending()
+    inbox, outbox = socket.socketpair()
+    outbox.setblocking(False)
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    before_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, on_signal) for number in ends}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        outbox.close()
+        listener.join()
+        inbox.close()
 
 
 def leave_terminal(number: int) -> None:

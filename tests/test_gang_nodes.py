@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,34 @@ def test_a_learner_whose_node_is_lost_goes_on_near_the_runs_robots_and_nowhere_e
             assert robots_of(run) == ["left"]
             launch.interrupt()
             assert launch.wait(WITHIN_S) == 130, launch.err
+
+
+DESK = """
+robots: [{{name: left, driver: fake, task: reach, real_time: true}}]
+needs: [{{kind: compute, cores: 1}}]
+demonstrations: {{episodes: 1}}
+learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 5}}
+console: {{port: 0}}
+ray: {{address: "127.0.0.1:{port}"}}
+logging: {{wandb: {{mode: disabled}}}}
+"""
+STANDS_S = 6.0  # the launcher writes its metrics every two
+
+
+def test_a_stop_reaches_the_robots_while_ray_does_not_answer(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "desk"
+    with contextlib.ExitStack() as stack:
+        site = Site(tmp_path, stack)
+        (tmp_path / "desk.yaml").write_text(DESK.format(port=site.port))
+        launch = site.user_sys("train", "desk.yaml", "--name", "desk")
+        until(lambda: online(run, "left") > 0 or over(launch), "the robot acts", WITHIN_S)
+        (control,) = [pid for pid, line in site.head.processes().items() if "gcs_server" in line.split()[0]]
+        os.kill(control, signal.SIGSTOP)
+        try:
+            written = run / "metrics" / "run.jsonl"
+            until(lambda: time.time() - written.stat().st_mtime > STANDS_S, "the launcher waits for Ray", 60)
+            launch.interrupt()
+            until(lambda: "run.stopped" in (run / "logs" / "left-session.log").read_text(), "the robot hears it", 30)
+        finally:
+            os.kill(control, signal.SIGCONT)
+        assert launch.wait(WITHIN_S) == 130, launch.err

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from hal.discovery import discover
 from hal.placement_words import listed
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
 from hal.ray_nodes import ray_resources
-from hal.signals import ending, leave_terminal
+from hal.signals import asked_to_end
 from hal.spec import RobotSpec
 from hal.supervision import cause
 from user_sys.compose import probes
@@ -69,6 +67,7 @@ STATUS_EVERY_S = 2.0
 LEAVE_DEADLINE_S = 60.0  # sessions deliver their outbox and the learner writes its checkpoint before they leave
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 RESTART = RestartPolicy(max_restarts=20, window_s=60.0)
+BY_PERSON = "interrupted by a person"
 STARTS_OF_A_ROBOT = 3  # a robot that nobody has heard of after so many failed starts is not there
 
 
@@ -208,7 +207,7 @@ class Run:
             RunError: a process of the run cannot be kept alive, or no robot can be driven; the message names its log.
         """
         threading.Thread(target=self._watch_pictures, name="pictures", daemon=True).start()
-        with ProgressDisplay(self._console) as display, _interrupts() as interrupted:
+        with ProgressDisplay(self._console) as display, asked_to_end(self._tell_to_stop) as interrupted:
             reason = self._follow(display, interrupted)
             self._leave(reason, display)
         return interrupted.is_set()
@@ -293,7 +292,7 @@ class Run:
                     return "the learner is done"
             if self._target_reached():
                 return "the target is reached"
-        return "interrupted by a person"
+        return BY_PERSON
 
     def _take_messages(self, wait_s: float) -> None:
         """Blocks for the first message only."""
@@ -426,10 +425,13 @@ class Run:
         share = self.monitor.success_over(target.episodes) if target.success else None
         return share is not None and share >= target.success
 
+    def _tell_to_stop(self, reason: str = BY_PERSON) -> None:
+        self._client.send(StopRun(reason=reason))
+
     def _leave(self, reason: str, display: ProgressDisplay) -> None:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
-        self._client.send(StopRun(reason=reason))
+        self._tell_to_stop(reason)
         nodes = [*(node.name for node in self._nodes), *self._policies.nodes, *self._processes(*self._learners)]
         leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed.keys()
         leaving -= {f"{robot}-session" for robot in self._missing}
@@ -468,22 +470,3 @@ def _history(folder: RunFolder) -> tuple[int, int, int]:
         reader.refresh()
         online = [episode for episode in reader.episodes() if episode.source == "online"]
     return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C, SIGTERM and the end of the terminal set the event instead of raising, once; a second Ctrl-C raises."""
-    asked = threading.Event()
-
-    def on_signal(number: int, _: object) -> None:
-        leave_terminal(number)
-        if asked.is_set() and number != signal.SIGHUP:
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {number: signal.signal(number, on_signal) for number in ending()}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

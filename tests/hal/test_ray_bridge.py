@@ -73,6 +73,7 @@ def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Pat
         "a wrong token is told",
         "child restarted",
         "actor restarted",
+        "a signal is heard while it waits",
         "stopped",
     ]
     assert done.stderr == ""
@@ -126,7 +127,9 @@ def gcs_address() -> str:
 
 
 def scenario(folder: Path) -> None:
+    from hal import ray_bridge
     from hal.ray_bridge import start_local
+    from hal.ray_places import Bundle
 
     os.environ[_MARK] = str(os.getpid())
     logging.getLogger("hal").setLevel(logging.ERROR)
@@ -170,6 +173,12 @@ def scenario(folder: Path) -> None:
         eventually(lambda: not Path(f"/proc/{second}").exists())
         assert not (folder / "arm.log").read_text().strip(), "a node was told the cluster's token"
         print("actor restarted")
+        ray_bridge.RESERVE_TIMEOUT_S = 3600.0  # beyond the test's own
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(2)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.reserve("demo", [Bundle(node="desk", resources={"robot:panda-0": 2.0})])
+        print("a signal is heard while it waits")
     eventually(lambda: not family())
     print("stopped")
 

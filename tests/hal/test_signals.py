@@ -46,3 +46,43 @@ def test_the_end_of_its_terminal_ends_a_process_in_good_order(tmp_path: Path) ->
         os.close(ours)
         assert process.wait(120) == 0
     assert (tmp_path / "result").read_text() == "ended"
+
+
+IN_A_LIBRARY_THAT_IS_DEAF = """
+import ctypes, os, signal, threading
+from hal.signals import asked_to_end
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+library.pthread_mutex_lock(mutex)
+told, rescue = [], threading.Timer(60, os._exit, [1])
+rescue.start()
+def tell():
+    told.append("to stop")
+    library.pthread_mutex_unlock(mutex)
+with asked_to_end(tell) as asked:
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    library.pthread_mutex_lock(mutex)  # no signal ends this, and no handler runs meanwhile
+rescue.cancel()
+raise SystemExit(0 if asked.is_set() and told == ["to stop"] else 2)
+"""
+
+
+def test_a_signal_is_told_of_while_the_main_thread_cannot_hear_it() -> None:
+    assert subprocess.run([sys.executable, "-c", IN_A_LIBRARY_THAT_IS_DEAF], timeout=120).returncode == 0
+
+
+SECOND_ONE = """
+import os, signal
+from hal.signals import asked_to_end
+before = signal.getsignal(signal.SIGTERM)
+try:
+    with asked_to_end(lambda: None) as asked:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert asked.is_set() == (number == signal.SIGINT)
+            signal.raise_signal(number)
+except KeyboardInterrupt:
+    raise SystemExit(0 if signal.getsignal(signal.SIGTERM) is before else 1)
+"""
+
+
+def test_a_second_signal_interrupts() -> None:
+    assert subprocess.run([sys.executable, "-c", SECOND_ONE], timeout=120).returncode == 0
