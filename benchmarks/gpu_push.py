@@ -7,7 +7,8 @@ each way to push: whoever ends it before its time has what was measured until th
 A thread pushes without pause, as a learner does that publishes nothing but bfloat16: it copies the learner's float32
 weights, rounds them to bfloat16 by a kernel of so many thread blocks, and copies them to host memory, on a stream of
 the lowest priority or in a green context. Meanwhile this thread measures inference and training steps of the same
-policy, in rounds with and without pushes in turn.
+policy, in rounds with and without pushes in turn. Both threads need Python's lock, as in a learner's process; what a
+policy process infers has a lock of its own.
 """
 
 from __future__ import annotations

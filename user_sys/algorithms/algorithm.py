@@ -39,7 +39,8 @@ class Transitions(Protocol):
 
 
 class Algorithm(ABC):
-    """One thread calls it. Every method computes to its end before it returns, but for what a snapshot's says."""
+    """One thread calls it. Every method computes to its end before it returns, but for what a snapshot's says, and but
+    for an `update` on a GPU: what is read after it waits for it."""
 
     @abstractmethod
     def update(self, batch: Transitions) -> None:
