@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,10 +23,16 @@ class Holds:
     between: int
 
 
-def count_holds(driver_log: Path, episodes: Sequence[tuple[float, float]]) -> Holds:
-    """Counts them from the first to the last of `episodes`: unix times of their first observation and last command."""
+def count_holds(
+    driver_log: Path, episodes: Sequence[tuple[float, float]], counts: Callable[[float], bool] = lambda at: True
+) -> Holds:
+    """Counts them from the first to the last of `episodes`: unix times of their first observation and last command.
+
+    Args:
+        counts: whether a hold at that unix time is one to count.
+    """
     begin, end = min(first for first, _ in episodes), max(last for _, last in episodes)
-    held = [at for at in _stamps(driver_log) if begin < at < end]
+    held = [at for at in _stamps(driver_log) if begin < at < end and counts(at)]
     within = sum(any(first < at < last for first, last in episodes) for at in held)
     return Holds(within, len(held) - within)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 PRIVATE = 0o600  # a file's mode: nobody else reads it
@@ -16,6 +17,23 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     `mode` nor the umask allows. Raises OSError; `path` is then as it was.
     """
     make_folder_durably(path.parent)
+    _replace(path, content, mode)
+    sync_folder(path.parent)
+
+
+def replace_all_durably(contents: Mapping[Path, bytes | memoryview]) -> None:
+    """Puts each content at its path as `replace_durably` does, one after the other, in folders that are there.
+
+    Blocks until all are on the disk, with one wait for each folder. Raises OSError: some of them may be as they were.
+    """
+    for path, content in contents.items():
+        _replace(path, content, 0o666)
+    for folder in {path.parent for path in contents}:
+        sync_folder(folder)
+
+
+def _replace(path: Path, content: bytes | memoryview, mode: int) -> None:
+    """The folder's entry may not be on the disk yet on return."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
@@ -26,7 +44,6 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def make_folder_durably(path: Path) -> None:

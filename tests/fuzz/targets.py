@@ -430,7 +430,7 @@ _WORDS: tuple[envoy_wire.Word, ...] = (
     envoy_wire.Memory(8, 64),
     envoy_wire.Fetching(),
     envoy_wire.Snapshot(1, 2, 3, (4,)),
-    envoy_wire.Step(0.1),
+    envoy_wire.Steps(((0.5, 0.1),)),
     envoy_wire.Report(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
     envoy_wire.Status(1, 1, -1, 1, 0.5, {"s": 1.0}, envoy_wire.Failure("NotFinite", "t")),
 )

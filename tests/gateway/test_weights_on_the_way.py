@@ -11,7 +11,8 @@ import pytest
 
 from user_sys.codec import Array
 from user_sys.gateway.audience import SILENT_S
-from user_sys.gateway.weights import LAGGARDS, PERSIST_AGAIN_S, WeightsDesk
+from user_sys.gateway.weights import LAGGARDS, TIDY_S, WeightsDesk
+from user_sys.gateway.write_pace import PERSIST_AGAIN_S, PERSIST_BYTES, PERSIST_LATEST_S, PERSIST_S
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue, Way, cheapest
@@ -84,6 +85,12 @@ class Counter:
             self.desk._collect()
         self.desk._fetcher.pump()
 
+    def run_for(self, seconds: float) -> None:
+        """The desk does what it has to, and the learner answers nothing."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + max(1e-6, self.desk._go_on(0.0)))
+
     def answer(self, requests: int = 10_000, keep: bool = True) -> None:
         """The learner answers, until nothing is asked any more, and what came is kept, where it is time for that."""
         while self.asked and requests:
@@ -92,7 +99,7 @@ class Counter:
             self.now_s += 1e-3
             self.round()
             requests -= 1
-        if keep and self.desk._unkept:
+        if keep and self.desk._unkept.waits:
             self.desk._persist()
 
     def grain(self, name: str, parcel: Parcel, number: int) -> bool:
@@ -205,7 +212,8 @@ def test_a_version_is_kept_when_that_is_due_and_no_later(counter: Counter, monke
     counter.full(1)
     counter.answer()
     desk, waits = counter.desk, list[float]()
-    desk._unkept, desk._next_persist_s = True, counter.now_s + 0.1
+    desk._unkept.came(1)
+    counter.now_s += PERSIST_S - 0.1
 
     def take_in(wait_s: float) -> None:
         waits.append(wait_s)
@@ -215,7 +223,7 @@ def test_a_version_is_kept_when_that_is_due_and_no_later(counter: Counter, monke
 
     monkeypatch.setattr(desk, "_take_in", take_in)
     desk._run()
-    assert waits == pytest.approx([0.0, 0.1, STALL_S]) and not desk._unkept
+    assert waits == pytest.approx([0.0, 0.1, STALL_S]) and not desk._unkept.waits
 
 
 def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(counter: Counter) -> None:
@@ -225,6 +233,33 @@ def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(count
         counter.full(version)
         counter.answer(keep=version == 6)
     assert counter.shelf.open().versions() == [1, 6]
+
+
+@pytest.mark.parametrize(("values", "most"), [(10, 3), (1 << 20, 22)])
+def test_versions_that_follow_upon_each_other_are_written_together_unless_they_are_large(
+    counter: Counter, values: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write takes time from the learner beside it, and what waits for one takes memory."""
+    written_s, keep = [0.0], counter.shelf.keep
+
+    def kept(catalogue: Catalogue, signer: bytes = b"") -> None:
+        keep(catalogue, signer)
+        written_s.append(counter.now_s)
+
+    monkeypatch.setattr(counter.shelf, "keep", kept)
+    for version in range(1, 101):
+        state = build_state({"w": np.full(values, version, np.float32)})
+        counter.offer(version, state, full_parcel(state, version))
+        counter.answer(keep=False)
+        counter.run_for(0.1)
+        assert counter.desk._unkept.waiting_bytes <= PERSIST_BYTES + PERSIST_S / 0.1 * state.size_bytes
+        assert len(counter.desk._catalogue.parcels) <= 2 + TIDY_S / 0.1 + 1
+    last_s = counter.now_s - 0.1
+    counter.run_for(2.0)
+    from_the_first_s = PERSIST_LATEST_S + 0.1
+    assert len(written_s) - 1 <= most and max(np.diff(written_s)) <= from_the_first_s
+    found = newest(counter.shelf.open())
+    assert found is not None and found[0].version == 100 and written_s[-1] <= last_s + PERSIST_S + 0.01
 
 
 def test_a_disk_that_was_full_is_tried_again_later(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +274,7 @@ def test_a_disk_that_was_full_is_tried_again_later(counter: Counter, monkeypatch
         counter.full(2)
         counter.answer()
     assert counter.shelf.open().versions() == [1] and counter.offered("one")[0] == 2
-    assert counter.desk._unkept and counter.desk._next_persist_s == pytest.approx(counter.now_s + PERSIST_AGAIN_S)
+    assert counter.desk._unkept.due_s(0.0) == pytest.approx(PERSIST_AGAIN_S)
     counter.desk._persist()
     assert counter.shelf.open().versions() == [1, 2]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from user_sys.learner import envoy
 from user_sys.learner.envoy import Envoy
 from user_sys.messages import StopRun, WeightsApplied
 from user_sys.tunnel.keys import new_keypair, save_keypair
+from user_sys.weights.governor import ENOUGH
 from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.records import Order
 from user_sys.weights.shelf import Shelf
@@ -54,6 +56,21 @@ def test_what_is_published_is_on_the_gateways_disk_bit_for_bit_and_the_run_can_b
         assert site.digests()[3] == digest(weights(3, kept=kept))
         site.gateway.server.send("learner", StopRun(reason="enough"))
         until(lambda: site.stops == ["enough"], "the learner hears of it")
+
+
+def test_the_governor_hears_of_steps_together_and_which_of_them_were_beside_a_push(site: Site) -> None:
+    with site.envoy() as learner:
+        for _ in range(2 * ENOUGH):
+            learner.observe(0.01)
+        version = 0
+        while "governor/idle_ms" not in (found := learner.scalars()):
+            version += 1
+            learner.publish(weights(version), version, updates=version)
+            until(lambda: not learner.busy, "it is ready")
+            for _ in range(ENOUGH):
+                learner.observe(0.015)
+            time.sleep(0.03)  # or it would be time for a look at steps without pushes
+        assert found["governor/idle_ms"] == pytest.approx(10.0) and found["governor/pushing_ms"] == pytest.approx(15.0)
 
 
 def test_an_envoy_that_was_killed_is_replaced_and_publishes_the_newest_version_again(site: Site) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from user_sys.errors import TunnelError, WireError
 from user_sys.gateway.audience import Audience, News
+from user_sys.gateway.write_pace import WritePace
 from user_sys.messages import (
     WeightsApplied,
     WeightsAsk,
@@ -41,8 +42,7 @@ from user_sys.weights.staleness import Staleness
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
-PERSIST_INTERVAL_S = 0.5  # at most so long a version is handed on before it, or a newer one, is on disk
-PERSIST_AGAIN_S = 5.0  # after the disk was full
+TIDY_S = 0.5
 LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
 MAX_INBOX = 4096
 _NO_ORDER = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
@@ -89,9 +89,9 @@ class WeightsDesk:
         self._spare: set[bytes] = set()  # parcels on their way here that only latecomers need
         self._begun = Begun(self._kept, clock)
         self._aims: dict[str, tuple[int, float]] = {}  # the version that each peer is fetching, and when it asked last
-        self._unkept = False
+        self._unkept = WritePace(clock)
         self._stored = set(self._catalogue.versions())  # on the disk; one that a newer one overtakes never gets there
-        self._next_persist_s = 0.0
+        self._next_tidy_s = 0.0
         self._inbox: queue.Queue[_FromLearner] = queue.Queue(MAX_INBOX)
         self._lock = threading.RLock()
         self._stopping = threading.Event()
@@ -196,7 +196,8 @@ class WeightsDesk:
             self._read.discard(parcel)
             self._shelf.doubt(parcel)
             self._announce()
-            self._lost = self._unkept = True
+            self._lost = True
+            self._unkept.lost()
 
     def _put(self, item: _FromLearner) -> None:
         try:
@@ -283,18 +284,21 @@ class WeightsDesk:
         wait_s = 0.0
         try:
             while not self._stopping.is_set():
-                self._take_in(wait_s)
-                self._collect()
-                self._tell_overdue()
-                if self._unkept and self._clock() >= self._next_persist_s:
-                    self._persist()
-                due_s = self._next_persist_s - self._clock() if self._unkept else STALL_S
-                wait_s = max(0.0, min(self._fetcher.pump(), due_s))
-            if self._unkept:
+                wait_s = self._go_on(wait_s)
+            if self._unkept.waits:
                 self._persist()
         except Exception as error:
             logger.exception("weights.failed")
             self.failure = error
+
+    def _go_on(self, wait_s: float) -> float:
+        """Waits for something to do, so long at most, and does it; returns how long it may wait the next time."""
+        self._take_in(wait_s)
+        self._collect()
+        self._tell_overdue()
+        if self._unkept.due_s(STALL_S) <= 0:
+            self._persist()
+        return max(0.0, min(self._fetcher.pump(), self._unkept.due_s(STALL_S)))
 
     def _take_in(self, wait_s: float) -> None:
         try:
@@ -332,7 +336,7 @@ class WeightsDesk:
                 self._catalogue.manifests |= {(m.form, m.version): (m, signed) for m, signed in manifests}
                 self._announce()
             self._turn()
-            if not self._awaited and not self._unkept:
+            if not self._awaited and not self._unkept.waits:
                 self._confirm(max((manifest.version for manifest, _ in manifests), default=NO_VERSION))
         except WireError as error:
             logger.error("weights.refused peer=%s: %s", self._learner, error)
@@ -435,11 +439,14 @@ class WeightsDesk:
         with self._lock:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
             self._announce()
-            self._unkept = True
+            self._unkept.came(sum(info.size_bytes for info in done))
+            if self._clock() >= self._next_tidy_s:
+                self._tidy()
         if not self._awaited:
             self._turn()
 
-    def _persist(self) -> None:
+    def _tidy(self) -> None:
+        """Gives up what nobody will want any more."""
         self.look_for_order()  # before what it names is given up
         with self._lock:
             versions = self._catalogue.versions()
@@ -447,18 +454,22 @@ class WeightsDesk:
             choice = [version for version in versions if version in self._stored or version == newest]
             kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
             self._catalogue.retain(kept, newest - LAGGARDS, self._begun.ids())
+        self._next_tidy_s = self._clock() + TIDY_S
+
+    def _persist(self) -> None:
+        self._tidy()
+        with self._lock:
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
-            self._unkept = False
+            self._unkept.begun()
+        newest = max(snapshot.versions(), default=NO_VERSION)
         try:
             self._shelf.keep(snapshot, self._signer)
-        except (
-            OSError
-        ) as error:  # robots have it all the same; a restarted gateway hands on an older one until the next
+        except OSError as error:  # robots have it all the same; a gateway that restarts now has an older one
             logger.error("weights.not_kept version=%d: %s", newest, error)
-            self._unkept, self._next_persist_s = True, self._clock() + PERSIST_AGAIN_S
+            self._unkept.failed()
             return
         self._stored = set(snapshot.versions())
-        self._next_persist_s = self._clock() + PERSIST_INTERVAL_S
+        self._unkept.written()
         self._confirm(newest)
 
     def _being_fetched(self) -> list[int]:

@@ -34,7 +34,7 @@ from user_sys.learner.envoy_wire import (
     Slots,
     Snapshot,
     Status,
-    Step,
+    Steps,
     Stopped,
     Word,
 )
@@ -47,6 +47,7 @@ from user_sys.weights.state import NotFinite
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
+TELL_STEPS_S, MOST_STEPS = 0.1, 256
 SLOT_S = 60.0
 FLUSH_S = 10.0
 CLOSE_S = 60.0
@@ -91,6 +92,8 @@ class Envoy:
         self._frozen: dict[str, Array] = {}  # read-only arrays of the newest snapshot, which are not written again
         self._newest: Snapshot | None = None
         self._asked = NO_VERSION
+        self._steps: list[tuple[float, float]] = []  # of which the child was not told since then
+        self._told_steps_s = 0.0
         self._order: _Order | None = None  # until its weights lie in their slot
         self._fetcher: threading.Thread | None = None  # there is one as soon as something is to be fetched
         self._fetched: dict[str, float] = {}  # what is told of the newest fetch
@@ -157,6 +160,7 @@ class Envoy:
             if not self._await_fetch(SLOT_S):
                 raise RunError(f"weights could not be fetched within {SLOT_S:.0f} s")
             self._raise_failure()
+            self._tell_steps(time.monotonic())  # none of them was beside this push
             layout = layout_of(weights)
             if self._slots is None:
                 self._slots = Slots.of(layout)
@@ -172,10 +176,12 @@ class Envoy:
 
     def observe(self, seconds: float) -> None:
         """How long a training step took, with all that was done to publish: the governor keeps it within its budget."""
+        now = time.monotonic()
         with self._changed:
             self._catch_up()
-            if self._child is not None:
-                self._child.line.send(Step(seconds))
+            self._steps.append((now, seconds))
+            if now - self._told_steps_s >= TELL_STEPS_S or len(self._steps) >= MOST_STEPS:
+                self._tell_steps(now)
 
     def report(self, updates: int, scalars: dict[str, float]) -> None:
         """Sends scalars to the gateway; drops them where the envoy does not keep up."""
@@ -240,6 +246,13 @@ class Envoy:
             log.warning("learner.waits version=%d ordered=%d learner.publish.max_lead: %s", self.version, ordered, mend)
         if ordered == NO_VERSION:
             self._said_to_wait = NO_VERSION
+
+    def _tell_steps(self, now: float) -> None:
+        """Each word has the child run, beside the learner; those that it has no room for are lost."""
+        if self._child is not None and self._steps:
+            self._child.line.send(Steps(tuple(self._steps)))
+        self._steps.clear()
+        self._told_steps_s = now
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -28,7 +28,7 @@ from user_sys.learner.envoy_wire import (
     Slots,
     Snapshot,
     Status,
-    Step,
+    Steps,
     Stopped,
     Word,
 )
@@ -106,8 +106,9 @@ class _Desk:
 
     def take(self, word: Word, descriptor: int | None) -> None:
         match word:
-            case Step(seconds=seconds):
-                self.publisher.observe(seconds)
+            case Steps(steps=steps):
+                for ended_s, seconds in steps:
+                    self.publisher.governor.observe(seconds, ended_s)
             case Memory() if descriptor is not None:
                 self._slots = Slots(descriptor, word)
             case Fetching() if not self._fetching:

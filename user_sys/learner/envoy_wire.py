@@ -75,10 +75,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     fetch_s: float = 0.0
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
-    """How long a training step took, for the governor."""
+class Steps(msgspec.Struct, frozen=True, tag=True):
+    """Training steps, for the governor: when each ended, by the monotonic clock, and how many seconds it took."""
 
-    seconds: float
+    steps: tuple[tuple[float, float], ...]
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +129,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Word: TypeAlias = Setup | Memory | Fetching | Snapshot | Step | Report | Farewell | Status | Stopped
+Word: TypeAlias = Setup | Memory | Fetching | Snapshot | Steps | Report | Farewell | Status | Stopped
 
 
 class Line:

@@ -1,11 +1,11 @@
 """The governor: gives a push of weights what it may have of a machine, and no more.
 
 Somewhere on the machine is a *victim*: the learner's training step, or the policy's inference. Its times are measured
-all the while, apart for when a push is under way and when none is. While pushes make the victim slower than its budget,
-their share is cut by a factor; while they do not, the share grows by a step. One number, the share, sets every knob:
-how much of the time bulk work may run on its one thread (which bounds its use of processor and memory), how soon one
-push may follow upon another, and how fast the link is filled; on a GPU, how many thread blocks a kernel has, and how
-much the copy engines copy at once.
+all the while, apart for when a push is under way and when none is. From by how much pushes made the victim slower, and
+what share they had meanwhile, follows the share with which they keep to their budget, and theirs moves there. One
+number, the share, sets every knob: how much of the time bulk work may run on its one thread (which bounds its use of
+processor and memory), how soon one push may follow upon another, and how fast the link is filled; on a GPU, how many
+thread blocks a kernel has, and how much the copy engines copy at once.
 
 Where one push follows upon the other the victim is never seen alone. So now and then the next one is put off until it
 has been.
@@ -26,14 +26,17 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 
-SAMPLES = 256  # of the victim's newest times, with and without a push
+SAMPLES = 512  # of the victim's newest times, with and without a push
 ENOUGH = 16  # samples on both sides before anything is decided
 SETTLE_S = 0.75  # a push's effects go on: the gateway keeps it up to half a second later, and its disk takes a while
-LOOK_EVERY = 768  # samples of pushes for which ENOUGH without any are wanted
+LOOK, LOOK_EVERY = 48, 384  # so many samples without a push are wanted for so many with one, and half where it is sure
+MEMORY_S = 60.0  # how long what was measured counts
+MOST_LONGER = 1.0  # of one moment: what shows to a quantile of few samples may be a single hiccup
 LEAST_S = 1e-9
 USUAL = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
 OUTLIER = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
 LONGEST_REST_S = 0.25
+LONGEST_PAUSE_S = 30.0
 LARGEST_CHUNK_BYTES = 32 << 20
 LEAST_CHUNK_BYTES = 1 << 20
 
@@ -48,7 +51,7 @@ class GovernorConfig:
         quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
             times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
         least_share: the push always gets this much, so that weights do arrive.
-        cut, grow: the factor and the step by which the share moves.
+        cut, grow: the factors by which the share moves at most.
         decide_s: how often it moves.
         link_bytes_per_s: what the link is filled with at a share of 1; 0 for as much as it takes.
         most_ctas: thread blocks of a kernel on a GPU at a share of 1.
@@ -57,16 +60,16 @@ class GovernorConfig:
     enabled: bool = True
     budget: float = 0.01
     quantile: float = 0.0
-    least_share: float = 0.05
+    least_share: float = 0.01
     cut: float = 0.7
-    grow: float = 0.05
+    grow: float = 1.1
     decide_s: float = 0.5
     link_bytes_per_s: float = 0.0
     most_ctas: int = 16
 
     def __post_init__(self) -> None:
-        if not (0 < self.least_share <= 1 and 0 < self.cut < 1 and 0 < self.grow <= 1 and 0 <= self.quantile < 1):
-            raise ConfigError("governor: least_share, cut, grow and quantile lie between 0 and 1, quantile may be 0")
+        if not (0 < self.least_share <= 1 and 0 < self.cut < 1 < self.grow and 0 <= self.quantile < 1):
+            raise ConfigError("governor: least_share, cut and quantile lie between 0 and 1, grow is above 1")
         if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0 or self.most_ctas < 1:
             raise ConfigError("governor: budget, decide_s and most_ctas are above 0, link_bytes_per_s is not below 0")
 
@@ -78,7 +81,9 @@ class Decision:
     Attributes:
         at_s: when, by the governor's clock.
         idle_s, pushing_s: what was measured, without pushes and with them.
-        longer: by how much of its time the victim takes longer; what the budget bounds.
+        longer: by how much of its time the victim took longer since the move before.
+        price: by how much it would at a share of 1, by all that counts still; its product with the share is what the
+            budget bounds.
         share: from then on.
     """
 
@@ -86,7 +91,35 @@ class Decision:
     idle_s: float
     pushing_s: float
     longer: float
+    price: float
     share: float
+
+
+class _Price:
+    """What pushes would cost at a share of 1, by what they cost lately: that goes with how often they come.
+
+    A moment shows little: on a shared machine the steps of one second may take 6% longer than those of the next, where
+    the budget is 1%. So all of `MEMORY_S` counts, the older the less, by least squares: moments of little share say
+    little of the price. It is what these give and one standard error more. (Who cuts and grows by the newest moment
+    alone keeps the median of such moments to the budget; their mean, which is what the victim loses, came to thrice
+    that.)
+    """
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._samples = self._scatter = 0.0
+        self._products = self._squares = self._errors = 0.0
+
+    def take_in(self, now_s: float, samples: int, longer: float, share: float) -> float:
+        """The price, now that `samples` showed by how much the victim took longer at this `share`."""
+        kept, self._at_s = math.exp(-max(0.0, now_s - self._at_s) / MEMORY_S), now_s
+        self._products = kept * self._products + samples * share * longer
+        self._squares = kept * self._squares + samples * share * share
+        price = self._products / self._squares
+        self._samples = kept * self._samples + samples
+        self._scatter = kept * self._scatter + samples * (longer - price * share) ** 2
+        self._errors = kept * kept * self._errors + (samples * share) ** 2
+        return price + math.sqrt(self._scatter / self._samples * self._errors) / self._squares
 
 
 class Governor:
@@ -107,19 +140,21 @@ class Governor:
         self._worked_s = 0.0  # on pushes, without rests, since the last pause
         self._settled_s = -math.inf  # when the effects of the newest push are over
         self._unseen = 0  # samples of pushes since the victim was seen without
+        self._price = _Price()
         self.pause_s = 0.0
         self._next_s = clock() + config.decide_s
         self._lock = threading.Lock()
         self._work = threading.local()
 
-    def observe(self, seconds: float) -> None:
-        """One time of the victim, which has just passed."""
+    def observe(self, seconds: float, ended_s: float | None = None) -> None:
+        """One time of the victim, which ended just now or at `ended_s` by the governor's clock; no push began since."""
         now = self._clock()
+        ended_s = now if ended_s is None else ended_s
         with self._lock:
-            touched = self._pushes > 0 or now - seconds < self._settled_s
+            touched = self._pushes > 0 or ended_s - seconds < self._settled_s
             self._times[touched].append(seconds)
             self._seen[touched] += 1
-            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - LOOK_EVERY // ENOUGH)
+            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - self._look_every // LOOK)
             if self._config.enabled and now >= self._next_s:
                 self._next_s = now + self._config.decide_s
                 self._decide()
@@ -162,7 +197,8 @@ class Governor:
         """For how many seconds no other push is to begin now that one has ended.
 
         As long as leaves pushes their share, one step of the victim counted with the work since the last pause; none at
-        a share of 1; and now and then as long as the victim takes to be seen without pushes.
+        a share of 1, and `LONGEST_PAUSE_S` at most; and now and then as long as the victim takes to be seen without
+        pushes.
         """
         with self._lock:
             worked_s, self._worked_s = self._worked_s, 0.0
@@ -170,9 +206,9 @@ class Governor:
             if not self._config.enabled or not (idle or pushing):
                 return 0.0
             step_s = _quantile(np.array(idle or pushing), 0.5)
-            self.pause_s = (worked_s + step_s) * (1.0 / self.share - 1.0)
-            if self._unseen >= LOOK_EVERY:
-                self.pause_s = max(self.pause_s, SETTLE_S + ENOUGH * step_s)
+            self.pause_s = min(LONGEST_PAUSE_S, (worked_s + step_s) * (1.0 / self.share - 1.0))
+            if self._unseen >= self._look_every:
+                self.pause_s = max(self.pause_s, SETTLE_S + LOOK * step_s)
             return self.pause_s
 
     def link_limit(self) -> float:
@@ -185,21 +221,27 @@ class Governor:
         if self.decisions:
             newest = self.decisions[-1]
             found |= {"governor/idle_ms": 1e3 * newest.idle_s, "governor/pushing_ms": 1e3 * newest.pushing_s}
-            found |= {"governor/longer": newest.longer, "governor/pause_ms": 1e3 * self.pause_s}
+            found |= {"governor/longer": newest.longer, "governor/price": newest.price}
+            found |= {"governor/pause_ms": 1e3 * self.pause_s}
         return found
+
+    @property
+    def _look_every(self) -> int:
+        sure = self.decisions and self.decisions[-1].price <= self._config.budget / 2
+        return 2 * LOOK_EVERY if sure else LOOK_EVERY
 
     def _decide(self) -> None:
         idle, pushing = self._times
         if min(len(idle), len(pushing)) < ENOUGH:
             return
+        config, now = self._config, self._clock()
         idle_s, pushing_s, longer = self._compare(np.array(idle), np.array(pushing))
-        if longer > self._config.budget:
-            self.share = max(self._config.least_share, self._config.cut * self.share)
-        else:
-            self.share = min(1.0, self.share + self._config.grow)
+        price = self._price.take_in(now, sum(self._seen), min(MOST_LONGER, longer), self.share)
+        due = min(1.0, config.budget / max(price, config.budget))
+        self.share = max(config.least_share, config.cut * self.share, min(due, config.grow * self.share))
         pushing.clear()  # they were measured under another share
         self._seen = [0, 0]
-        self.decisions.append(Decision(self._clock(), idle_s, pushing_s, longer, self.share))
+        self.decisions.append(Decision(now, idle_s, pushing_s, longer, price, self.share))
 
     def _compare(self, idle: Array, pushing: Array) -> tuple[float, float, float]:
         """Seconds without a push and with one, and by how much of its time the victim takes longer."""

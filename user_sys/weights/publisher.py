@@ -165,10 +165,6 @@ class Publisher:
             self._raise_failure()
             return self._confirmed >= self._asked
 
-    def observe(self, seconds: float) -> None:
-        """How long a training step took, with all that was done to publish: the governor keeps it within its budget."""
-        self.governor.observe(seconds)
-
     def scalars(self) -> dict[str, float]:
         """For the metrics."""
         return {"versions_published": float(self.published), **self.governor.scalars()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.durable import remove_durably, replace_durably
+from hal.durable import remove_durably, replace_all_durably, replace_durably
 from user_sys.errors import WireError
 from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.parcel import Parcel, assemble, crc_of
@@ -80,11 +80,11 @@ class Shelf:
         self._tidy(catalogue.infos())
 
     def _write(self, catalogue: Catalogue, signer: bytes) -> None:
-        for parcel in catalogue.parcels.values():
-            path = self._path(parcel.info)
-            if parcel.info.id not in self._whole or not path.exists():  # a damaged file is replaced
-                replace_durably(path, parcel.payload)  # type: ignore[arg-type]
-                self._whole.add(parcel.info.id)
+        paths = {of: self._path(parcel.info) for of, parcel in catalogue.parcels.items()}
+        fresh = {of: path for of, path in paths.items() if of not in self._whole or not path.exists()}
+        self._whole -= fresh.keys()  # a damaged file is replaced
+        replace_all_durably({path: catalogue.parcels[of].payload for of, path in fresh.items()})
+        self._whole |= fresh.keys()
         index = _Index(tuple(signed for _, signed in catalogue.manifests.values()), tuple(catalogue.infos()), signer)
         replace_durably(self.folder / INDEX, msgspec.msgpack.encode(index))
 

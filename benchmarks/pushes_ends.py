@@ -1,0 +1,76 @@
+"""The ends of `benchmarks.pushes`: the command line, and a learner that pushes and leaves off in turn.
+
+``python -m benchmarks.pushes_ends ON_S OFF_S FROM_S train ...`` is ``user-sys train ...``, whose learner is started as
+``... ON_S OFF_S FROM_S learner RUN ...``: the product's own, but that from `FROM_S` seconds of training on nothing is
+published for `OFF_S` seconds before each `ON_S`, and that each step is noted in `STEPS` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from user_sys import cli, crew
+from user_sys.weights.snapshot import PolicySnapshot
+
+LEARNER, PRODUCTS = "learner", "user_sys.learner"
+STEPS = "steps.npy"
+ENDED, SECONDS, PUSHING, VERSION = range(4)
+"""Columns of `STEPS`, float64: unix time at its end; how long it took; 1.0 where pushes were on; versions so far."""
+
+
+def main(argv: list[str]) -> int:
+    phases, (command, *rest) = argv[:3], argv[3:]
+    if command == LEARNER:
+        return learner(*map(float, phases), rest)
+    as_it_was = crew.module_argv
+
+    def module_argv(name: str, *args: object) -> tuple[str, ...]:
+        if name != PRODUCTS:
+            return as_it_was(name, *args)
+        return as_it_was("benchmarks.pushes_ends", *phases, LEARNER, *args)
+
+    crew.module_argv = module_argv  # type: ignore[attr-defined]
+    return cli.main([command, *rest])
+
+
+def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
+    from user_sys.learner import __main__ as products
+    from user_sys.learner.publishing import Publishing
+    from user_sys.learner.service import Learner
+
+    count_time, publish_if_due = Learner._count_time, Publishing.publish_if_due
+    steps = list[tuple[float, float, float, float]]()
+    pushing = True
+
+    def count_time_and_note(learner: Learner, trained: bool, seconds: float) -> None:
+        nonlocal pushing
+        count_time(learner, trained, seconds)
+        if trained:
+            steps.append((time.time(), seconds, float(pushing), float(learner._publishing.version)))
+        into_s = learner.training_s - from_s
+        pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
+
+    def publish_in_turns(
+        publishing: Publishing,
+        updates: int,
+        weights: Callable[[], PolicySnapshot],
+        kl: Callable[[PolicySnapshot], float],
+    ) -> None:
+        if pushing:
+            publish_if_due(publishing, updates, weights, kl)
+
+    Learner._count_time = count_time_and_note  # type: ignore[method-assign]
+    Publishing.publish_if_due = publish_in_turns  # type: ignore[method-assign]
+    try:
+        return products.main(argv)
+    finally:
+        np.save(Path(argv[0]) / STEPS, np.array(steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
