@@ -19,7 +19,7 @@ from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, Weight
 from user_sys.weights.catalogue import Catalogue
 from user_sys.weights.fetch import MOST_DAMAGED, STALL_S
 from user_sys.weights.forms import convert
-from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
+from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, parts_parcel, table_parcel
 from user_sys.weights.receiver import PATIENCE_S, Receiver
 from user_sys.weights.records import INLINE_TABLE_BYTES, NO_VERSION, Form, Life, Manifest, Order, Signed
 from user_sys.weights.serve import Ahead, answers
@@ -210,6 +210,44 @@ def test_one_without_the_base_is_never_sent_a_difference(world: World) -> None:
     world.receiver.offered(world.offer(1))
     world.run()
     assert world.receiver.version == 1 and world.receiver.refused == 0
+
+
+def test_parts_change_any_version_from_their_base_on_and_none_of_another_life(world: World) -> None:
+    states = [build_state(random_weights(0, 512))]
+    for version in range(1, 60):
+        states.append(build_state(states[0].tensors | {"steps": np.array(version)}))
+    for version in (20, 40):
+        world.add(*version_of(states[version], version, world.signer), full_parcel(states[version], version))
+        world.receiver.offered(world.offer(version))
+        world.run()
+    world.catalogue = Catalogue()
+    parts = parts_parcel(0, states[0].digest, 59, states[59], {"steps"})
+    assert parts is not None
+    world.add(*version_of(states[59], 59, world.signer), parts)
+    sent = world.sent_bytes
+    later = describe(states[59], 59, 590, 0, (0.0, 0.0), Life(b"", 1))
+    offer = world.offer(59)
+    world.receiver.offered(replace(offer, manifests=(world.signer.sign(later),)))
+    assert not world.receiver.busy
+    world.receiver.start_from(world.receiver.held) if world.receiver.held else None
+    world.receiver.offered(offer)
+    world.run()
+    assert world.loaded[-1][0].digest == states[59].digest and world.receiver.refused == 0
+    assert world.sent_bytes - sent == parts.info.size_bytes < 1000
+
+
+def test_parts_that_do_not_hold_all_that_changed_are_found_and_another_way_is_taken(world: World) -> None:
+    first = build_state(random_weights(0, 512))
+    second = build_state(first.tensors | {"steps": np.array(7), "input.offset": np.ones(5, np.float32)})
+    world.add(*version_of(first, 0, world.signer), full_parcel(first, 0))
+    world.receiver.offered(world.offer(0))
+    world.run()
+    lie, full = parts_parcel(0, first.digest, 1, second, {"steps"}), full_parcel(second, 1)
+    assert lie is not None
+    world.add(*version_of(second, 1, world.signer), lie, full)
+    world.receiver.offered(world.offer(1))
+    world.run()
+    assert world.loaded[-1][0].digest == second.digest and world.receiver.refused == 1
 
 
 def test_a_transfer_that_was_cut_goes_on_where_it_stood(world: World) -> None:
@@ -656,13 +694,23 @@ class Chaos:
         self.restarts += 1
 
 
+def since(base: int, version: int, states: Mapping[int, State]) -> Parcel | None:
+    """What has changed since `base`; of that, nothing is changed back."""
+    spans = [{entry.name: entry.digest for entry in states[number].entries} for number in range(base, version + 1)]
+    names = {name for name in spans[0] if len({span[name] for span in spans}) > 1}
+    return parts_parcel(base, states[base].digest, version, states[version], names)
+
+
 def chaotic(world: World, versions: int, seed: int) -> None:
     rng, chaos = random.Random(seed), Chaos(world, seed)
     state = build_state(random_weights(0, rows=32))
     digests: dict[int, bytes] = {}
+    earlier: dict[int, State] = {}
     for version in range(versions):
         share = rng.choice([0.001, 0.01, 0.3, 1.0])
-        new = build_state(changed(state.tensors, share, version))
+        fresh = changed(state.tensors, share, version)
+        new = build_state(fresh | ({"hidden.0.weight": state.tensors["hidden.0.weight"]} if rng.random() < 0.9 else {}))
+        earlier[version] = new
         parcels = [delta_parcel(version - 1, state, version, new)] if version and rng.random() < 0.9 else []
         if not parcels or parcels[0] is None or rng.random() < 0.1:
             parcels.append(full_parcel(new, version))
@@ -672,6 +720,9 @@ def chaotic(world: World, versions: int, seed: int) -> None:
             parcels.append(
                 Parcel(replace(lie.info, base_digest=state.digest if lie.info.base >= 0 else b""), lie.payload)
             )
+        if rng.random() < 0.1 and version:
+            parcels.append(since(rng.randrange(max(0, version - 40), version), version, earlier))
+            earlier = {number: state for number, state in earlier.items() if number >= version - 40}
         manifest, signed = version_of(new, version, world.signer)
         tables = [] if manifest.entire else [table_parcel(new, version)]
         world.add(manifest, signed, *tables, *[p for p in parcels if p is not None])

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 TIDY_S = 0.5
-LAGGARDS = 32  # versions: receivers that are further behind start from a full parcel
+LAGGARDS = 32  # versions: to receivers that are further behind no differences lead
 MAX_INBOX = 4096
 _NO_ORDER = Order(serial=-1, version=NO_VERSION, by="", reason="", given_unix_ns=0)
 
@@ -418,7 +418,7 @@ class WeightsDesk:
                 needed[table.id] = table
             ready = reachable(ours, form)
             known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
-            held = {m.version: m.digest for m in known if m.version in ready}
+            held = {m.version: m.digest for m in known if m.version in ready and m.life == manifest.life}
             for wanted, bases in ((needed, held), (spare, {})):
                 way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
                 wanted |= {info.id: info for info in (way.parcels if way else ())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from user_sys.weights.parcel import Parcel
@@ -35,11 +35,18 @@ def cheapest(
     """The cheapest way to the tensors of version `target` of `form`, or None where there is none.
 
     Args:
-        held: digest of each version of this form that the receiver has; a difference from another base is of no use.
+        held: digest of each version of this form, and of the target's life, that the receiver has; a difference from
+            another base is of no use. Who has none takes the newest ``parts``, and no differences in their stead.
     """
+    usable = _ascending(p for p in parcels if p.form == form and p.version <= target)
+    short = None if held else _cheapest(_shortened(usable), target, held, cost)
+    return short or _cheapest(usable, target, held, cost)
+
+
+def _cheapest(usable: Iterable[ParcelInfo], target: int, held: Mapping[int, bytes], cost: Cost) -> Way | None:
     ways: dict[int, Way] = {version: Way() for version in held}
-    for info in _ascending(p for p in parcels if p.form == form and p.version <= target):
-        before = Way() if info.base == NO_VERSION else ways.get(info.base)
+    for info in usable:
+        before = _before(info, ways)
         if before is None or held.get(info.base, info.base_digest) != info.base_digest:
             continue
         total = before.cost + cost(info)
@@ -48,12 +55,42 @@ def cheapest(
     return ways.get(target)
 
 
+def _shortened(usable: Sequence[ParcelInfo]) -> list[ParcelInfo]:
+    """`usable` without the differences up to the newest ``parts`` that change a full parcel."""
+    full = [info.version for info in usable if info.codec == "full"]
+    anchors = (p for p in reversed(usable) if p.codec == "parts" and any(p.base <= v < p.version for v in full))
+    if (anchor := next(anchors, None)) is None:
+        return list(usable)
+    return [p for p in usable if p.base == NO_VERSION or p.id == anchor.id or p.version > anchor.version]
+
+
+def _before(info: ParcelInfo, ways: Mapping[int, Way]) -> Way | None:
+    """The cheapest of `ways` that leads to what a parcel changes."""
+    if info.codec == "parts":
+        fitting = (way for version, way in ways.items() if info.base <= version < info.version)
+        return min(fitting, key=lambda way: way.cost, default=None)
+    return Way() if info.base == NO_VERSION else ways.get(info.base)
+
+
 def reachable(parcels: Iterable[ParcelInfo], form: Form) -> set[int]:
     """The versions of `form` to whose tensors parcels lead from nothing."""
     found: set[int] = set()
     for info in _ascending(p for p in parcels if p.form == form):
-        if info.base == NO_VERSION or info.base in found:
+        bases = range(info.base, info.version if info.codec == "parts" else info.base + 1)
+        if info.base == NO_VERSION or any(version in bases for version in found):
             found.add(info.version)
+    return found
+
+
+def up_to_date(parcels: Iterable[ParcelInfo]) -> list[ParcelInfo]:
+    """`parcels` but for ``parts`` that newer ones stand in for: these change all that they change, and lead further."""
+    found, oldest = list[ParcelInfo](), dict[Form, int]()
+    for info in sorted(parcels, key=lambda info: info.version, reverse=True):
+        if info.codec == "parts":
+            if info.base >= oldest.get(info.form, info.version):
+                continue
+            oldest[info.form] = info.base
+        found.append(info)
     return found
 
 
@@ -101,7 +138,7 @@ class Catalogue:
         for form, version in list(self.manifests):
             if version in wanted and (way := cheapest(infos, form, version, {})) is not None:
                 needed |= {info.id for info in way.parcels}
-        needed |= {info.id for info in infos if info.base >= since and info.base != NO_VERSION}
+        needed |= {info.id for info in up_to_date(infos) if info.base >= since and info.base != NO_VERSION}
         needed |= {info.id for info in infos if info.codec == TABLE and info.version in wanted}
         dropped = [self.parcels.pop(info.id) for info in infos if info.id not in needed]
         for form, version in list(self.manifests):

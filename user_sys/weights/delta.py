@@ -9,7 +9,7 @@ Changed values are found by comparing 64 bits at a time, slice by slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -67,12 +67,30 @@ def encode_delta(base: State, new: State, most_bytes: int, breathe: Breathe = at
             if most_bytes < 0:
                 return None
     codec: Codec = "delta" if any(part.kind == "sparse" for part in parts) else "parts"
+    packet = _packet(parts, streams)
+    return None if packet is None else (codec, packet)
+
+
+def encode_parts(new: State, names: Collection[str], breathe: Breathe = at_once) -> bytes | None:
+    """The tensors `names` of `new`, whole; None when no packet holds them."""
+    parts: list[_Part] = []
+    streams: dict[str, Array] = {}
+    for name in sorted(names):
+        part, found = _encode_whole(name, new.tensors[name])
+        streams[f"{len(parts)}.whole"] = found["whole"]
+        parts.append(part)
+        breathe(new.tensors[name].nbytes)
+    return _packet(parts, streams)
+
+
+def _packet(parts: Sequence[_Part], streams: Mapping[str, Array]) -> bytes | None:
+    """None where it is more than a packet may be: nobody could apply it."""
     packet = encode_packet(_Header(tuple(parts)), streams)
     try:
         open_packet(packet)
-    except WireError:  # it is more than a packet may be: nobody could apply it
+    except WireError:
         return None
-    return codec, packet
+    return packet
 
 
 def apply_delta(
@@ -133,9 +151,13 @@ def _changed_in(old: Array, new: Array, per_word: int) -> Array:
 def _encode_tensor(name: str, base: Array, new: Array, breathe: Breathe) -> tuple[_Part, dict[str, Array]]:
     indices = changed_values(base, new, int(MOST_CHANGED * base.size), breathe)
     sparse = None if indices is None else _encode_sparse(name, base, new, indices)
-    whole = raw_bytes(new)
-    if sparse is not None and _size(sparse[1]) < PAYS_BELOW * whole.size:
+    if sparse is not None and _size(sparse[1]) < PAYS_BELOW * new.nbytes:
         return sparse
+    return _encode_whole(name, new)
+
+
+def _encode_whole(name: str, new: Array) -> tuple[_Part, dict[str, Array]]:
+    whole = raw_bytes(new)
     sample, zipped = whole[:_SAMPLE_BYTES], ()
     if len(_zip(sample)) < PAYS_BELOW * sample.size:
         whole, zipped = _zip(whole), ("whole",)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 from user_sys.messages import WeightsOffer
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.weights.catalogue import cheapest
+from user_sys.weights.catalogue import cheapest, up_to_date
 from user_sys.weights.records import NO_VERSION, TABLE, Form, ParcelInfo, Signed
 
 MAX_OFFER_BYTES = TunnelLimits.max_record_bytes - (8 << 10)
@@ -42,8 +42,9 @@ def fitting_offer(
     signed = [*manifests, *([] if order is None else [order])]
     room = MAX_OFFER_BYTES - sum(len(each.body) + MANIFEST_BYTES for each in signed)
     room -= sum(map(_size, named.values()))
-    others = (info for info in of_use if info.base != NO_VERSION and info.id not in named)
-    for info in sorted(others, key=lambda info: info.version, reverse=True):
+    for info in up_to_date(of_use):
+        if info.base == NO_VERSION or info.id in named:
+            continue
         room -= _size(info)
         if room < 0:
             break

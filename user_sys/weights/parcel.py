@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,7 @@ from blake3 import blake3
 from user_sys.checksum import checksum
 from user_sys.codec import ALIGN_BYTES, Array
 from user_sys.errors import WireError
-from user_sys.weights.delta import apply_delta, encode_delta
+from user_sys.weights.delta import apply_delta, encode_delta, encode_parts
 from user_sys.weights.records import (
     CRC_BYTES,
     MAX_GRAINS,
@@ -79,6 +79,16 @@ def delta_parcel(base_version: int, base: State, version: int, new: State, breat
     return _parcel(new, version, base_version, base.digest, codec, np.frombuffer(payload, np.uint8), breathe)
 
 
+def parts_parcel(
+    base_version: int, base_digest: bytes, version: int, new: State, names: Collection[str], breathe: Breathe = at_once
+) -> Parcel | None:
+    """The tensors `names`, which are all that changed since `base_version`; None where no packet holds them."""
+    payload = encode_parts(new, names, breathe)
+    if payload is None:
+        return None
+    return _parcel(new, version, base_version, base_digest, "parts", np.frombuffer(payload, np.uint8), breathe)
+
+
 def table_parcel(state: State, version: int) -> Parcel:
     """What the tensors are, and their digests, for a manifest that is without."""
     table = np.frombuffer(encode_table(state.form, state.entries), np.uint8)
@@ -97,6 +107,7 @@ def assemble(
     Args:
         hashed: digests, by name, of tensors in the first parcel, where that is a full one (`RunningDigests`).
         base: the state that the first of them changes; it stays as it is. None where that is a full one.
+            Of which version it is nobody asks where the first is ``parts``: the manifest's digests tell.
 
     Raises:
         WireError: they do not fit each other, or what comes of them is not what the manifest says.
@@ -107,7 +118,9 @@ def assemble(
     for info, payload in parcels:
         if info.codec == "full":
             tensors, known = _unpacked(manifest, payload), dict(hashed or {})
-        elif info.base != at or (at_digest and info.base_digest != at_digest):
+        elif not (
+            info.base <= at if info.codec == "parts" else info.base == at and at_digest in (b"", info.base_digest)
+        ):
             raise WireError(f"a difference from version {info.base}, but the base is version {at}, or another one")
         else:
             tensors, touched = apply_delta(tensors, payload, breathe)

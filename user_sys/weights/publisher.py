@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +19,7 @@ from user_sys.weights.forms import NOTHING_ROUNDED, Rounding, convert
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
+from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, parts_parcel, table_parcel
 from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life
 from user_sys.weights.serve import Begun, answers
 from user_sys.weights.signing import Signer
@@ -27,6 +27,8 @@ from user_sys.weights.state import State, build_state, describe
 
 CHAIN_SHARE = 0.5
 """The differences that follow a full parcel (`offers.MAX_CHAIN` at most) are at most this share of it."""
+LITTLE_MORE = 1.25
+"""All that has changed since the first version travels, where a difference would not be smaller by more than this."""
 CLOSE_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 _log = logging.getLogger(__name__)
@@ -76,6 +78,23 @@ class PublishConfig:
 
 
 @dataclass(frozen=True)
+class _Trained:
+    """The tensors that have changed since the first version of this life, or of this layout."""
+
+    version: int
+    digest: bytes
+    names: frozenset[str] = frozenset()
+
+    def after(self, former: State, state: State) -> _Trained:
+        known = {entry.name: entry.digest for entry in former.entries}
+        changed = {entry.name for entry in state.entries if entry.digest != known[entry.name]}
+        return replace(self, names=self.names | changed)
+
+    def size_bytes(self, state: State) -> int:
+        return sum(state.tensors[name].nbytes for name in self.names)
+
+
+@dataclass(frozen=True)
 class _Snapshot:
     arrays: Mapping[str, Array]
     version: int
@@ -107,6 +126,7 @@ class Publisher:
         self.governor = Governor(config.governor)
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
+        self._trained: dict[Form, _Trained] = {}
         self._snapshot: _Snapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
@@ -275,17 +295,31 @@ class Publisher:
     def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
         breathe = self.governor.breathe
         delta = None if base is None else delta_parcel(base_version, base, version, state, breathe)
-        if delta is None:
+        if delta is None or base is None:
+            self._trained[state.form] = _Trained(version, state.digest)
             return [full_parcel(state, version, breathe)]
+        trained = self._trained[state.form] = self._trained[state.form].after(base, state)
+        trained_bytes = trained.size_bytes(state)
+        news = delta
+        if trained_bytes <= min(LITTLE_MORE * delta.info.size_bytes, CHAIN_SHARE * state.size_bytes):
+            news = self._parts(trained, version, state) or delta
         with self._changed:
-            way = cheapest([*self._catalogue.infos(), delta.info], state.form, version, {})
+            way = cheapest([*self._catalogue.infos(), news.info], state.form, version, {})
         chain = way.parcels[1:] if way is not None else ()
         short = (
             0 < len(chain) <= MAX_CHAIN
             and sum(info.size_bytes for info in chain) <= CHAIN_SHARE * state.size_bytes
             and sum(info.grains for info in chain) <= MAX_CHAIN_GRAINS
         )
-        return [delta] if short else [delta, full_parcel(state, version, breathe)]
+        if short:
+            return [news]
+        few = news is delta and trained_bytes <= CHAIN_SHARE / 2 * state.size_bytes
+        parts = self._parts(trained, version, state) if few else None
+        return [news, parts or full_parcel(state, version, breathe)]
+
+    def _parts(self, trained: _Trained, version: int, state: State) -> Parcel | None:
+        breathe = self.governor.breathe
+        return parts_parcel(trained.version, trained.digest, version, state, trained.names, breathe)
 
     def _send_offer(self, greeting: bool = False) -> None:
         """Two threads offer, one after the other: the gateway turns to the offer that comes last."""

@@ -365,7 +365,7 @@ class Receiver:
         if self._held is None:
             return {}
         held = self._held.manifest
-        if (held.form, held.run) != (manifest.form, manifest.run):
+        if (held.form, held.run, held.life) != (manifest.form, manifest.run, manifest.life):
             return {}
         if held.version == manifest.version and held.digest != manifest.digest:
             return {}  # two versions of one number: the learner's checkpoints were put back

@@ -116,9 +116,11 @@ class ParcelInfo(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         id: BLAKE3 of what it leads to, from where and how: a parcel is the same wherever it lies.
-        base: the version that it changes; `NO_VERSION` for a full one.
+        base: the version that it changes; of ``parts``, the oldest of those that it changes; `NO_VERSION` for a full
+            one.
         base_digest: of that version's manifest; empty for a full one.
-        codec: ``full``: every tensor; ``parts``: whole tensors, only those that changed; ``delta``: changed bits too.
+        codec: ``full``: every tensor; ``parts``: whole tensors, all that changed since `base`, so that it changes any
+            version of the same life from there on; ``delta``: changed bits too.
             ``table``: no tensor, but what they are and their digests, for a manifest that is without.
         grain_bytes: it is checked, and asked for, in grains of so many bytes; the last one may be shorter.
         crcs: CRC32C of each grain, little-endian, one after the other.

@@ -1,0 +1,223 @@
+"""A robot that is far behind fetches what was trained meanwhile, and what is frozen no second time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.gateway.weights import LAGGARDS, Send, WeightsDesk
+from user_sys.messages import WeightsAsk, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
+from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.receiver import Receiver
+from user_sys.weights.records import Form, Life, Manifest
+from user_sys.weights.shelf import Shelf, newest
+from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
+from user_sys.weights.state import build_state
+
+BACKBONE_BYTES = 1 << 20
+ADAPTER_BYTES = 4 << 10
+
+
+class Site:
+    """A learner, desks one behind the other, and a robot that hears of versions when it is told to.
+
+    Attributes:
+        sent_bytes: to the robot.
+    """
+
+    def __init__(
+        self, folder: Path, desks: int = 1, tensors: int = 1, adapter_bytes: int = ADAPTER_BYTES, form: Form = "exact"
+    ) -> None:
+        self.signer = ensure_signer(folder, "learner")
+        self.tensors, self.sent_bytes, self.now_s = tensors, 0, 0.0
+        self.form, self.adapter_bytes = form, adapter_bytes
+        self.words: deque[tuple[int, str, AnyMessage, Payload | None]] = deque()
+        self.offers: list[WeightsOffer] = []
+        self.version = 0
+        trust = Trust(folder / f"learner{PUBLIC_SUFFIX}")
+        self.receiver = Receiver(trust, self._load, self._ask, forms=(form,), clock=lambda: self.now_s)
+        shelves = [Shelf(folder / f"desk-{n}") for n in range(desks)]
+        self.desks = [WeightsDesk(s, self._sender(n), 2, clock=lambda: self.now_s) for n, s in enumerate(shelves)]
+        self.begin(seed=0)
+
+    def begin(self, seed: int, life: int = 1, run: bytes = b"run") -> None:
+        """A learner begins, with a pretrained backbone of its own."""
+        values = np.random.default_rng(seed).normal(size=(self.tensors, BACKBONE_BYTES // 4 // self.tensors))
+        self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
+        config = PublishConfig(forms=(self.form,))
+        self.publisher = Publisher(self, self.signer, config, life=Life(run, life))
+        for desk in self.desks:
+            desk.learner_opened("learner")
+
+    def publish(self, versions: int = 1, share: float = 1.0) -> None:
+        """Of the adapter so many of the values change from version to version."""
+        for _ in range(versions):
+            self.version += 1
+            rng = np.random.default_rng(self.version if share == 1 else 0)
+            adapter = rng.normal(size=self.adapter_bytes // 4).astype(np.float32)
+            if share < 1:
+                adapter[self.version % 100 :: int(1 / share)] += self.version
+            self.publisher.publish({**self.backbone, "adapter": adapter}, self.version, self.version)
+            snapshot = self.publisher._next()
+            assert snapshot is not None
+            self.publisher._encode(snapshot)
+            self.publisher._send_offer()
+            self.settle()
+
+    def settle(self) -> None:
+        """Until nobody has anything to say; the desks keep what they have."""
+        while True:
+            while self.words:
+                self._deliver(*self.words.popleft())
+            self.receiver.step()
+            for desk in self.desks:
+                if not desk._inbox.empty():
+                    desk._take_in(0.0)
+                desk._collect()
+                desk._fetcher.pump()
+            self.now_s += 0.01
+            if not self.words and all(desk._inbox.empty() and not desk._fetcher.wanted for desk in self.desks):
+                break
+        for desk in self.desks:
+            if desk._unkept.waits:
+                desk._persist()
+        if self.words:
+            self.settle()
+
+    def catch_up(self) -> int:
+        """The robot's link is back: the bytes that it then takes to the newest version."""
+        self.sent_bytes = 0
+        self.desks[-1].robot_opened("robot")
+        self.settle()
+        self.desks[-1].closed("robot")
+        assert self.receiver.version == self.version and self.receiver.refused == 0
+        _, published = self.publisher._states[self.form]
+        assert build_state(dict(self.held), self.form).digest == published.digest
+        return self.sent_bytes
+
+    @property
+    def held(self) -> Mapping[str, Array]:
+        assert self.receiver.held is not None
+        return self.receiver.held.state.tensors
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        self.words.append((0, "learner", message, payload))
+        return True
+
+    def receive_weights(self, timeout_s: float) -> Envelope | None:
+        return None
+
+    def _load(self, manifest: Manifest, arrays: Mapping[str, Array], heard_s: float) -> None:
+        return
+
+    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
+        self.words.append((len(self.desks) - 1, "robot", WeightsRequest(parcel=parcel, first=first, count=count), None))
+        return True
+
+    def _sender(self, number: int) -> Send:
+        def send(name: str, message: AnyMessage, payload: Payload | None) -> bool:
+            self.words.append((-1 - number, name, message, payload))
+            return True
+
+        return send
+
+    def _deliver(self, place: int, name: str, message: AnyMessage, payload: Payload | None) -> None:
+        """To the desk at `place`; or from one, to the robot, the desk behind it, or its source."""
+        if place >= 0:
+            return self.desks[place].received(name, message, payload)
+        number = -1 - place
+        if name == "robot":
+            return self._to_robot(message, payload)
+        if name == "relay":
+            return self.desks[number + 1].received("learner", message, payload)
+        if number > 0:
+            if isinstance(message, WeightsAsk):
+                return self.desks[number - 1].robot_opened("relay")
+            return self.desks[number - 1].received("relay", message, payload)
+        return self.publisher._take(Envelope(message, payload))
+
+    def _to_robot(self, message: AnyMessage, payload: Payload | None) -> None:
+        if isinstance(message, WeightsOffer):
+            self.offers.append(message)
+            self.receiver.offered(message)
+        elif isinstance(message, WeightsGrains | WeightsGone):
+            self.sent_bytes += 0 if payload is None else len(payload)
+            self.receiver.arrived(message, None if payload is None else memoryview(payload))
+
+
+@pytest.mark.parametrize("form", ["exact", "bf16"])
+@pytest.mark.parametrize("desks", [1, 2])
+@pytest.mark.parametrize("started_at", [1, 3])
+def test_a_robot_far_behind_fetches_the_adapter_alone(tmp_path: Path, form: Form, desks: int, started_at: int) -> None:
+    """Through a relay, too; and from the first version, when nobody knew yet what would be trained."""
+    site = Site(tmp_path, desks, form=form)
+    site.publish(started_at)
+    assert site.catch_up() > BACKBONE_BYTES / 2
+    site.publish(LAGGARDS + 70)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+    kept = newest(Shelf(tmp_path / "desk-0").open())
+    assert kept is not None and kept[0].version == site.version
+
+
+@pytest.mark.parametrize("run", [b"run", b"another"])
+def test_where_the_frozen_part_is_another_one_a_robot_fetches_all(tmp_path: Path, run: bytes) -> None:
+    """A learner that begins anew may have started from another backbone."""
+    site = Site(tmp_path)
+    site.publish(3)
+    site.catch_up()
+    site.begin(seed=1, life=2, run=run)
+    site.publish(LAGGARDS + 10)
+    assert site.catch_up() > BACKBONE_BYTES / 2
+    site.publish(LAGGARDS + 10)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+
+
+def test_where_a_frozen_part_changes_after_all_robots_get_it_once(tmp_path: Path) -> None:
+    site = Site(tmp_path, tensors=8)
+    site.publish(3)
+    site.catch_up()
+    site.publish(LAGGARDS + 10)
+    first = next(iter(site.backbone))
+    site.backbone[first] = site.backbone[first] + 1
+    site.publish(LAGGARDS + 10)
+    assert BACKBONE_BYTES / 8 < site.catch_up() < BACKBONE_BYTES / 4
+
+
+def test_where_the_table_of_tensors_travels_apart_it_comes_with_the_adapter(tmp_path: Path) -> None:
+    site = Site(tmp_path, tensors=512)
+    site.publish(2)
+    site.catch_up()
+    site.publish(LAGGARDS + 10)
+    table_bytes = site.publisher._catalogue.manifests["exact", site.version][0].table_bytes
+    assert 0 < table_bytes < site.catch_up() < 1.2 * ADAPTER_BYTES + table_bytes
+
+
+def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versions_that_are_kept(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    site.publish(LAGGARDS + 10)
+    site.catch_up()
+    desk = site.desks[0]
+    assert len(desk._catalogue.versions()) == 2
+    assert sorted(info.codec for info in desk._catalogue.infos()) == ["full", "parts", "parts"]
+    assert sorted(info.codec for info in site.offers[-1].parcels) == ["full", "parts"]
+    assert len(site.publisher._catalogue.parcels) == 2
+
+
+def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_behind_gets_what_was_trained(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, adapter_bytes=BACKBONE_BYTES // 8)
+    site.publish(2, share=0.01)
+    site.catch_up()
+    site.publish(share=0.01)
+    assert site.catch_up() < site.adapter_bytes / 10
+    site.publish(5 * LAGGARDS, share=0.01)
+    assert site.catch_up() < 2 * site.adapter_bytes
