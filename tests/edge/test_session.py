@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -126,6 +127,13 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield Site(tmp_path, stack)
 
 
+def threads(session: NodeProcess) -> list[tuple[str, int]]:
+    """Name and scheduling policy of each; the one that began is the control loop's."""
+    pid = session.process.pid
+    tasks = [(int(task.name), (task / "comm").read_text().strip()) for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [("loop" if task == pid else name, os.sched_getscheduler(task)) for task, name in tasks]
+
+
 def require_whole(site: Site) -> None:
     """Each chunk that was recorded is in the store exactly once, and no episode has a gap."""
     with LogReader.open(site.folder.store) as anew:
@@ -165,6 +173,21 @@ def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Si
         assert (columns["t_inference_ns"] <= columns["t_command_ns"]).all()
         assert (np.isfinite(columns["log_prob"]) == (columns["policy_version"] == 7)).all()
     assert len({chunk.header.seed for chunk in site.chunks()}) == len({c.header.episode for c in site.chunks()})
+
+
+def test_in_real_time_the_loop_goes_first_with_what_carries_its_words_and_nothing_else_does(tmp_path: Path) -> None:
+    """libzmq's thread to the driver that waits for its turn beside a learner has the robot wait."""
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, robots=(replace(ROBOT, real_time=True),))
+        site.gateway()
+        site.driver()
+        session = site.session()
+        until(lambda: site.stored(), "experience arrives")
+        found = threads(session)
+        first = Counter(name for name, policy in found if policy & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO)
+        granted = Counter({"loop": 1, "ZMQbg/IO/0": 1, "ZMQbg/Reaper": 1})
+        assert first == (Counter() if "realtime.refused" in session.log else granted)
+        assert sum(name == "ZMQbg/IO/0" for name, _ in found) > 1, "the tunnel has its own"
 
 
 def test_a_session_of_another_run_waits_is_told_who_has_the_robot_and_disturbs_nothing(site: Site) -> None:

@@ -59,6 +59,10 @@ class RemoteDriver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def open(self) -> None:
+        """Opens its socket, and with the first of a process libzmq's threads, which are scheduled as the caller is."""
+        self._connect()
+
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close(linger=0)

@@ -42,7 +42,7 @@ from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
 from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint, shared_latch
-from user_sys.edge.realtime import claim_realtime
+from user_sys.edge.realtime import SWITCH_S, claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
 
@@ -335,6 +335,7 @@ def _run(config: RobotConfig, state: Path) -> None:
         try:
             if not connect_unless(driver, stop):
                 return
+            sys.setswitchinterval(SWITCH_S)
             if config.follows_clock and config.realtime == "auto":
                 server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
             server.run()

@@ -6,10 +6,13 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from user_sys.tunnel.scheduling import prefer_latency
 
 PRIORITY = 20  # above everything ordinary, below the kernel's interrupt threads (50)
 LOOP_PRIORITY = 10  # of a session's control loop, which thinks: its driver keeps the time
+SWITCH_S = 0.0005  # how long another thread of the process may keep the interpreter from its loop
 _PR_SET_TIMERSLACK = 29
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
 
@@ -26,7 +29,9 @@ def claim_realtime(cpus: Sequence[int]) -> str:
     gc.freeze()  # what is there at the start is never looked at again
     if sys.platform != "linux":
         return f"real-time scheduling is not known on {sys.platform}"
-    refused = [*_stay_on(cpus), *_go_first(PRIORITY), *_lock_memory()]
+    if not_first := _go_first(PRIORITY):
+        prefer_latency()
+    refused = [*_stay_on(cpus), *not_first, *_lock_memory()]
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of no effect once FIFO was granted; needs no permission
     return "; ".join(refused)
 
@@ -40,14 +45,17 @@ def _stay_on(cpus: Sequence[int]) -> list[str]:
     return []
 
 
-def take_turns_first(priority: int) -> str:
-    """Has the calling thread, but none that it starts later, run before all ordinary ones.
+def take_turns_first(priority: int, start: Callable[[], object]) -> str:
+    """Has the calling thread, and those that `start` starts, but none later, run before all ordinary ones.
 
     Returns:
-        Why that was refused, in words; empty where it was granted.
+        Why that was refused, in words, and then `start` was not called; empty where it was granted.
     """
     if sys.platform != "linux":
         return f"real-time scheduling is not known on {sys.platform}"
+    if refused := _go_first(priority):
+        return "; ".join(refused)
+    start()
     return "; ".join(_go_first(priority, os.SCHED_RESET_ON_FORK))
 
 

@@ -35,7 +35,7 @@ from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
 from user_sys.edge.pilots import SessionPilot
 from user_sys.edge.publisher import StatusPublisher
-from user_sys.edge.realtime import LOOP_PRIORITY, take_turns_first
+from user_sys.edge.realtime import LOOP_PRIORITY, SWITCH_S, take_turns_first
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
 from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
@@ -71,7 +71,6 @@ DRAIN_DEADLINE_S = 20.0
 SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
-SWITCH_S = 0.0005  # how long another thread of this process may keep the control loop from going on
 DRIVER_RETRY_S = 1.0
 WAITING_FOR_WEIGHTS = "waiting for weights, and holds: nothing was learned yet; take over to show the task"
 
@@ -373,6 +372,7 @@ def _run(config: SessionConfig) -> None:
     leaving = threading.Event()
     stop_on_signals(leaving)
     with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
+        _go_first(config, driver)
         if not _await_driver(driver, leaving):
             return
         hello = Hello(
@@ -387,7 +387,8 @@ def _run(config: SessionConfig) -> None:
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.doing = "driving"
                         sys.setswitchinterval(SWITCH_S)
-                        _go_first(config)
+                        gc.collect()
+                        gc.freeze()  # to look through all that is there by now stops the loop for 10 ms
                         Session(config, client, outbox, driver, leaving, reporter).run(lease)
                 finally:
                     reporter.doing = "delivering"
@@ -395,18 +396,17 @@ def _run(config: SessionConfig) -> None:
                     lease.release()
 
 
-def _go_first(config: SessionConfig) -> None:
+def _go_first(config: SessionConfig, driver: RemoteDriver) -> None:
     """The control loop's thread goes before all that is not in real time, if it may; but not before its driver.
 
-    What is there by now is never looked at again for garbage: to look through it all stops the loop for 10 ms.
+    So does libzmq's thread between the two: where it waits for its turn beside a learner, so does the robot.
     """
-    gc.collect()
-    gc.freeze()
     if not config.real_time or config.realtime == "off":
         prefer_latency()
-    elif refused := take_turns_first(LOOP_PRIORITY):
+    elif refused := take_turns_first(LOOP_PRIORITY, driver.open):
         log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
         prefer_latency()
+    driver.open()
 
 
 def _policy_link(config: SessionConfig, spec: RobotSpec) -> PolicyLink | None:
