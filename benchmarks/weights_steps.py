@@ -38,7 +38,7 @@ from user_sys.weights.publisher import PublishConfig
 from user_sys.weights.swap import PolicySwapper
 
 PAIRS = 15
-MANY_PAIRS = 45  # where the goal is 1%: the median of fifteen of one and the same comes to within 1.5% of nothing
+MANY_PAIRS = 45  # where the goal is 1%: the medians of fifteen differ by more from one sitting to the next
 SETTLING_PAIRS = 12  # the governor needs about so many, from a share of 1 to where it stays
 STEPS = 60  # in each half of a pair: short, so that what else runs on the machine disturbs both halves alike
 BEFORE_S = 0.85  # of each half, not counted: what a push sets going at gateway and robot lasts almost as long
