@@ -229,7 +229,8 @@ def test_parts_change_any_version_from_their_base_on_and_none_of_another_life(wo
     offer = world.offer(59)
     world.receiver.offered(replace(offer, manifests=(world.signer.sign(later),)))
     assert not world.receiver.busy
-    world.receiver.start_from(world.receiver.held) if world.receiver.held else None
+    assert world.receiver.held is not None
+    world.receiver.start_from(world.receiver.held)
     world.receiver.offered(offer)
     world.run()
     assert world.loaded[-1][0].digest == states[59].digest and world.receiver.refused == 0
