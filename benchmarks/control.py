@@ -11,7 +11,9 @@ other has followed: the robot was observed one period after it, so that an answe
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two runs; 600 for ten minutes")
     parser.add_argument("--realtime", choices=("auto", "off"), default="auto", help="what the driver asks for")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no robot goes on when this was ended
     report("control", rows(args.seconds, args.realtime))
 
 
