@@ -3,8 +3,8 @@
 ``python -m benchmarks.pushes [--seconds 120] [--runs 3]``: whole runs through the command line, a simulated arm that
 learns to lift. Pushes are on for `ON_S` and off for `OFF_S` in turn, in one run, since two runs differ by more than
 pushes cost: their arms move otherwise, and the machine is not as fast in one minute as in another. Each time that they
-are off, and the time that they are on after it, are a pair; of either the first `SETTLE_S` do not count, in which a
-push's effects go on (`benchmarks.pushes_ends` has the learner do this). Of the pairs count:
+are on, and the two that they are off before and after it, are a pair; of each the first `SETTLE_S` do not count, in
+which a push's effects go on (`benchmarks.pushes_ends` has the learner do this). Of the pairs count:
 
 - the learner's median step, with all that it does to publish;
 - the mean step: every other one trains the actor too, so that the median lies between two sorts of them;
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ def measure(runs: Path, name: str, seconds: float) -> Measured:
     steps = np.load(runs / name / STEPS)
     spans = spans_of(steps)
     episodes = ends_s(runs / name / "store")
-    pairs = list(zip(*(phases_in(steps, episodes, each) for each in spans), strict=False))
+    pairs = paired(*spans, partial(phase_in, steps, episodes))
     lines = [json.loads(line) for line in (runs / name / "metrics" / "learner.jsonl").read_text().splitlines()]
     settled = [line for line in lines if line["training_s"] >= FROM_S and "governor/idle_ms" in line]
     pushed = [steps[(first <= steps[:, ENDED]) & (steps[:, ENDED] < last)] for first, last in spans[0]]
@@ -131,17 +132,20 @@ def within_any(spans: list[Span]) -> Callable[[float], bool]:
     return lambda at: any(first <= at < last for first, last in spans)
 
 
-def phases_in(steps: Array, episodes: list[tuple[Array, float]], spans: list[Span]) -> list[Phase]:
-    ends = [times[1:] for times, _ in episodes]
-    errors = [np.abs(1e3 * np.diff(times) - 1e3 / RATE_HZ) for times, _ in episodes]
-    at, error = np.concatenate(ends), np.concatenate(errors)
-    return [
-        Phase(
-            steps[(first <= steps[:, ENDED]) & (steps[:, ENDED] < last), SECONDS],
-            error[(first <= at) & (at < last)],
-        )
-        for first, last in spans
-    ]
+def paired(on: list[Span], off: list[Span], phase: Callable[[list[Span]], Phase]) -> list[tuple[Phase, Phase]]:
+    """Each time that pushes were on, beside the two off that it lies between: steps become longer as a run goes on."""
+    between = ((each, [span for span in off if abs(span[0] - each[0]) < ON_S + OFF_S + SETTLE_S]) for each in on)
+    return [(phase([each]), phase(around)) for each, around in between if len(around) == 2]
+
+
+def phase_in(steps: Array, episodes: list[tuple[Array, float]], spans: list[Span]) -> Phase:
+    error = [np.abs(1e3 * np.diff(times) - 1e3 / RATE_HZ) for times, _ in episodes]
+    errors, at = np.concatenate(error), np.concatenate([times[1:] for times, _ in episodes])
+    return Phase(steps[_within(steps[:, ENDED], spans), SECONDS], errors[_within(at, spans)])
+
+
+def _within(at: Array, spans: list[Span]) -> Array:
+    return np.any([(first <= at) & (at < last) for first, last in spans], axis=0)
 
 
 def ends_s(store: Path) -> list[tuple[Array, float]]:
