@@ -251,6 +251,25 @@ def test_parts_that_do_not_hold_all_that_changed_are_found_and_another_way_is_ta
     assert world.loaded[-1][0].digest == second.digest and world.receiver.refused == 1
 
 
+def test_where_parts_are_gone_before_the_frozen_rest_is_here_that_is_fetched_no_second_time(world: World) -> None:
+    states = [build_state(random_weights(0, 8192))]
+    states += [build_state(states[0].tensors | {"steps": np.array(version)}) for version in (1, 2)]
+    full = full_parcel(states[0], 0)
+    first, second = (parts_parcel(0, states[0].digest, version, states[version], {"steps"}) for version in (1, 2))
+    assert first is not None and second is not None
+    world.add(*version_of(states[1], 1, world.signer), full, first)
+    world.receiver.offered(world.offer(1))
+    world.receiver.step()
+    world.serve()
+    del world.catalogue.parcels[first.info.id]
+    world.add(*version_of(states[2], 2, world.signer), second)
+    world.run()
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert world.loaded[-1][0].digest == states[2].digest and world.receiver.refused == 0
+    assert world.sent_bytes == full.info.size_bytes + second.info.size_bytes
+
+
 def test_a_transfer_that_was_cut_goes_on_where_it_stood(world: World) -> None:
     manifest, signed, parcel = full_version(random_weights(0, rows=8192), 1, world.signer)
     world.add(manifest, signed, parcel)

@@ -423,7 +423,9 @@ class Receiver:
     def _look_elsewhere(self, parcels: set[bytes]) -> None:
         """Takes another way than by these, where there is one, and otherwise waits for another offer."""
         if self._target is not None and parcels & {info.id for info in self._target.way}:
-            self._drop_target()
+            offered = () if self._offered is None else self._offered.parcels
+            self._fetcher.want((), {info.id for info in offered} - parcels)  # what came of the others may be of use
+            self._target = None
         if self._target is None:
             self._choose()
 
