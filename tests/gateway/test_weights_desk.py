@@ -17,14 +17,13 @@ from user_sys.codec import Array
 from user_sys.errors import RunError
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.service import GatewayAddress, read_address
-from user_sys.gateway.weights import thinned
 from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied, WeightsMessage
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.wire import Payload
-from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.catalogue import Catalogue, thinned
 from user_sys.weights.governor import Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.publisher import PublishConfig, Publisher

@@ -16,6 +16,7 @@ from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.receiver import Receiver
 from user_sys.weights.records import Form, Life, Manifest
+from user_sys.weights.serve import OFFERED_S, Begun
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
 from user_sys.weights.state import build_state
@@ -52,6 +53,7 @@ class Site:
         self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
         config = PublishConfig(forms=(self.form,))
         self.publisher = Publisher(self, self.signer, config, life=Life(run, life))
+        self.publisher._begun = Begun(1, lambda: self.now_s)
         for desk in self.desks:
             desk.learner_opened("learner")
 
@@ -202,7 +204,10 @@ def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versi
     tmp_path: Path,
 ) -> None:
     site = Site(tmp_path)
-    site.publish(LAGGARDS + 10)
+    site.publish(LAGGARDS + 9)
+    assert len(Shelf(tmp_path / "desk-0").open().versions()) == 2
+    site.now_s += 2 * OFFERED_S
+    site.publish()
     site.catch_up()
     desk = site.desks[0]
     assert len(desk._catalogue.versions()) == 2
@@ -221,3 +226,76 @@ def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_b
     assert site.catch_up() < site.adapter_bytes / 10
     site.publish(5 * LAGGARDS, share=0.01)
     assert site.catch_up() < 2 * site.adapter_bytes
+
+
+def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) -> None:
+    """By whoever is behind a slow link: a newer version has others, of which it would have to fetch all."""
+    site = Site(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
+    site.publish(4)
+    parts = next(info for info in site.desks[0]._catalogue.infos() if info.version == 3)
+    assert parts.codec == "parts" and parts.grains > 3
+
+    def gets(grain: int) -> tuple[bool, bool]:
+        """Whether a robot gets it of the desk, and the desk of the learner."""
+        request, answers = WeightsRequest(parcel=parts.id, first=grain, count=1), list[AnyMessage]()
+        site.desks[0].received("slow", request, None)
+        site.publisher._take(Envelope(request, None))
+        while site.words:
+            answers.append(site.words.popleft()[2])
+        of_desk, of_learner = (isinstance(answer, WeightsGrains) for answer in answers)
+        return of_desk, of_learner
+
+    for grain in (0, 1, parts.grains - 1):
+        assert gets(grain) == (True, True)
+        site.now_s += 2 * OFFERED_S
+        site.publish(3)
+    assert gets(0) == (False, False)
+
+
+class DistantSite(Site):
+    """All that is said over one link, the learner's or the robot's, takes half a round trip, and a step has its time.
+
+    The adapter cannot be compressed: all parcels with it are of one size.
+    """
+
+    ROUND_TRIP_S, PERIOD_S = 0.6, 0.1
+
+    def __init__(self, folder: Path, link: str, tensors: int) -> None:
+        self.link, self.under_way = link, deque[tuple[float, tuple[int, str, AnyMessage, Payload | None]]]()
+        super().__init__(folder, tensors=tensors)
+
+    def publish(self, versions: int = 1, share: float = 1.0) -> None:
+        for _ in range(versions):
+            bits = np.random.default_rng(self.version).integers(0, 1 << 32, self.adapter_bytes // 4, np.uint32)
+            self.backbone["adapter.bits"] = bits
+            super().publish(share=share)
+
+    def settle(self) -> None:
+        end_s = self.now_s + self.PERIOD_S
+        while self.now_s < end_s:
+            while self.words:
+                word = self.words.popleft()
+                if word[1] == self.link:
+                    self.under_way.append((self.now_s + self.ROUND_TRIP_S / 2, word))
+                else:
+                    self._deliver(*word)
+            while self.under_way and self.under_way[0][0] <= self.now_s:
+                self._deliver(*self.under_way.popleft()[1])
+            self.receiver.step()
+            self.desks[0]._go_on(0.0)
+            self.now_s += 0.01
+
+
+@pytest.mark.parametrize("tensors", [1, 512])
+@pytest.mark.parametrize("link", ["learner", "robot"])
+def test_versions_arrive_that_follow_faster_than_a_request_upon_an_offer(
+    tmp_path: Path, link: str, tensors: int
+) -> None:
+    """Where the table of tensors travels apart, too."""
+    site = DistantSite(tmp_path, link, tensors)
+    site.publish(20)
+    site.desks[0].robot_opened("robot")
+    site.publish(20)
+    for _ in range(3):
+        site.publish(20)
+        assert site.version - site.receiver.version < 5 * site.ROUND_TRIP_S / site.PERIOD_S

@@ -29,7 +29,7 @@ from user_sys.messages import (
     WeightsRequest,
 )
 from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.catalogue import Catalogue, cheapest, reachable, table_of
+from user_sys.weights.catalogue import Catalogue, cheapest, reachable, table_of, thinned
 from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
@@ -378,7 +378,7 @@ class WeightsDesk:
             self._turn()
 
     def _turn(self) -> None:
-        """Turns to the newest offer, unless what is under way to our robots is here sooner.
+        """Turns to the newest offer, where that is here before what is under way to our robots.
 
         What latecomers need comes in what time that leaves, and to its end: a newer one might never get there.
         """
@@ -386,7 +386,7 @@ class WeightsDesk:
             return
         offer, manifests = self._offered
         needed, spare = self._missing(offer, manifests)
-        if self._awaited and self._left(self._awaited) < self._left(needed):
+        if self._awaited and self._left(self._awaited) <= self._left(needed):
             return
         if spare:
             spare = [info for info in self._fetcher.wanted if info.id in self._spare] or spare
@@ -438,6 +438,7 @@ class WeightsDesk:
         self._fetcher.drop(done)
         with self._lock:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
+            self._begun.offer(done)
             self._announce()
             self._unkept.came(sum(info.size_bytes for info in done))
             if self._clock() >= self._next_tidy_s:
@@ -449,17 +450,22 @@ class WeightsDesk:
         """Gives up what nobody will want any more."""
         self.look_for_order()  # before what it names is given up
         with self._lock:
-            versions = self._catalogue.versions()
-            newest = max(versions, default=NO_VERSION)
-            choice = [version for version in versions if version in self._stored or version == newest]
-            kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
-            self._catalogue.retain(kept, newest - LAGGARDS, self._begun.ids())
+            self._catalogue.retain(*self._needed(), self._begun.ids())
         self._next_tidy_s = self._clock() + TIDY_S
+
+    def _needed(self) -> tuple[set[int], int]:
+        """The versions that stay, and the oldest from which differences lead on."""
+        versions = self._catalogue.versions()
+        newest = max(versions, default=NO_VERSION)
+        choice = [version for version in versions if version in self._stored or version == newest]
+        kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
+        return kept, newest - LAGGARDS
 
     def _persist(self) -> None:
         self._tidy()
         with self._lock:
             snapshot = Catalogue(dict(self._catalogue.manifests), dict(self._catalogue.parcels))
+            snapshot.retain(*self._needed(), self._begun.fetched())  # what was but offered is gone before long
             self._unkept.begun()
         newest = max(snapshot.versions(), default=NO_VERSION)
         try:
@@ -485,15 +491,3 @@ class WeightsDesk:
         """Tells the learner that a version is on disk; again when it offers that again: this may have been lost."""
         if self._learner and version in self._catalogue.versions():
             self._send(self._learner, WeightsReceived(version=version), None)
-
-
-def thinned(versions: list[int], most: int) -> list[int]:
-    """At most `most` of ascending `versions`: the newest, and the older the further apart."""
-    kept = list(versions)
-    while len(kept) > max(1, most):
-        if most < 3:
-            kept.pop(0)
-            continue
-        spans = [(kept[i + 1] - kept[i - 1]) / (kept[-1] - kept[i] + 1) for i in range(1, len(kept) - 1)]
-        kept.pop(1 + spans.index(min(spans)))
-    return kept

@@ -94,6 +94,18 @@ def up_to_date(parcels: Iterable[ParcelInfo]) -> list[ParcelInfo]:
     return found
 
 
+def thinned(versions: list[int], most: int) -> list[int]:
+    """At most `most` of ascending `versions`: the newest, and the older the further apart."""
+    kept = list(versions)
+    while len(kept) > max(1, most):
+        if most < 3:
+            kept.pop(0)
+            continue
+        spans = [(kept[i + 1] - kept[i - 1]) / (kept[-1] - kept[i] + 1) for i in range(1, len(kept) - 1)]
+        kept.pop(1 + spans.index(min(spans)))
+    return kept
+
+
 def table_of(parcels: Iterable[ParcelInfo], manifest: Manifest) -> ParcelInfo | None:
     """The parcel with the table of the tensors of `manifest`; None where there is none."""
     return next((info for info in parcels if info.codec == TABLE and _described(info) == _described(manifest)), None)
@@ -129,17 +141,18 @@ class Catalogue:
     def retain(self, versions: Iterable[int], since: int, parcels: Iterable[bytes] = ()) -> list[Parcel]:
         """Drops what is needed neither for one of `versions` nor for a receiver that has `since` or newer.
 
-        Of the others it keeps `parcels` (ids).
+        Of the others it keeps `parcels` (ids), and the tables of the tensors that these lead to.
 
         Returns the parcels that were dropped.
         """
         infos, needed = self.infos(), set(parcels)
         wanted = set(versions)
+        described = wanted | {info.version for info in infos if info.id in needed}
         for form, version in list(self.manifests):
             if version in wanted and (way := cheapest(infos, form, version, {})) is not None:
                 needed |= {info.id for info in way.parcels}
         needed |= {info.id for info in up_to_date(infos) if info.base >= since and info.base != NO_VERSION}
-        needed |= {info.id for info in infos if info.codec == TABLE and info.version in wanted}
+        needed |= {info.id for info in infos if info.codec == TABLE and info.version in described}
         dropped = [self.parcels.pop(info.id) for info in infos if info.id not in needed]
         for form, version in list(self.manifests):
             if version not in wanted and version < since:

@@ -287,6 +287,7 @@ class Publisher:
                 self._catalogue.manifests[form, version] = (manifest, self._signer.sign(manifest))
         with self._changed:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
+            self._begun.offer(parcel.info for parcel in fresh)
             kept = {version, self._aim} if self._aim > self._confirmed else {version}  # else it might never have one
             self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), self._begun.ids())
             self._newest = version

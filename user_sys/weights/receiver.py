@@ -1,7 +1,7 @@
 """A robot's end: from offers to a policy with new weights, whatever the link does meanwhile.
 
 It takes the newest version that it can complete, in the most exact form that arrives soon enough. A version under way
-is given up for a newer one only where that one arrives no later; so a link that is slower than the learner still brings
+is given up for a newer one only where that one arrives sooner; so a link that is slower than the learner still brings
 a version each time. Versions only grow, unless a person orders an older one, or another run has begun.
 
 Nothing here knows a network: requests go out through a callable, messages come in as records.
@@ -307,7 +307,7 @@ class Receiver:
         manifest, way = found
         target = self._target
         if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest):
-            if sum(self._cost(target.manifest)(info) for info in target.way) < way.cost:
+            if sum(self._cost(target.manifest)(info) for info in target.way) <= way.cost:
                 return
             self.abandoned += 1
         ids = {info.id for info in way.parcels}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsRequest
 from user_sys.weights.catalogue import Catalogue, cheapest, table_of
@@ -12,6 +12,7 @@ from user_sys.weights.parcel import Parcel, crc_of
 from user_sys.weights.records import Form, ParcelInfo
 
 FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
+OFFERED_S = 2.0  # after which whoever has not asked for what was offered wants something newer
 AHEAD_BYTES = 1 << 20
 """So much follows an offer unasked, at most."""
 
@@ -35,27 +36,50 @@ def answers(catalogue: Catalogue, request: WeightsRequest) -> list[Answer]:
 
 
 class Begun:
-    """The full parcels that peers are fetching: who had to begin anew with the next, on a slow link, would never end.
+    """What peers are fetching that no newer version needs: who had to begin anew, on a slow link, would never end.
+
+    Of each peer, its full parcels, and in each form the ``parts`` that it asked for last; and ``parts`` that peers may
+    be about to ask for: where versions follow faster than a request upon an offer, these would always be gone.
 
     Args:
-        most: are remembered, those that were begun first.
+        most: of either are remembered, those that were begun first.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
-        self._asked_s: dict[tuple[str, bytes], float] = {}
+        self._asked: dict[tuple[str, bytes], tuple[ParcelInfo, float]] = {}
+        self._offered_s: dict[bytes, float] = {}
+
+    def offer(self, fresh: Iterable[ParcelInfo]) -> None:
+        """Peers are about to be told of these."""
+        self._offered_s |= {info.id: self._clock() for info in fresh if info.codec == "parts"}
 
     def note(self, peer: str, request: WeightsRequest, known: ParcelInfo) -> None:
         """`peer` asks for grains of a parcel; whoever asks for the last one has it soon."""
+        key = peer, known.id
         if request.first + request.count >= known.grains:
-            self._asked_s.pop((peer, known.id), None)
-        elif known.codec == "full":
-            self._asked_s[peer, known.id] = self._clock()
+            self._asked.pop(key, None)
+            return
+        if known.codec == "parts":
+            now = peer, known.form, known.codec
+            former = [of for of, (info, _) in self._asked.items() if (of[0], info.form, info.codec) == now]
+            for other in set(former) - {key}:
+                del self._asked[other]
+        if known.codec in ("full", "parts"):
+            self._asked[key] = known, self._clock()
 
     def ids(self) -> set[bytes]:
+        since_s = self._clock() - OFFERED_S
+        self._offered_s = {parcel: at_s for parcel, at_s in self._offered_s.items() if at_s >= since_s}
+        return self.fetched() | self._offered_s.keys()
+
+    def fetched(self) -> set[bytes]:
+        """Those that a peer has begun to ask for."""
         since_s = self._clock() - FETCHED_S
-        self._asked_s = {begun: at_s for begun, at_s in self._asked_s.items() if at_s >= since_s}
-        return {parcel for _, parcel in list(self._asked_s)[: self._most]}
+        self._asked = {begun: (info, at_s) for begun, (info, at_s) in self._asked.items() if at_s >= since_s}
+        infos = [info for info, _ in self._asked.values()]
+        fulls, parts = ([info.id for info in infos if info.codec == codec] for codec in ("full", "parts"))
+        return {*fulls[: self._most], *parts[: self._most]}
 
 
 class Ahead:
