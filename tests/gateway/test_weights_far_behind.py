@@ -180,6 +180,18 @@ def test_where_the_frozen_part_is_another_one_a_robot_fetches_all(tmp_path: Path
     assert site.catch_up() < 1.2 * ADAPTER_BYTES
 
 
+def test_a_robot_that_has_the_version_with_which_an_envoy_begins_anew_goes_on_from_it(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.publish(3)
+    site.catch_up()
+    site.begin(seed=0, life=2)
+    site.version -= 1
+    site.publish()
+    assert site.catch_up() == 0, "the same once more"
+    site.publish(LAGGARDS + 10)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+
+
 def test_where_a_frozen_part_changes_after_all_robots_get_it_once(tmp_path: Path) -> None:
     site = Site(tmp_path, tensors=8)
     site.publish(3)

@@ -355,17 +355,20 @@ class Receiver:
     def _way(self, infos: Sequence[ParcelInfo], manifest: Manifest) -> Way | None:
         """The cheapest to a version, with the table of its tensors first, where these are not here."""
         cost = self._cost(manifest)
-        way = cheapest(infos, manifest.form, manifest.version, self._bases(manifest), cost)
+        way = cheapest(infos, manifest.form, manifest.version, self._bases(infos, manifest), cost)
         if way is None or manifest.entire:
             return way
         table = table_of(infos, manifest)
         return None if table is None else Way((table, *way.parcels), cost(table) + way.cost)
 
-    def _bases(self, manifest: Manifest) -> dict[int, bytes]:
+    def _bases(self, infos: Sequence[ParcelInfo], manifest: Manifest) -> dict[int, bytes]:
+        """What parcels may change: of an earlier life, the version with which a later one began, where that is held."""
         if self._held is None:
             return {}
         held = self._held.manifest
-        if (held.form, held.run, held.life) != (manifest.form, manifest.run, manifest.life):
+        if (held.form, held.run) != (manifest.form, manifest.run):
+            return {}
+        if held.life != manifest.life and (held.version, held.digest) not in {(p.base, p.base_digest) for p in infos}:
             return {}
         if held.version == manifest.version and held.digest != manifest.digest:
             return {}  # two versions of one number: the learner's checkpoints were put back
