@@ -167,9 +167,7 @@ class Supervisor:
         pause_s = self._policy.backoff_s
         while True:
             code = self._run_once(program)
-            if code is None or self._stopping.is_set():
-                return
-            if not self._may_restart(code, recent):
+            if code is None or not self._may_restart(code, recent):
                 return
             pause_s = self._policy.backoff_s if len(recent) == 1 else min(2 * pause_s, self._policy.backoff_max_s)
             if self._stopping.wait(pause_s):

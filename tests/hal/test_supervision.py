@@ -168,6 +168,20 @@ def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
     assert time.monotonic() - start < 60
 
 
+def test_a_stop_while_the_end_of_the_process_is_noted_is_a_stop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
+    noting = threading.Event()
+
+    def log(*_: object) -> None:  # called once the state is WAITING, before the pause
+        noting.set()
+        assert supervisor._stopping.wait(60)
+
+    monkeypatch.setattr(hal.supervision.logger, "log", log)
+    supervisor.start()
+    assert noting.wait(60)
+    assert supervisor.stop().state is NodeState.STOPPED
+
+
 def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(SupervisionError, match="no program '/no/such/program'"):
         Supervisor(["/no/such/program"]).start()
