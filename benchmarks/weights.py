@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness import Row, compare, report
 from benchmarks.weights_ends import Holder, Pair, adapted, changed, floats, large, pushing, updated
-from benchmarks.weights_fleet import fleet_row
+from benchmarks.weights_links import far_rows, fleet_row
 from benchmarks.weights_peers import BareCurve, GrpcPeer, RayPeer
 from benchmarks.weights_steps import step_rows
 from user_sys.codec import Array
@@ -142,7 +142,7 @@ def main() -> None:
     rows = [swap_row()]
     rows += push_rows("MLP", partial(floats, 1, 8), ray)
     rows += push_rows("CNN", partial(floats, 20, 40), ray)
-    rows += [fleet_row(), *step_rows()]
+    rows += [fleet_row(), *far_rows(), *step_rows()]
     if not options.small:
         rows += push_rows("450M bf16", partial(large, 450_000_000), ray) + large_rows(450_000_000)
     report("weights", rows)

@@ -16,7 +16,7 @@ from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.receiver import Receiver
 from user_sys.weights.records import Form, Life, Manifest
-from user_sys.weights.serve import OFFERED_S, Begun
+from user_sys.weights.serve import OFFERED_S
 from user_sys.weights.shelf import Shelf, newest
 from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
 from user_sys.weights.state import build_state
@@ -52,8 +52,7 @@ class Site:
         values = np.random.default_rng(seed).normal(size=(self.tensors, BACKBONE_BYTES // 4 // self.tensors))
         self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
         config = PublishConfig(forms=(self.form,))
-        self.publisher = Publisher(self, self.signer, config, life=Life(run, life))
-        self.publisher._begun = Begun(1, lambda: self.now_s)
+        self.publisher = Publisher(self, self.signer, config, life=Life(run, life), clock=lambda: self.now_s)
         for desk in self.desks:
             desk.learner_opened("learner")
 
@@ -68,8 +67,7 @@ class Site:
             self.publisher.publish({**self.backbone, "adapter": adapter}, self.version, self.version)
             snapshot = self.publisher._next()
             assert snapshot is not None
-            self.publisher._encode(snapshot)
-            self.publisher._send_offer()
+            self.publisher._bring_out(snapshot)
             self.settle()
 
     def settle(self) -> None:
@@ -267,19 +265,22 @@ def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) 
 class DistantSite(Site):
     """All that is said over one link, the learner's or the robot's, takes half a round trip, and a step has its time.
 
-    The adapter cannot be compressed: all parcels with it are of one size.
+    What is trained cannot be compressed: all parcels with it are of one size.
     """
 
     ROUND_TRIP_S, PERIOD_S = 0.6, 0.1
 
-    def __init__(self, folder: Path, link: str, tensors: int) -> None:
+    def __init__(self, folder: Path, link: str, tensors: int, frozen: bool) -> None:
         self.link, self.under_way = link, deque[tuple[float, tuple[int, str, AnyMessage, Payload | None]]]()
+        self.frozen = frozen
         super().__init__(folder, tensors=tensors)
 
     def publish(self, versions: int = 1, share: float = 1.0) -> None:
         for _ in range(versions):
-            bits = np.random.default_rng(self.version).integers(0, 1 << 32, self.adapter_bytes // 4, np.uint32)
-            self.backbone["adapter.bits"] = bits
+            rng = np.random.default_rng(self.version)
+            for name in ("adapter.bits", *([] if self.frozen else self.backbone)):
+                size = self.backbone[name].size if name in self.backbone else self.adapter_bytes // 4
+                self.backbone[name] = rng.integers(0, 1 << 32, size, np.uint32)
             super().publish(share=share)
 
     def settle(self) -> None:
@@ -298,13 +299,14 @@ class DistantSite(Site):
             self.now_s += 0.01
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("tensors", [1, 512])
 @pytest.mark.parametrize("link", ["learner", "robot"])
 def test_versions_arrive_that_follow_faster_than_a_request_upon_an_offer(
-    tmp_path: Path, link: str, tensors: int
+    tmp_path: Path, link: str, tensors: int, frozen: bool
 ) -> None:
-    """Where the table of tensors travels apart, too."""
-    site = DistantSite(tmp_path, link, tensors)
+    """Where the table of tensors travels apart, too; as what was trained, or as full parcels."""
+    site = DistantSite(tmp_path, link, tensors, frozen)
     site.publish(20)
     site.desks[0].robot_opened("robot")
     site.publish(20)

@@ -379,10 +379,41 @@ def test_what_latecomers_need_holds_up_no_newer_version_and_comes_to_its_end(cou
     assert counter.desk.has(fulls[0].info.id) and {request.parcel for request in counter.asked} == {fulls[4].info.id}
 
 
-def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(counter: Counter) -> None:
-    def many(number: int) -> State:
-        return build_state({f"layers.{n:04d}.weight": np.full(4, number + n, np.float32) for n in range(1000)})
+def many(number: int, values: int = 4) -> State:
+    """So many tensors that the table of them travels apart."""
+    return build_state({f"layers.{n:04d}.weight": np.full(values, number + n, np.float32) for n in range(1000)})
 
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_has_come_of_a_version_stays_until_the_rest_is_here(counter: Counter, apart: bool) -> None:
+    """A table and a full parcel; or a full parcel and a difference, of whose base nobody has told."""
+    state = many(1, values=40) if apart else build_state(arrays(1))
+    parcels: list[Parcel | None] = [full_parcel(state, 1), table_parcel(state, 1) if apart else None]
+    if not apart:
+        state, former = nudged(state, 2), state
+        parcels.append(delta_parcel(1, former, 2, state))
+    counter.offer(1 if apart else 2, state, *(parcel for parcel in parcels if parcel is not None))
+    came = list[tuple[bytes, int]]()
+    while counter.asked and len(came) < 100:
+        came.append((counter.asked[0].parcel, counter.asked[0].first))
+        counter.answer(requests=1, keep=False)
+        counter.now_s += 2 * TIDY_S
+    assert len(came) == len(set(came)) > 2 and counter.desk.version == (1 if apart else 2)
+
+
+def test_when_the_table_of_a_version_is_gone_so_is_all_of_it(counter: Counter) -> None:
+    """The desk turns to the next one at once; the full parcel without it would be of no use."""
+    states = [many(1, values=400), many(2, values=400)]
+    for version, state in enumerate(states, 1):
+        counter.offer(version, state, full_parcel(state, version), table_parcel(state, version))
+    asked, counter.asked[:] = list(counter.asked), []
+    assert {request.parcel for request in asked}.isdisjoint(counter.learner.parcels), "all of the first version"
+    counter.asked[:] = asked[:1]
+    counter.answer(requests=1, keep=False)
+    assert counter.asked and {request.parcel for request in counter.asked} <= counter.learner.parcels.keys()
+
+
+def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(counter: Counter) -> None:
     def tables() -> list[int]:
         return sorted(info.version for info in counter.desk._catalogue.infos() if info.codec == TABLE)
 
@@ -573,8 +604,7 @@ def publish(publisher: Publisher, version: int) -> None:
     publisher.publish(arrays(version), version, updates=version)
     snapshot = publisher._next()
     assert snapshot is not None
-    publisher._encode(snapshot)
-    publisher._send_offer()
+    publisher._bring_out(snapshot)
 
 
 def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:

@@ -34,7 +34,7 @@ from user_sys.weights.fetch import STALL_S, Fetcher
 from user_sys.weights.offers import fitting_offer
 from user_sys.weights.parcel import Parcel
 from user_sys.weights.records import NO_VERSION, Form, Manifest, Order, ParcelInfo, Signed, decode_record
-from user_sys.weights.serve import FETCHED_S, Ahead, Begun, answers, is_rotten
+from user_sys.weights.serve import Ahead, Aims, Begun, answers, is_rotten
 from user_sys.weights.shelf import Shelf
 from user_sys.weights.signing import verifier_of
 from user_sys.weights.staleness import Staleness
@@ -86,9 +86,10 @@ class WeightsDesk:
         self._staleness = Staleness()
         self._offered: tuple[WeightsOffer, dict[Form, tuple[Manifest, Signed]]] | None = None
         self._fetcher = Fetcher(self._ask, clock)
+        self._ways: set[bytes] = set()  # parcels that lead to the version that is under way, here or not
         self._spare: set[bytes] = set()  # parcels on their way here that only latecomers need
         self._begun = Begun(self._kept, clock)
-        self._aims: dict[str, tuple[int, float]] = {}  # the version that each peer is fetching, and when it asked last
+        self._aims = Aims(clock)
         self._unkept = WritePace(clock)
         self._stored = set(self._catalogue.versions())  # on the disk; one that a newer one overtakes never gets there
         self._next_tidy_s = 0.0
@@ -150,8 +151,10 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
+                self._heard(
+                    name
+                )  # whoever is told that a parcel is gone turns to the newest, so it hears of that first
                 self._hand_out(name, message)
-                self._heard(name)
             case WeightsApplied():
                 with self._lock:
                     self._staleness.acts(name, message.version)
@@ -172,20 +175,17 @@ class WeightsDesk:
             self._announce()
 
     def _hand_out(self, name: str, request: WeightsRequest) -> None:
-        self._remember(name, request)
+        with self._lock:
+            known = self._catalogue.parcels.get(request.parcel)
+            self._aims.note(name, None if known is None else known.info, self._target)
+            if known is None:
+                self._send(name, WeightsGone(parcel=request.parcel), None)
+                return
+            self._begun.note(name, request, known.info)
         if request.parcel in self._read and is_rotten(self._catalogue, request):
             self._lose(request.parcel)
         for found, content in answers(self._catalogue, request):
             self._send(name, found, content)
-
-    def _remember(self, name: str, request: WeightsRequest) -> None:
-        """Notes at which version a peer aims: what leads to one is of none that is newer."""
-        if (known := self._catalogue.parcels.get(request.parcel)) is not None:
-            with self._lock:
-                self._begun.note(name, request, known.info)
-                aim, _ = self._aims.get(name, (NO_VERSION, 0.0))
-                fresh = max(self._target, known.info.version)
-                self._aims[name] = aim if known.info.version <= aim else fresh, self._clock()
 
     def _lose(self, parcel: bytes) -> None:
         """Drops what has rotted on the disk."""
@@ -318,9 +318,15 @@ class WeightsDesk:
             case WeightsGone(parcel=parcel):
                 self._give_up(parcel)
 
-    def _give_up(self, parcel: bytes) -> None:
-        self._fetcher.gone(parcel)
-        self._look_elsewhere(parcel)
+    def _give_up(self, gone: bytes) -> None:
+        """A parcel that was offered is not to be had from the learner: the version may be reached by others."""
+        lost = any(info.id == gone for info in self._awaited)
+        self._fetcher.gone(gone)
+        if self._offered is not None:
+            offer, manifests = self._offered
+            left = tuple(info for info in offer.parcels if info.id != gone)
+            self._offered = replace(offer, parcels=left), manifests
+            self._turn(lost)
 
     def _ask(self, parcel: bytes, first: int, count: int) -> bool:
         request = WeightsRequest(parcel=parcel, first=first, count=count)
@@ -356,7 +362,8 @@ class WeightsDesk:
             return
         if self._catalogue.manifests:
             logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
-        self._numbers, self._catalogue, self._aims, self._stored = first.run, Catalogue(), {}, set()
+        self._numbers, self._catalogue, self._stored = first.run, Catalogue(), set()
+        self._aims = Aims(self._clock)
         self._fetcher.want([])
         self._order, self._ordered = self._read_order()  # this run's may be there already
         if self._ordered.run != first.run:
@@ -369,25 +376,24 @@ class WeightsDesk:
         except OSError as error:
             logger.error("weights.order_not_withdrawn: %s", error)
 
-    def _look_elsewhere(self, gone: bytes) -> None:
-        """A parcel that was offered is not to be had from the learner: the version may be reached by others."""
-        if self._offered is not None:
-            offer, manifests = self._offered
-            left = tuple(info for info in offer.parcels if info.id != gone)
-            self._offered = replace(offer, parcels=left), manifests
-            self._turn()
-
-    def _turn(self) -> None:
+    def _turn(self, lost: bool = False) -> None:
         """Turns to the newest offer, where that is here before what is under way to our robots.
 
         What latecomers need comes in what time that leaves, and to its end: a newer one might never get there.
+
+        Args:
+            lost: what is under way does not lead to its version any more.
         """
         if self._offered is None:
             return
         offer, manifests = self._offered
-        needed, spare = self._missing(offer, manifests)
-        if self._awaited and self._left(self._awaited) <= self._left(needed):
+        leading, latecomers = self._leading(offer, manifests)
+        ours = self._catalogue.parcels
+        needed = [info for parcel, info in leading.items() if parcel not in ours]
+        spare = [info for parcel, info in latecomers.items() if parcel not in ours and parcel not in leading]
+        if self._awaited and not lost and self._left(self._awaited) <= self._left(needed):
             return
+        self._ways = leading.keys() | latecomers.keys()
         if spare:
             spare = [info for info in self._fetcher.wanted if info.id in self._spare] or spare
         self._spare = {info.id for info in spare} - {info.id for info in needed}
@@ -407,24 +413,22 @@ class WeightsDesk:
     def _left(self, infos: list[ParcelInfo]) -> int:
         return sum(map(self._fetcher.missing_bytes, infos))
 
-    def _missing(
+    def _leading(
         self, offer: WeightsOffer, manifests: dict[Form, tuple[Manifest, Signed]]
-    ) -> tuple[list[ParcelInfo], list[ParcelInfo]]:
-        """What leads our robots to the version, and what leads latecomers there, as far as it is not here."""
+    ) -> tuple[dict[bytes, ParcelInfo], dict[bytes, ParcelInfo]]:
+        """What leads our robots to the version, and what leads latecomers there; what is here already, too."""
         ours = self._catalogue.infos()
-        needed, spare = dict[bytes, ParcelInfo](), dict[bytes, ParcelInfo]()
+        robots, latecomers = dict[bytes, ParcelInfo](), dict[bytes, ParcelInfo]()
         for form, (manifest, _) in manifests.items():
             if not manifest.entire and (table := table_of(offer.parcels, manifest)) is not None:
-                needed[table.id] = table
+                robots[table.id] = table
             ready = reachable(ours, form)
             known = [m for (of, _), (m, _) in self._catalogue.manifests.items() if of == form]
             held = {m.version: m.digest for m in known if m.version in ready and m.life == manifest.life}
-            for wanted, bases in ((needed, held), (spare, {})):
+            for found, bases in ((robots, held), (latecomers, {})):
                 way = cheapest([*ours, *offer.parcels], form, manifest.version, bases)
-                wanted |= {info.id: info for info in (way.parcels if way else ())}
-        here = {info.id for info in ours}
-        needed = {parcel: info for parcel, info in needed.items() if parcel not in here}
-        return list(needed.values()), [i for i in spare.values() if i.id not in here and i.id not in needed]
+                found |= {info.id: info for info in (way.parcels if way else ())}
+        return robots, latecomers
 
     def _collect(self) -> None:
         """Takes over what is complete; tells the robots as soon as there is a way to a newer version."""
@@ -450,7 +454,7 @@ class WeightsDesk:
         """Gives up what nobody will want any more."""
         self.look_for_order()  # before what it names is given up
         with self._lock:
-            self._catalogue.retain(*self._needed(), self._begun.ids())
+            self._catalogue.retain(*self._needed(), self._begun.ids() | self._ways)
         self._next_tidy_s = self._clock() + TIDY_S
 
     def _needed(self) -> tuple[set[int], int]:
@@ -458,7 +462,8 @@ class WeightsDesk:
         versions = self._catalogue.versions()
         newest = max(versions, default=NO_VERSION)
         choice = [version for version in versions if version in self._stored or version == newest]
-        kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._being_fetched()}
+        fetched = self._aims.versions()[: self._kept]  # the oldest, which will be there first
+        kept = {*thinned(choice, self._kept), self._target, self._pinned, *fetched}
         return kept, newest - LAGGARDS
 
     def _persist(self) -> None:
@@ -477,15 +482,6 @@ class WeightsDesk:
         self._stored = set(snapshot.versions())
         self._unkept.written()
         self._confirm(newest)
-
-    def _being_fetched(self) -> list[int]:
-        """The versions that peers are at: without them these would begin anew, and one on a slow link never end.
-
-        `kept` of them at most, the oldest, which will be there first.
-        """
-        since_s = self._clock() - FETCHED_S
-        self._aims = {name: (version, at_s) for name, (version, at_s) in self._aims.items() if at_s >= since_s}
-        return sorted({version for version, _ in self._aims.values()})[: self._kept]
 
     def _confirm(self, version: int) -> None:
         """Tells the learner that a version is on disk; again when it offers that again: this may have been lost."""

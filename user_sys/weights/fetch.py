@@ -6,6 +6,7 @@ Independent of the transport: it says what to ask for, and is given what comes. 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,12 @@ every message costs some hundred microseconds of Python at the two ends."""
 REQUEST_BYTES = 2 << 20
 """One request brings so much at most, in several messages."""
 MAX_WINDOW_BYTES = 8 << 20
-WINDOW_S = 0.25  # of the link's rate is under way; hides a round trip of as much
+WINDOW_S = 0.25  # of the link's rate is under way, or two round trips where these are longer
 REQUEST_S = 0.03  # of the link's rate is asked for at once
 FIRST_RATE = 4e6  # bytes/s, until one was measured
 RATE_SMOOTHING = 0.7
 RATE_SAMPLE_S = 0.002
+ROUND_TRIPS = 8  # are remembered; the shortest counts
 STALL_S = 2.0
 MOST_DAMAGED = 5
 """A grain that came damaged so often is no better at its source: its parcel is given up."""
@@ -144,6 +146,8 @@ class Fetcher:
         self._wanted: tuple[ParcelInfo, ...] = ()
         self._under_way: dict[bytes, int] = {}  # bytes of each parcel that were asked for and are not here
         self._sampled_s, self._sampled_bytes = clock(), 0
+        self._began_s: float | None = None  # when a request went while nothing was under way, until something comes
+        self._firsts: deque[tuple[float, int]] = deque(maxlen=ROUND_TRIPS)  # how long that took, and how much came
         self._heard_s = clock()
         self._allowed_s = 0.0  # when the limit lets the next request go
 
@@ -167,6 +171,7 @@ class Fetcher:
         """Grains are on their way without having been asked for; those of a parcel that is not wanted are ignored."""
         if any(info.id == parcel for info in self._wanted) and (size := self._partials[parcel].expect(first, count)):
             self._sample_anew()
+            self._began_s = None
             self._sent_for(parcel, size)
 
     def missing_bytes(self, info: ParcelInfo) -> int:
@@ -201,6 +206,8 @@ class Fetcher:
     def restart(self) -> None:
         """The connection is another one: nothing is under way."""
         self._under_way.clear()
+        self._firsts.clear()
+        self._began_s = None
         for partial in self._partials.values():
             partial.forget_requests()
 
@@ -217,10 +224,7 @@ class Fetcher:
         answered, damaged = (len(payload), 0) if partial is None else partial.take(first, payload)
         self._answered(parcel, answered)
         self.damaged += damaged
-        self._sampled_bytes += len(payload)
-        if now - self._sampled_s >= RATE_SAMPLE_S:
-            self.rate = self.rate.after(self._sampled_bytes / (now - self._sampled_s))
-            self._sampled_s, self._sampled_bytes = now, 0
+        self._measure(now, len(payload))
 
     def hopeless(self, parcel: bytes) -> bool:
         """Whether a parcel is not to be had from here: what comes of it is damaged, again and again."""
@@ -234,11 +238,18 @@ class Fetcher:
             self.restart()
         self._sample_anew()
         rate = min(self.rate.bytes_per_s, self._limit())
-        window = min(MAX_WINDOW_BYTES, rate * WINDOW_S)
+        window = min(MAX_WINDOW_BYTES, rate * max(WINDOW_S, 2 * self.round_trip_s))
         while (not self._under_way or self._under_way_bytes < window) and now >= self._allowed_s:
             if not self._request(rate):
                 break
         return STALL_S if now >= self._allowed_s else self._allowed_s - now
+
+    @property
+    def round_trip_s(self) -> float:
+        """How long an answer takes that has nothing before it, but for its own bytes; 0 before that was measured."""
+        if not self.rate.measured:
+            return 0.0
+        return min((max(0.0, took_s - size / self.rate.bytes_per_s) for took_s, size in self._firsts), default=0.0)
 
     @property
     def room_bytes(self) -> int:
@@ -250,6 +261,20 @@ class Fetcher:
         """While nothing is under way the link has no rate, and nobody is to be heard."""
         if not self._under_way:
             self._sampled_s, self._sampled_bytes, self._heard_s = self._clock(), 0, self._clock()
+
+    def _measure(self, now: float, size: int) -> None:
+        """The link's rate: how fast bytes follow upon each other, or come once a round trip is over."""
+        if self._began_s is not None:
+            self._firsts.append((now - self._began_s, size))
+            self._sampled_s, self._sampled_bytes = min(now, self._began_s + self.round_trip_s), 0
+            self._began_s = None
+            if not self.rate.measured:
+                self._sampled_s = now
+                return
+        self._sampled_bytes += size
+        if now - self._sampled_s >= RATE_SAMPLE_S:
+            self.rate = self.rate.after(self._sampled_bytes / (now - self._sampled_s))
+            self._sampled_s, self._sampled_bytes = now, 0
 
     def _sent_for(self, parcel: bytes, size: int) -> None:
         self._under_way[parcel] = self._under_way.get(parcel, 0) + size
@@ -266,6 +291,8 @@ class Fetcher:
                 if not self._ask(info.id, *found):
                     partial.forget_requests(*found)
                     return False
+                if not self._under_way:
+                    self._began_s = self._clock()
                 self._sent_for(info.id, min(found[1] * info.grain_bytes, info.size_bytes - found[0] * info.grain_bytes))
                 return True
         return False

@@ -12,7 +12,7 @@ from typing import Self
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, RunError
-from user_sys.messages import WeightsAsk, WeightsOffer, WeightsProgress, WeightsReceived, WeightsRequest
+from user_sys.messages import WeightsAsk, WeightsGone, WeightsOffer, WeightsProgress, WeightsReceived, WeightsRequest
 from user_sys.tunnel.wire import Envelope
 from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.forms import NOTHING_ROUNDED, Rounding, convert
@@ -21,7 +21,7 @@ from user_sys.weights.link import WeightsLink
 from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, parts_parcel, table_parcel
 from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life
-from user_sys.weights.serve import Begun, answers
+from user_sys.weights.serve import Aims, Begun, answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
 
@@ -120,9 +120,11 @@ class Publisher:
         config: PublishConfig,
         changed: Callable[[], None] = lambda: None,
         life: Life = UNNAMED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.published = 0
         self._link, self._signer, self._config, self._tell, self._life = link, signer, config, changed, life
+        self._clock = clock
         self.governor = Governor(config.governor)
         self._catalogue = Catalogue()
         self._states: dict[Form, tuple[int, State]] = {}
@@ -130,8 +132,7 @@ class Publisher:
         self._snapshot: _Snapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
-        self._begun = Begun(most=len(config.forms))
-        self._aim = NO_VERSION  # the version that the gateway is fetching, or has fetched last
+        self._begun, self._aims = Begun(len(config.forms), clock), Aims(clock)
         self._open_s = 0.0
         self._failure: Exception | None = None
         self._stopping = False
@@ -227,7 +228,7 @@ class Publisher:
     @property
     def busy(self) -> bool:
         """An earlier snapshot waits, or is worked on, or the governor has pushes pause."""
-        waits = self._snapshot is not None or self._encoding or time.monotonic() < self._open_s
+        waits = self._snapshot is not None or self._encoding or self._clock() < self._open_s
         return self._failure is None and waits
 
     @property
@@ -255,10 +256,9 @@ class Publisher:
     def _encode_snapshots(self) -> None:
         while (snapshot := self._next()) is not None:
             with self.governor.push():
-                self._encode(snapshot)
-                self._send_offer()
+                self._bring_out(snapshot)
             with self._changed:
-                self._open_s = time.monotonic() + self.governor.pause()
+                self._open_s = self._clock() + self.governor.pause()
                 self._ready, self._encoding = snapshot.version, False
             self._tell()
 
@@ -270,7 +270,8 @@ class Publisher:
             self._encoding = snapshot is not None
             return snapshot
 
-    def _encode(self, snapshot: _Snapshot) -> None:
+    def _bring_out(self, snapshot: _Snapshot) -> None:
+        """Makes parcels of it, and offers them: whoever is told that one is gone has heard of the newest."""
         breathe, version = self.governor.breathe, snapshot.version
         fresh: list[Parcel] = []
         unix_ns = time.time_ns()
@@ -288,10 +289,11 @@ class Publisher:
         with self._changed:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
             self._begun.offer(parcel.info for parcel in fresh)
-            kept = {version, self._aim} if self._aim > self._confirmed else {version}  # else it might never have one
+            kept = {version, *(aim for aim in self._aims.versions() if aim > self._confirmed)}
             self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), self._begun.ids())
             self._newest = version
             self.published += 1
+            self._send_offer()
 
     def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
         breathe = self.governor.breathe
@@ -335,15 +337,16 @@ class Publisher:
 
     # Handing them out
 
-    def _remember(self, request: WeightsRequest) -> None:
-        """Notes at which version the gateway aims: what leads to one is of none that is newer."""
+    def _hand_out(self, request: WeightsRequest) -> None:
         with self._changed:
             known = self._catalogue.parcels.get(request.parcel)
+            self._aims.note("", None if known is None else known.info, self._newest)
             if known is None:
+                self._link.send_weights(WeightsGone(parcel=request.parcel))
                 return
             self._begun.note("", request, known.info)
-            if known.info.version > self._aim:
-                self._aim = self._newest
+        for message, content in answers(self._catalogue, request):
+            self._link.send_weights(message, content)
 
     def _serve(self) -> None:
         while not self._stopping:
@@ -357,10 +360,8 @@ class Publisher:
                 if self._newest != NO_VERSION:
                     self._send_offer(greeting=True)
             case WeightsRequest() as request:
-                self._remember(request)
                 with self.governor.push():
-                    for message, content in answers(self._catalogue, request):
-                        self._link.send_weights(message, content)
+                    self._hand_out(request)
             case WeightsReceived(version=version):
                 with self._changed:
                     self._confirmed = max(self._confirmed, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -9,7 +10,7 @@ from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, Weight
 from user_sys.weights.catalogue import Catalogue, cheapest, table_of
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
 from user_sys.weights.parcel import Parcel, crc_of
-from user_sys.weights.records import Form, ParcelInfo
+from user_sys.weights.records import NO_VERSION, Form, ParcelInfo
 
 FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 OFFERED_S = 2.0  # after which whoever has not asked for what was offered wants something newer
@@ -80,6 +81,36 @@ class Begun:
         infos = [info for info, _ in self._asked.values()]
         fulls, parts = ([info.id for info in infos if info.codec == codec] for codec in ("full", "parts"))
         return {*fulls[: self._most], *parts[: self._most]}
+
+
+class Aims:
+    """The versions that peers are at: without them these would begin anew, and one on a slow link never end."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._aims: dict[str, tuple[int, float]] = {}  # and when each asked last
+        self._missed_s: dict[str, float] = {}  # when one was told first that what it asks for is gone
+
+    def note(self, peer: str, known: ParcelInfo | None, newest: int) -> None:
+        """`peer` asks for grains of a parcel, or of one that is not here any more; it has been offered `newest`.
+
+        What leads to an aim is of no newer version. Who hears that a parcel is gone turns to the newest; but what it
+        has asked of the former until then comes here as well.
+        """
+        now, (aim, _) = self._clock(), self._aims.get(peer, (NO_VERSION, 0.0))
+        if known is not None:
+            self._missed_s.pop(peer, None)
+            aim = aim if known.version <= aim else max(newest, known.version)
+        elif now - self._missed_s.get(peer, -math.inf) > OFFERED_S:
+            self._missed_s[peer], aim = now, newest
+        self._aims[peer] = aim, now
+
+    def versions(self) -> list[int]:
+        """Ascending."""
+        since_s = self._clock() - FETCHED_S
+        self._aims = {peer: (version, at_s) for peer, (version, at_s) in self._aims.items() if at_s >= since_s}
+        self._missed_s = {peer: at_s for peer, at_s in self._missed_s.items() if peer in self._aims}
+        return sorted({version for version, _ in self._aims.values()})
 
 
 class Ahead:
