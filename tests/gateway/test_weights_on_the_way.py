@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 from user_sys.codec import Array
-from user_sys.gateway.audience import SILENT_S
 from user_sys.gateway.weights import LAGGARDS, TIDY_S, WeightsDesk
 from user_sys.gateway.write_pace import PERSIST_AGAIN_S, PERSIST_BYTES, PERSIST_LATEST_S, PERSIST_S
-from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsMessage, WeightsOffer, WeightsRequest
+from user_sys.messages import (
+    WeightsApplied,
+    WeightsGone,
+    WeightsGrains,
+    WeightsMessage,
+    WeightsOffer,
+    WeightsReceived,
+    WeightsRequest,
+)
 from user_sys.tunnel.wire import AnyMessage, Envelope, Payload
 from user_sys.weights.catalogue import Catalogue, Way, cheapest
 from user_sys.weights.fetch import STALL_S
-from user_sys.weights.offers import fitting_offer
+from user_sys.weights.offers import SILENT_S, fitting_offer
 from user_sys.weights.parcel import GRAIN_BYTES, Parcel, delta_parcel, full_parcel, table_parcel
 from user_sys.weights.publisher import PublishConfig, Publisher
 from user_sys.weights.records import NO_VERSION, TABLE, UNNAMED, Form, Life, Manifest, Order, ParcelInfo
@@ -605,6 +612,46 @@ def publish(publisher: Publisher, version: int) -> None:
     snapshot = publisher._next()
     assert snapshot is not None
     publisher._bring_out(snapshot)
+
+
+def test_a_learner_fills_no_link_with_offers() -> None:
+    """Those of twenty versions a second would leave a slow one no room for weights."""
+
+    def offered() -> list[int]:
+        return [signer.verifier.open(offer.manifests[0], Manifest).version for offer in link.offers]
+
+    link, signer, now_s = Slow(), new_signer(), 0.0
+    publisher = Publisher(link, signer, PublishConfig(), clock=lambda: now_s)
+    for version in range(1, 6):
+        publish(publisher, version)
+    assert offered() == [1, 2]
+    now_s = SILENT_S
+    publisher._offer_if_due()
+    assert offered() == [1, 2, 5], "it may not want what it was offered"
+    publish(publisher, 6)
+    assert offered() == [1, 2, 5]
+    publisher._take(Envelope(WeightsReceived(version=5)))
+    assert offered() == [1, 2, 5, 6]
+
+
+def test_whoever_asks_for_what_is_gone_hears_of_the_newest_which_stays_until_it_is_asked_for() -> None:
+    link = Slow()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    publisher._take(Envelope(WeightsRequest(parcel=b"of an earlier life", first=0, count=1)))
+    assert isinstance(link.answers[-1], WeightsGone) and not link.offers
+    publish(publisher, 1)
+    (first,) = link.offers[0].parcels
+    for version in range(2, 5):
+        publish(publisher, version)
+    for grain in range(2):
+        publisher._take(Envelope(WeightsRequest(parcel=first.id, first=grain, count=1)))
+        assert isinstance(link.answers[-1], WeightsGone)
+    (newest,) = link.offers[-1].parcels
+    assert newest.version == 4
+    for version in range(5, 8):
+        publish(publisher, version)
+    publisher._take(Envelope(WeightsRequest(parcel=newest.id, first=0, count=1)))
+    assert isinstance(link.answers[-1], WeightsGrains)
 
 
 def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:

@@ -204,6 +204,50 @@ def test_so_much_may_come_unasked_as_is_little_for_the_link(world: World) -> Non
     assert not world.ahead(1, 0)
 
 
+def test_of_small_parcels_as_many_come_unasked_as_have_room(world: World) -> None:
+    """A difference of some kilobytes is a grain, but does not take a grain's room."""
+    chain(world, 5)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    sizes = [info.size_bytes for info in world.catalogue.infos() if info.codec == "delta"]
+    assert len(sizes) == 4 and sum(sizes) < GRAIN_BYTES
+    for room_bytes, parcels in ((sum(sizes), 4), (sum(sizes[:2]) + 1, 2), (sizes[0] - 1, 0)):
+        ahead = world.ahead(4, room_bytes)
+        assert [(request.first, request.count) for request in ahead] == [(0, 1)] * parcels
+
+
+def test_a_newer_version_is_not_turned_to_before_what_is_on_its_way_already(world: World) -> None:
+    """It would come behind that, and might be gone by then, as might the one that follows."""
+    states = [build_state(random_weights(seed, 512)) for seed in range(2)]
+    for version, state in enumerate(states):
+        world.add(*version_of(state, version, world.signer), full_parcel(state, version))
+    nearly = build_state(changed(states[0].tensors, 0.01, 0))
+    delta = delta_parcel(0, states[0], 1, nearly)
+    assert delta is not None
+    world.catalogue.parcels.clear()
+    world.add(*version_of(nearly, 1, world.signer), full_parcel(states[0], 0), delta)
+    world.receiver.offered(world.offer(1))
+    world.receiver.step()
+    assert {request.parcel for request in world.queue} == set(world.catalogue.parcels)
+    world.add(*version_of(states[1], 2, world.signer), full_parcel(states[1], 2))
+    world.receiver.offered(world.offer(2))
+    world.run()
+    assert [manifest.version for manifest, _ in world.loaded] == [1, 2] and world.receiver.abandoned == 0
+
+
+def test_who_holds_a_version_waits_in_silence_for_its_form_of_the_next_one(world: World) -> None:
+    """A small form is at the gateway before a large one."""
+    chain(world, 1)
+    world.receiver.offered(world.offer(0))
+    world.run()
+    arrays, errors = convert(random_weights(1, 512), "int8")
+    rounded = build_state(arrays, "int8")
+    manifest = describe(rounded, 1, 1, 0, errors)
+    world.add(manifest, world.signer.sign(manifest), full_parcel(rounded, 1))
+    world.receiver.offered(world.offer(1))
+    assert world.receiver.refused == 0 and world.receiver.version == 0
+
+
 def test_one_without_the_base_is_never_sent_a_difference(world: World) -> None:
     states = chain(world, 2)
     world.add(*version_of(states[1], 1, world.signer), full_parcel(states[1], 1))

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from user_sys.messages import WeightsApplied, WeightsOffer, WeightsRequest
+from user_sys.weights.offers import OfferPace
 from user_sys.weights.serve import Ahead
-
-UNANSWERED = 2
-"""So many offers go to a robot that says nothing; the next one, the newest by then, when it has asked for something or
-says with which version it acts. An offer is some kilobytes, and twenty a second would leave a slow link no room for
-weights."""
-SILENT_S = 1.0
-"""... or has said nothing for so long: it may not want what was offered."""
 
 
 @dataclass
 class _Robot:
     """`waits` is what it said when something may be sent ahead to it, with an offer."""
 
+    pace: OfferPace = field(default_factory=OfferPace)
     waits: WeightsApplied | None = None
-    offers: int = 0  # since it said something
-    told_s: float = 0.0
-    behind: bool = False  # it has not been told of the newest
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Audience:
         """A robot's session has begun."""
         self._robots[name] = robot = _Robot()
         if news is not None:
-            robot.offers, robot.told_s = 1, self._clock()
+            robot.pace.told(self._clock())
             self._tell(name, replace(news.offer, greeting=True))
 
     def closed(self, name: str) -> None:
@@ -65,33 +57,31 @@ class Audience:
 
     def announce(self, news: News) -> None:
         for name, robot in self._robots.items():
-            robot.behind = True
-            if robot.offers < UNANSWERED or self._silent(robot):
+            robot.pace.behind = True
+            if robot.pace.due(self._clock()):
                 self._inform(name, robot, news)
 
-    def heard(self, name: str, applied: WeightsApplied | None = None) -> bool:
-        """A robot has said something. Returns whether it is to be told the news (`inform`)."""
-        robot = self._robots.get(name)
-        if robot is None:
-            return False
-        robot.offers = 0
-        robot.waits = applied or robot.waits
-        return robot.behind
+    def heard(self, name: str, applied: WeightsApplied | None = None) -> None:
+        """A robot has said something: it is to be told the news, where it is `behind`."""
+        if (robot := self._robots.get(name)) is not None:
+            robot.pace.heard()
+            robot.waits = applied or robot.waits
+
+    def behind(self, name: str) -> bool:
+        return name in self._robots and self._robots[name].pace.behind
 
     def overdue(self) -> list[str]:
         """The robots that are to be told the news although they say nothing."""
-        return [name for name, robot in self._robots.items() if robot.behind and self._silent(robot)]
+        return [name for name, robot in self._robots.items() if robot.pace.due(self._clock())]
 
     def inform(self, name: str, news: News) -> None:
-        self._inform(name, self._robots[name], news)
-
-    def _silent(self, robot: _Robot) -> bool:
-        return self._clock() - robot.told_s >= SILENT_S
+        if (robot := self._robots.get(name)) is not None:
+            self._inform(name, robot, news)
 
     def _inform(self, name: str, robot: _Robot, news: News) -> None:
         requests = news.ahead.requests(robot.waits) if robot.waits is not None else ()
-        robot.waits, robot.behind = None, False
-        robot.offers, robot.told_s = robot.offers + 1, self._clock()
+        robot.waits = None
+        robot.pace.told(self._clock())
         self._tell(name, replace(news.offer, ahead=requests))
         for request in requests:
             self._hand_out(name, request)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -88,8 +89,7 @@ class WeightsDesk:
         self._fetcher = Fetcher(self._ask, clock)
         self._ways: set[bytes] = set()  # parcels that lead to the version that is under way, here or not
         self._spare: set[bytes] = set()  # parcels on their way here that only latecomers need
-        self._begun = Begun(self._kept, clock)
-        self._aims = Aims(clock)
+        self._begun, self._aims = Begun(self._kept, clock), Aims(self._kept, clock)
         self._unkept = WritePace(clock)
         self._stored = set(self._catalogue.versions())  # on the disk; one that a newer one overtakes never gets there
         self._next_tidy_s = 0.0
@@ -151,15 +151,16 @@ class WeightsDesk:
             case WeightsOffer() | WeightsGrains() | WeightsGone():
                 self._put(_FromLearner(message, payload))
             case WeightsRequest():
-                self._heard(
-                    name
-                )  # whoever is told that a parcel is gone turns to the newest, so it hears of that first
+                with self._lock:
+                    self._audience.heard(name)
                 self._hand_out(name, message)
+                self._tell_if_behind(name)
             case WeightsApplied():
                 with self._lock:
+                    self._audience.heard(name, message)
                     self._staleness.acts(name, message.version)
                     self._tell_progress()
-                self._heard(name, message)
+                self._tell_if_behind(name)
 
     def has(self, parcel: bytes) -> bool:
         return parcel in self._catalogue.parcels
@@ -177,10 +178,11 @@ class WeightsDesk:
     def _hand_out(self, name: str, request: WeightsRequest) -> None:
         with self._lock:
             known = self._catalogue.parcels.get(request.parcel)
-            self._aims.note(name, None if known is None else known.info, self._target)
             if known is None:
+                self._aims.misses(name, self._target, partial(self._tell, name))
                 self._send(name, WeightsGone(parcel=request.parcel), None)
                 return
+            self._aims.asks(name, known.info, self._target)
             self._begun.note(name, request, known.info)
         if request.parcel in self._read and is_rotten(self._catalogue, request):
             self._lose(request.parcel)
@@ -261,16 +263,23 @@ class WeightsDesk:
         )
         return News(offer, Ahead(self._catalogue, self._target))
 
-    def _heard(self, name: str, applied: WeightsApplied | None = None) -> None:
+    def _tell_if_behind(self, name: str) -> None:
         with self._lock:
-            if self._audience.heard(name, applied) and (news := self._news()) is not None:
-                self._audience.inform(name, news)
+            if self._audience.behind(name):
+                self._tell(name)
 
     def _tell_overdue(self) -> None:
         with self._lock:
             if (names := self._audience.overdue()) and (news := self._news()) is not None:
                 for name in names:
                     self._audience.inform(name, news)
+
+    def _tell(self, name: str) -> tuple[ParcelInfo, ...]:
+        """Has a robot hear of the newest; returns what leads there."""
+        if (news := self._news()) is None:
+            return ()
+        self._audience.inform(name, news)
+        return news.offer.parcels
 
     def _tell_progress(self) -> None:
         ordered = self._target if self._target == self._pinned else NO_VERSION
@@ -363,7 +372,7 @@ class WeightsDesk:
         if self._catalogue.manifests:
             logger.warning("weights.another_run version=%d: what is kept of another one goes", first.version)
         self._numbers, self._catalogue, self._stored = first.run, Catalogue(), set()
-        self._aims = Aims(self._clock)
+        self._aims = Aims(self._kept, self._clock)
         self._fetcher.want([])
         self._order, self._ordered = self._read_order()  # this run's may be there already
         if self._ordered.run != first.run:
@@ -391,7 +400,8 @@ class WeightsDesk:
         ours = self._catalogue.parcels
         needed = [info for parcel, info in leading.items() if parcel not in ours]
         spare = [info for parcel, info in latecomers.items() if parcel not in ours and parcel not in leading]
-        if self._awaited and not lost and self._left(self._awaited) <= self._left(needed):
+        until_ours = self._left(needed) + self._fetcher.in_vain_bytes(needed)
+        if self._awaited and not lost and self._left(self._awaited) <= until_ours:
             return
         self._ways = leading.keys() | latecomers.keys()
         if spare:
@@ -454,7 +464,7 @@ class WeightsDesk:
         """Gives up what nobody will want any more."""
         self.look_for_order()  # before what it names is given up
         with self._lock:
-            self._catalogue.retain(*self._needed(), self._begun.ids() | self._ways)
+            self._catalogue.retain(*self._needed(), self._begun.ids() | self._ways | self._aims.promised())
         self._next_tidy_s = self._clock() + TIDY_S
 
     def _needed(self) -> tuple[set[int], int]:
@@ -462,8 +472,7 @@ class WeightsDesk:
         versions = self._catalogue.versions()
         newest = max(versions, default=NO_VERSION)
         choice = [version for version in versions if version in self._stored or version == newest]
-        fetched = self._aims.versions()[: self._kept]  # the oldest, which will be there first
-        kept = {*thinned(choice, self._kept), self._target, self._pinned, *fetched}
+        kept = {*thinned(choice, self._kept), self._target, self._pinned, *self._aims.versions()}
         return kept, newest - LAGGARDS
 
     def _persist(self) -> None:

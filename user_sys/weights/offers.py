@@ -10,6 +10,7 @@ and checksums of `records.MAX_GRAINS` and `MAX_CHAIN_GRAINS` grains.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from user_sys.messages import WeightsOffer
 from user_sys.tunnel.limits import TunnelLimits
@@ -21,8 +22,37 @@ MAX_CHAIN = 32
 """At most so many differences follow a full parcel: a latecomer fetches and applies them all."""
 MAX_CHAIN_GRAINS = 2048
 """... and of so many grains, each of which has its checksum in the offer."""
+UNANSWERED = 2
+"""So many offers go to a peer that says nothing; the next one, the newest by then, when it has said something. An offer
+is some kilobytes, and twenty a second would leave a slow link no room for weights."""
+SILENT_S = 1.0
+"""... or has said nothing for so long: it may not want what was offered."""
 INFO_BYTES = 160  # of a parcel's description without its checksums, at most
 MANIFEST_BYTES = 512  # of a manifest without its tensors, and of its signature, at most
+
+
+@dataclass
+class OfferPace:
+    """When one peer is to be told of the newest version.
+
+    Attributes:
+        behind: it has not been told.
+    """
+
+    behind: bool = False
+    _offers: int = 0  # since it said something
+    _told_s: float = 0.0
+
+    def due(self, now_s: float) -> bool:
+        return self.behind and (self._offers < UNANSWERED or now_s - self._told_s >= SILENT_S)
+
+    def heard(self) -> None:
+        """The peer has said something."""
+        self._offers = 0
+
+    def told(self, now_s: float) -> None:
+        self.behind, self._told_s = False, now_s
+        self._offers += 1
 
 
 def fitting_offer(

@@ -18,9 +18,9 @@ from user_sys.weights.catalogue import Catalogue, cheapest
 from user_sys.weights.forms import NOTHING_ROUNDED, Rounding, convert
 from user_sys.weights.governor import Governor, GovernorConfig
 from user_sys.weights.link import WeightsLink
-from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, fitting_offer
+from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, OfferPace, fitting_offer
 from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, parts_parcel, table_parcel
-from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life
+from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life, ParcelInfo
 from user_sys.weights.serve import Aims, Begun, answers
 from user_sys.weights.signing import Signer
 from user_sys.weights.state import State, build_state, describe
@@ -132,7 +132,8 @@ class Publisher:
         self._snapshot: _Snapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
-        self._begun, self._aims = Begun(len(config.forms), clock), Aims(clock)
+        self._begun, self._aims = Begun(len(config.forms), clock), Aims(1, clock)
+        self._pace = OfferPace()
         self._open_s = 0.0
         self._failure: Exception | None = None
         self._stopping = False
@@ -197,7 +198,7 @@ class Publisher:
 
     @property
     def ready(self) -> int:
-        """The newest that was offered."""
+        """The newest that robots may be offered."""
         return self._ready
 
     @property
@@ -290,10 +291,12 @@ class Publisher:
             self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
             self._begun.offer(parcel.info for parcel in fresh)
             kept = {version, *(aim for aim in self._aims.versions() if aim > self._confirmed)}
-            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), self._begun.ids())
+            asked = self._begun.ids() | self._aims.promised()
+            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), asked)
             self._newest = version
             self.published += 1
-            self._send_offer()
+            self._pace.behind = True
+            self._offer_if_due()
 
     def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
         breathe = self.governor.breathe
@@ -324,10 +327,21 @@ class Publisher:
         breathe = self.governor.breathe
         return parts_parcel(trained.version, trained.digest, version, state, trained.names, breathe)
 
-    def _send_offer(self, greeting: bool = False) -> None:
+    def _offer_if_due(self) -> None:
         """Two threads offer, one after the other: the gateway turns to the offer that comes last."""
         with self._changed:
-            self._link.send_weights(self._offer(greeting))
+            if self._pace.due(self._clock()):
+                self._send_offer()
+
+    def _send_offer(self, greeting: bool = False) -> tuple[ParcelInfo, ...]:
+        """Returns what leads to the newest version; nothing is said before the first."""
+        with self._changed:
+            if self._newest == NO_VERSION:
+                return ()
+            offer = self._offer(greeting)
+            self._link.send_weights(offer)
+            self._pace.told(self._clock())
+        return offer.parcels
 
     def _offer(self, greeting: bool) -> WeightsOffer:
         with self._changed:
@@ -340,10 +354,11 @@ class Publisher:
     def _hand_out(self, request: WeightsRequest) -> None:
         with self._changed:
             known = self._catalogue.parcels.get(request.parcel)
-            self._aims.note("", None if known is None else known.info, self._newest)
             if known is None:
+                self._aims.misses("", self._newest, self._send_offer)
                 self._link.send_weights(WeightsGone(parcel=request.parcel))
                 return
+            self._aims.asks("", known.info, self._newest)
             self._begun.note("", request, known.info)
         for message, content in answers(self._catalogue, request):
             self._link.send_weights(message, content)
@@ -353,12 +368,15 @@ class Publisher:
             envelope = self._link.receive_weights(WAIT_S)
             if envelope is not None:
                 self._take(envelope)
+            self._offer_if_due()
 
     def _take(self, envelope: Envelope) -> None:
+        with self._changed:
+            self._pace.heard()
+            self._offer_if_due()
         match envelope.message:
             case WeightsAsk():
-                if self._newest != NO_VERSION:
-                    self._send_offer(greeting=True)
+                self._send_offer(greeting=True)
             case WeightsRequest() as request:
                 with self.governor.push():
                     self._hand_out(request)

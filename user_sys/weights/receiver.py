@@ -194,6 +194,9 @@ class Receiver:
             return
         run, version = versions.pop()
         if not allowed:
+            first, held = manifests[0][0], None if self._held is None else self._held.manifest
+            if held is not None and (held.run, held.life) == (first.run, first.life):
+                return  # this life's learner publishes it in our form as well: the gateway has another one first
             found = ", ".join(manifest.form for manifest, _ in manifests)
             self._refuse(f"version {version} comes as {found}, and this robot takes {', '.join(self._forms)}")
             return
@@ -307,7 +310,8 @@ class Receiver:
         manifest, way = found
         target = self._target
         if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest):
-            if sum(self._cost(target.manifest)(info) for info in target.way) <= way.cost:
+            in_vain_s = self._fetcher.in_vain_bytes(way.parcels) / self._fetcher.rate.bytes_per_s
+            if sum(self._cost(target.manifest)(info) for info in target.way) <= in_vain_s + way.cost:
                 return
             self.abandoned += 1
         ids = {info.id for info in way.parcels}

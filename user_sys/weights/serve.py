@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from user_sys.messages import WeightsApplied, WeightsGone, WeightsGrains, WeightsRequest
-from user_sys.weights.catalogue import Catalogue, cheapest, table_of
+from user_sys.weights.catalogue import Catalogue, Way, cheapest, table_of
 from user_sys.weights.fetch import MESSAGE_BYTES, REQUEST_BYTES
 from user_sys.weights.parcel import Parcel, crc_of
-from user_sys.weights.records import NO_VERSION, Form, ParcelInfo
+from user_sys.weights.records import NO_VERSION, TABLE, Form, ParcelInfo
 
 FETCHED_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
 OFFERED_S = 2.0  # after which whoever has not asked for what was offered wants something newer
@@ -83,34 +84,60 @@ class Begun:
         return {*fulls[: self._most], *parts[: self._most]}
 
 
+@dataclass(frozen=True)
+class _Aim:
+    """At a version. `promised` leads there from nothing: ids of parcels that were offered when others were gone."""
+
+    version: int = NO_VERSION
+    asked_s: float = 0.0
+    missed_s: float = -math.inf
+    promised: frozenset[bytes] = frozenset()
+
+
 class Aims:
-    """The versions that peers are at: without them these would begin anew, and one on a slow link never end."""
+    """The versions that peers are at: without them these would begin anew, and one on a slow link never end.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._aims: dict[str, tuple[int, float]] = {}  # and when each asked last
-        self._missed_s: dict[str, float] = {}  # when one was told first that what it asks for is gone
+    What leads to an aim is of no newer version. A peer that asks for what is gone hears of the newest, and then that it
+    is gone: so it turns to that, and what it was offered stays for it.
 
-    def note(self, peer: str, known: ParcelInfo | None, newest: int) -> None:
-        """`peer` asks for grains of a parcel, or of one that is not here any more; it has been offered `newest`.
+    Args:
+        most: are remembered, the oldest, which will be reached first.
+    """
 
-        What leads to an aim is of no newer version. Who hears that a parcel is gone turns to the newest; but what it
-        has asked of the former until then comes here as well.
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._aims: dict[str, _Aim] = {}
+
+    def asks(self, peer: str, known: ParcelInfo, newest: int) -> None:
+        """`peer` asks for grains of a parcel that is here."""
+        aim = self._aims.get(peer, _Aim())
+        if known.version > aim.version:
+            aim = _Aim(max(newest, known.version))
+        self._aims[peer] = replace(aim, asked_s=self._clock(), missed_s=-math.inf)
+
+    def misses(self, peer: str, newest: int, offer: Callable[[], Iterable[ParcelInfo]]) -> None:
+        """`peer` asks for what is gone, and is about to be told. `offer` has it hear of `newest`, and returns by what.
+
+        What it asks of the same version until it has heard comes here as well, and changes nothing.
         """
-        now, (aim, _) = self._clock(), self._aims.get(peer, (NO_VERSION, 0.0))
-        if known is not None:
-            self._missed_s.pop(peer, None)
-            aim = aim if known.version <= aim else max(newest, known.version)
-        elif now - self._missed_s.get(peer, -math.inf) > OFFERED_S:
-            self._missed_s[peer], aim = now, newest
-        self._aims[peer] = aim, now
+        now, aim = self._clock(), self._aims.get(peer, _Aim())
+        if now - aim.missed_s > OFFERED_S and (infos := tuple(offer())):
+            ways = (cheapest(infos, form, newest, {}) or Way() for form in {info.form for info in infos})
+            promised = {info.id for way in ways for info in way.parcels} | {i.id for i in infos if i.codec == TABLE}
+            aim = _Aim(newest, missed_s=now, promised=frozenset(promised))
+        self._aims[peer] = replace(aim, asked_s=now)
 
-    def versions(self) -> list[int]:
-        """Ascending."""
+    def versions(self) -> set[int]:
+        return {aim.version for aim in self._oldest()}
+
+    def promised(self) -> set[bytes]:
+        return {parcel for aim in self._oldest() for parcel in aim.promised}
+
+    def _oldest(self) -> list[_Aim]:
         since_s = self._clock() - FETCHED_S
-        self._aims = {peer: (version, at_s) for peer, (version, at_s) in self._aims.items() if at_s >= since_s}
-        self._missed_s = {peer: at_s for peer, at_s in self._missed_s.items() if peer in self._aims}
-        return sorted({version for version, _ in self._aims.values()})
+        self._aims = {peer: aim for peer, aim in self._aims.items() if aim.asked_s >= since_s}
+        versions = sorted({aim.version for aim in self._aims.values()})[: self._most]
+        return [aim for aim in self._aims.values() if aim.version in versions]
 
 
 class Ahead:
@@ -129,7 +156,7 @@ class Ahead:
             if count == 0:
                 break
             found.append(WeightsRequest(parcel=info.id, first=0, count=count))
-            left -= count * info.grain_bytes
+            left -= min(info.size_bytes, count * info.grain_bytes)
         return tuple(found)
 
     def _way(self, form: Form, held: int, digest: bytes) -> tuple[ParcelInfo, ...]:
