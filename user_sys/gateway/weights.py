@@ -400,7 +400,7 @@ class WeightsDesk:
         ours = self._catalogue.parcels
         needed = [info for parcel, info in leading.items() if parcel not in ours]
         spare = [info for parcel, info in latecomers.items() if parcel not in ours and parcel not in leading]
-        until_ours = self._left(needed) + self._fetcher.in_vain_bytes(needed)
+        until_ours = self._left(needed) + self._fetcher.in_vain_bytes(self._awaited, needed)
         if self._awaited and not lost and self._left(self._awaited) <= until_ours:
             return
         self._ways = leading.keys() | latecomers.keys()

@@ -145,4 +145,6 @@ def _take_part(told: Assignment, rank: int, place: Place) -> Ranks:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(status)  # torch's groups, which have ended, now and then abort a process that ends as Python would have it

@@ -174,9 +174,10 @@ class Fetcher:
             self._began_s = None
             self._sent_for(parcel, size)
 
-    def in_vain_bytes(self, infos: Collection[ParcelInfo]) -> int:
-        """What comes before `infos` could, though nobody would want it any more: it was asked for."""
-        return self._under_way_bytes - sum(self._under_way.get(info.id, 0) for info in infos)
+    def in_vain_bytes(self, infos: Collection[ParcelInfo], others: Collection[ParcelInfo]) -> int:
+        """What would come of `infos` all the same if `others` were wanted in their stead: it was asked for."""
+        kept = {info.id for info in others}
+        return sum(self._under_way.get(info.id, 0) for info in infos if info.id not in kept)
 
     def missing_bytes(self, info: ParcelInfo) -> int:
         """What has not come of a parcel yet."""

@@ -310,7 +310,7 @@ class Receiver:
         manifest, way = found
         target = self._target
         if target is not None and target.manifest.digest != manifest.digest and self._wanted(target.manifest):
-            in_vain_s = self._fetcher.in_vain_bytes(way.parcels) / self._fetcher.rate.bytes_per_s
+            in_vain_s = self._fetcher.in_vain_bytes(target.way, way.parcels) / self._fetcher.rate.bytes_per_s
             if sum(self._cost(target.manifest)(info) for info in target.way) <= in_vain_s + way.cost:
                 return
             self.abandoned += 1
