@@ -15,14 +15,14 @@ import pytest
 from user_sys.codec import Array
 from user_sys.config import load
 from user_sys.learner.publishing import Publishing
-from user_sys.messages import WeightsMessage, WeightsOffer, WeightsProgress
+from user_sys.messages import WeightsMessage, WeightsOffer, WeightsProgress, WeightsReceived
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.topology import RunConfig
 from user_sys.tunnel.wire import Envelope, Payload
 from user_sys.weights.governor import LONGEST_PAUSE_S, Governor
 from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.records import OTHER_RUN, Life, Manifest
+from user_sys.weights.records import OTHER_RUN, Life, Manifest, decode_record
 from user_sys.weights.signing import Signer, ensure_signer, new_signer
 from user_sys.weights.swap import PolicySwapper
 
@@ -39,7 +39,8 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 @dataclass
 class End:
-    """One end of a link within the process; it remembers what was offered."""
+    """One end of a link within the process; it remembers what was offered. Without another end it is a gateway that
+    has all of it at once."""
 
     inbox: queue.Queue[Envelope] = field(default_factory=queue.Queue)
     other: End | None = None
@@ -48,6 +49,9 @@ class End:
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
         if isinstance(message, WeightsOffer):
             self.offers.append(message)
+            if self.other is None:
+                version = decode_record(message.manifests[0].body, Manifest).version
+                self.inbox.put(Envelope(WeightsReceived(version=version)))
         if self.other is not None:
             self.other.inbox.put(Envelope(message, payload))
         return True
@@ -95,6 +99,8 @@ class Learner:
         self.publishing.episodes_ended(lambda: self.episodes)
         self.publishing.publish_if_due(self.updates, self._weights, self._moved)
         until(lambda: not self.publisher.busy, "the version is ready before the next update")
+        if self._end.other is None:
+            until(lambda: self.publisher.confirmed == self.publisher.ready, "the gateway has it")
 
     def _weights(self) -> dict[str, Array]:
         return {"w": np.array([self.weight])}
