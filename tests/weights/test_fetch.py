@@ -91,3 +91,14 @@ def test_a_round_trip_that_has_become_longer_leaves_the_link_busy() -> None:
     for _ in range(8):
         link.fetch()
     assert link.fetch() < 1.1 * (5.25 + 0.6)
+
+
+def test_messages_without_a_grain_are_no_rate() -> None:
+    """Nothing can be divided by that of a gateway which sends them."""
+    link = Link(parcel_of(1 << 20), bytes_per_s=1e6, round_trip_s=0.1)
+    link.fetcher.want([link.parcel.info])
+    link.fetcher.pump()
+    for _ in range(3):
+        link.now_s += 1.0
+        link.fetcher.take(link.parcel.info.id, 0, memoryview(b""))
+    assert link.fetcher.rate.bytes_per_s > 0

@@ -277,7 +277,7 @@ class Fetcher:
                 self._sampled_s = now
                 return
         self._sampled_bytes += size
-        if now - self._sampled_s >= RATE_SAMPLE_S:
+        if self._sampled_bytes and now - self._sampled_s >= RATE_SAMPLE_S:
             self.rate = self.rate.after(self._sampled_bytes / (now - self._sampled_s))
             self._sampled_s, self._sampled_bytes = now, 0
 
