@@ -21,10 +21,9 @@ INSTALLED_LEROBOT := .venv-lerobot/.installed
 INSTALLED_FRANKA := .venv-franka/.installed
 INSTALLED_ROS2 := .venv-ros2/.installed
 INSTALLED_BENCH := .venv-bench/.installed
-STORE_BENCHES := store replay million
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,24 +73,27 @@ format: $(INSTALLED_DEV)  ## mend what ruff can
 types: $(INSTALLED_DEV)  ## mypy, strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED_DEV)  ## every benchmark, one after the other; tables here, JSON in benchmarks/out/
+bench: $(INSTALLED_DEV)  ## every benchmark, one after the other, with a summary (ARGS="--quick": do they work? ARGS="store tunnel": these)
 	@.ci/check-egl
-	@for bench in $(filter-out %_ends.py,$(shell grep -l __main__ benchmarks/*.py)); do \
-	  echo "== $$bench"; $(BIN)/python -m $$(echo $${bench%.py} | tr / .) $(ARGS) || exit 1; \
-	done
+	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-weights: $(INSTALLED_DEV)  ## weight pushes alone (ARGS=--small: without the policy of 450M parameters)
-	$(BIN)/python -m benchmarks.weights $(ARGS)
+bench-keep: $(INSTALLED_DEV)  ## take results over from benchmarks/out/ into benchmarks/results/ and docs/benchmarks.md (ARGS="store tunnel")
+	$(BIN)/python -m benchmarks.page --keep $(ARGS)
+
+bench-docs: $(INSTALLED_DEV)  ## make docs/benchmarks.md from benchmarks/results/
+	$(BIN)/python -m benchmarks.page
+
+bench-weights: $(INSTALLED_DEV)  ## weight pushes alone (ARGS=--quick)
+	$(BIN)/python -m benchmarks weights $(ARGS)
 
 bench-store: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## the experience store and the replay buffer beside their bounds and peers
-	@for bench in $(STORE_BENCHES); do $(BIN)/python -m benchmarks.$$bench $(ARGS) || exit 1; done
+	$(BIN)/python -m benchmarks store replay million $(ARGS)
 
 bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and control at 100 Hz under its load
-	@for bench in tunnel sites control; do $(BIN)/python -m benchmarks.$$bench || exit 1; done
+	$(BIN)/python -m benchmarks tunnel sites control $(ARGS)
 
-bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--rounds=10000)
-	$(BIN)/python -m benchmarks.hal $(ARGS)
-	$(BIN)/python -m benchmarks.faults ur
+bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--quick)
+	$(BIN)/python -m benchmarks hal faults-ur faults-lerobot faults-ros2 $(ARGS)
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py

@@ -1,6 +1,6 @@
 """The control loop under load: a robot at 100 Hz with everything going on at once, against the same robot left alone.
 
-``python -m benchmarks.control [--seconds 20]``: a fake robot in real time behind its real driver process, session,
+``python -m benchmarks.control [--seconds 600]``: a fake robot in real time behind its real driver process, session,
 tunnel, gateway and store. The load is two cameras recorded and watched, inference, episodes uploaded, and a push of
 weights each second. Times are the driver's own, as recorded: when a command was applied, and when its control period
 was over. What counts is how far the distance of two such times is from the period: the goal is at most 1 ms, p99, for
@@ -46,6 +46,7 @@ from user_sys.weights.signing import new_signer
 
 RATE_HZ = 100.0
 TARGET_MS = 1.0
+STATED_S = 600.0  # by the goal
 PUSH_EVERY_S = 1.0
 SETTLE_S = 3.0  # at the start, while processes still import
 LEAVE_S = 60.0
@@ -193,11 +194,12 @@ def rows(seconds: float, realtime: Literal["auto", "off"]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two runs; 600 for ten minutes")
+    parser.add_argument("--seconds", type=float, default=STATED_S, help="of each run")
     parser.add_argument("--realtime", choices=("auto", "off"), default="auto", help="what the driver asks for")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no robot goes on when this was ended
-    report("control", rows(args.seconds, args.realtime))
+    reduced = "" if args.seconds >= STATED_S else f"{args.seconds:g} s of {STATED_S:g}"
+    report("control", rows(args.seconds, args.realtime), reduced=reduced)
 
 
 if __name__ == "__main__":

@@ -230,12 +230,13 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a small policy and few rounds, also on a GPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reduced = "no GPU" if device.type == "cpu" else "a small policy" if options.smoke else ""
     with ahead_of_pushes(device.type):
         gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
         found: list[Row] = []
         for mode in modes(device):
             found += rows(gpu, mode)
-            report("gpu_push", found)
+            report("gpu_push", found, reduced=reduced)
     if device.type == "cpu":
         Console().print(
             "There is no GPU: these are figures of a small policy on the CPU, and say nothing about pushes."

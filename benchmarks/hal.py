@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = [*kernel_rows(), *fault_rows(), *attack_rows(args.rounds)]
         for name in DRIVERS:
             rows += hold_rows(name) if name in ("fake", "sim", *installed_drivers()) else []
-    report("hal", rows)
+    report("hal", rows, reduced="" if args.rounds >= ROUNDS else f"{args.rounds:,} actions of {ROUNDS:,}")
 
 
 if __name__ == "__main__":

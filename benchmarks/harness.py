@@ -1,29 +1,38 @@
-"""Compares a candidate with its bound on a machine that is noisy and shared.
+"""Compares a candidate with its bound on a machine that is noisy and shared, and writes the results.
 
 The two run interleaved in one process; the median of the pairs' ratios counts, and not the ratio of two medians,
 because what disturbs a machine disturbs both halves of a pair alike.
+
+`report` writes one run of a benchmark to ``benchmarks/out/<name>.json``: a `Run` with its rows. `benchmarks.page` keeps
+such runs in ``benchmarks/results/`` and makes docs/benchmarks.md from them.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-OUT = Path(__file__).parent / "out"
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "benchmarks" / "out"
 WIDTH = 150  # at least, also where the output is a file
+WHOLE = 0.99  # the least share that counts as all of the work
+MEASURED = ("hal", "robots", "sim", "user_sys", "configs", "benchmarks/*.py", "constraints.txt")
+"""What a figure depends on: a change here that is not committed is noted with the commit."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One figure.
 
     Attributes:
@@ -34,6 +43,11 @@ class Row:
             None without a bound.
         ahead: peer to how many times as good as it we are, for those that were measured.
         target: what `ratio` should reach; None for a figure that is only reported.
+        met: whether the goal is reached; None for a figure that is only reported, and in a reduced run.
+        spread: the least and the greatest ratio of the pairs; `spreads`: those of each peer's.
+        share: how much was done of the work that the goal states, such as 0.25 for a push in each fourth step; None for
+            all of it. A goal is not met with less than `WHOLE`.
+        note: what the reader of a table must know besides, in words.
     """
 
     goal: int
@@ -44,8 +58,38 @@ class Row:
     ratio: float | None
     target: float | None = None
     met: bool | None = None
-    peers: Mapping[str, float | str] = field(default_factory=dict)
-    ahead: Mapping[str, float] = field(default_factory=dict)
+    peers: Mapping[str, float | str] = {}
+    ahead: Mapping[str, float] = {}
+    spread: tuple[float, float] | None = None
+    spreads: Mapping[str, tuple[float, float]] = {}
+    share: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.met and self.share is not None and self.share < WHOLE:
+            raise ValueError(f"{self.name}: {self.share:g} of the stated work was done, so the goal is not met")
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a benchmark, as it is written to JSON.
+
+    Attributes:
+        command: as it was started.
+        date: of the end, UTC, ISO 8601.
+        commit: of the code at the start; with ``-dirty`` if `MEASURED` held changes that are not committed.
+        load: load average of the last minute at the start: how busy others kept the machine.
+        reduced: what was left out or cut short of what the goals state, in words; empty for a whole run. No row of a
+            reduced run says whether a goal is met.
+    """
+
+    benchmark: str
+    command: str
+    date: str
+    commit: str
+    machine: str
+    load: float
+    reduced: str = ""
+    rows: tuple[Row, ...]
 
 
 def compare(
@@ -77,10 +121,10 @@ def compare(
         for peer, run in running.items():
             others[peer].append(run())
 
-    def ahead(rivals: list[float]) -> float:
-        return statistics.median(a / b if more_is_better else b / a for a, b in zip(first, rivals, strict=True))
+    def ratios(rivals: list[float]) -> list[float]:
+        return [a / b if more_is_better else b / a for a, b in zip(first, rivals, strict=True)]
 
-    ratio = ahead(second)
+    ratio = statistics.median(ratios(second))
     return Row(
         goal=goal,
         name=name,
@@ -91,7 +135,9 @@ def compare(
         target=target,
         met=None if target is None else ratio >= target,
         peers={peer: statistics.median(figures) for peer, figures in others.items()} | absent,
-        ahead={peer: ahead(figures) for peer, figures in others.items()},
+        ahead={peer: statistics.median(ratios(figures)) for peer, figures in others.items()},
+        spread=(min(ratios(second)), max(ratios(second))),
+        spreads={peer: (min(ratios(figures)), max(ratios(figures))) for peer, figures in others.items()},
     )
 
 
@@ -100,7 +146,8 @@ def against(row: Row, peer: str, target: float) -> Row:
     name, figure, ratio = f"{row.name}, against {peer}", row.peers[peer], row.ahead.get(peer)
     if isinstance(figure, str) or ratio is None:
         return Row(row.goal, name, row.unit, row.ours, None, None, target, None, {peer: figure})
-    return Row(row.goal, name, row.unit, row.ours, figure, ratio, target, ratio >= target)
+    met, spread = ratio >= target, row.spreads[peer]
+    return Row(row.goal, name, row.unit, row.ours, figure, ratio, target, met, spread=spread)
 
 
 def machine() -> str:
@@ -114,31 +161,70 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}"
 
 
-def report(name: str, rows: list[Row]) -> None:
-    """Prints `rows` as a table and writes ``benchmarks/out/<name>.json``."""
-    table = Table("goal", "figure", "unit", "ours", "bound", "ratio", "target", "met", "peers", title=name)
-    for row in rows:
+def commit() -> str:
+    """The commit of the checkout, with ``-dirty`` after it if `MEASURED` was changed since; ``unknown`` without git."""
+    head = _git("rev-parse", "--short=10", "HEAD")
+    return head + "-dirty" * bool(_git("status", "--porcelain", "--", *MEASURED)) if head else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+_START = commit(), os.getloadavg()[0]
+
+
+def report(name: str, rows: Sequence[Row], *, reduced: str = "") -> Run:
+    """Prints `rows` as a table and writes ``benchmarks/out/<name>.json``.
+
+    Args:
+        reduced: what the options left out or cut short of what the goals state, such as ``60 s of 600``. With it no row
+            says whether its goal is met.
+    """
+    commit_at_start, load = _START
+    run = Run(
+        benchmark=name,
+        command=" ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=commit_at_start,
+        machine=machine(),
+        load=round(load, 2),
+        reduced=reduced,
+        rows=tuple(replace(row, met=None) if reduced else row for row in rows),
+    )
+    _print(run)
+    OUT.mkdir(exist_ok=True)
+    (OUT / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(run, enc_hook=_plain), indent=1) + b"\n")
+    return run
+
+
+def _plain(figure: np.generic) -> float | bool:
+    return figure.item()  # type: ignore[no-any-return]
+
+
+def _print(run: Run) -> None:
+    title = f"{run.benchmark}, reduced: {run.reduced}" if run.reduced else run.benchmark
+    table = Table("goal", "figure", "unit", "ours", "bound", "ratio", "target", "met", "peers", title=title)
+    for row in run.rows:
         table.add_row(
             str(row.goal),
-            row.name,
+            f"{row.name} ({row.note})" if row.note else row.name,
             row.unit,
-            f"{row.ours:,.4g}",
-            "" if row.bound is None else f"{row.bound:,.4g}",
+            *(shown(figure) for figure in (row.ours, row.bound)),
             "" if row.ratio is None else f"{row.ratio:.3f}",
-            "" if row.target is None else f"{row.target:g}",
+            "" if row.target is None else f"{row.target:.3g}",
             {None: "", True: "yes", False: "[red]no"}[row.met],
-            ", ".join(
-                f"{peer} {figure if isinstance(figure, str) else f'{figure:,.4g}'}"
-                for peer, figure in row.peers.items()
-            ),
+            ", ".join(f"{peer} {shown(figure)}" for peer, figure in row.peers.items()),
         )
     console = Console()
     console.width = max(console.width, WIDTH)
     console.print(table)
-    OUT.mkdir(exist_ok=True)
-    stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "machine": machine()}
-    (OUT / f"{name}.json").write_text(json.dumps([asdict(row) | stamp for row in rows], indent=1) + "\n")
 
 
-def _shown(figure: float | str) -> str:
-    return figure if isinstance(figure, str) else f"{figure:,.4g}"
+def shown(figure: float | str | None) -> str:
+    """A figure with four digits that count, in a table; a reason stays as it is."""
+    return "" if figure is None else figure if isinstance(figure, str) else f"{figure:,.4g}"

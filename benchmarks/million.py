@@ -1,7 +1,6 @@
 """A store of a million transitions with small images: appends, opening, checkpoints, throughput against cache ratio.
 
-python -m benchmarks.million                 # the curve goes to docs/images/replay.png
-python -m benchmarks.million --steps 100000  # a smaller store, whose curve is drawn beside the JSON
+``python -m benchmarks.million [--steps N]``. The curve is drawn beside the results.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ POINT_S = 5.0
 CHECKPOINTS = 40
 HOLD_MS = 10.0
 START_DEADLINE_S = 120.0
-PLOT = Path(__file__).parent.parent / "docs" / "images" / "replay.png"
 
 
 Event = threading.Event | ProcessEvent
@@ -279,8 +277,8 @@ def main() -> None:
         rows += checkpoints(path, folder, wanted, steps * 256, what)
         points = [point(path, wanted, steps, ratio) for ratio in RATIOS]
         rows += curve(points, steps)
-    plot(points, steps, PLOT if steps >= MILLION else OUT / "replay.png")
-    report("million", rows)
+    plot(points, steps, OUT / "replay.png")
+    report("million", rows, reduced="" if steps >= MILLION else f"{steps:,} transitions of {MILLION:,}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Weight pushes: how long, how large, and what the learner's step notices of them (goals 9, 10, 11).
 
-``python -m benchmarks.weights`` prints a table and writes ``benchmarks/out/weights.json`` and the governor's plot in
-``docs/images/``; ``--small`` leaves out the policy of 450 million parameters (it needs 8 GB of memory and minutes).
+``python -m benchmarks.weights`` prints a table and writes ``benchmarks/out/weights.json`` and the governor's plot
+beside it; ``--small`` leaves out the policy of 450 million parameters (it needs 8 GB of memory and minutes).
 Everything runs over loopback, gateway and robot in a process each. The bound of a push is the same bytes over bare
 libzmq with CURVE.
 """
@@ -145,7 +145,8 @@ def main() -> None:
     rows += [fleet_row(), *far_rows(), *step_rows()]
     if not options.small:
         rows += push_rows("450M bf16", partial(large, 450_000_000), ray) + large_rows(450_000_000)
-    report("weights", rows)
+    left_out = options.small * ["the policy of 450M parameters"] + options.no_ray * ["Ray"]
+    report("weights", rows, reduced=f"without {' and '.join(left_out)}" if left_out else "")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import Row
+from benchmarks.harness import OUT, Row
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd
 from user_sys.algorithms.rlpd_config import RlpdConfig
@@ -45,7 +45,7 @@ BEFORE_S = 0.85  # of each half, not counted: what a push sets going at gateway 
 BATCH = 256
 GOVERNED_S = 30.0
 PERIOD = RlpdConfig().actor_period
-PLOT = Path(__file__).parent.parent / "docs" / "images" / "weights-governor.png"
+PLOT = OUT / "weights-governor.png"
 
 
 def step_rows() -> list[Row]:
