@@ -20,9 +20,10 @@ from user_sys.replay.batch import TransitionBatch
 from user_sys.replay.buffer import ReplayBuffer
 from user_sys.replay.choosers import Uniform
 from user_sys.replay.features import Features
+from user_sys.replay.prioritized import Prioritized
 from user_sys.replay.sampler import Sampler
 from user_sys.replay.shapes import Transitions
-from user_sys.store.labels import DeleteLabel, RewardLabel
+from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, UndoLabel
 from user_sys.store.store import StoreWriter
 from user_sys.store.upkeep import compact, label
 
@@ -255,6 +256,50 @@ def test_labels_take_effect_at_the_next_refresh(store: Store) -> None:
         store.put(DeleteLabel(episode="ep-2", labeller="ada", at_unix_ns=3, deleted=False))
         replay.refresh()
         assert set(drawing.sample().observation["observation.state"][:, 0].tolist()) == {1.0, 2.0}
+
+
+def test_a_corrected_verdict_reaches_what_a_running_learner_draws(store: Store) -> None:
+    store.put(chunk(1, 0, 3, end=True))
+    with store.replay() as replay:
+        ones = sampler(replay)
+        twos = Sampler(replay, Uniform(), Transitions(2, 0.5), 32, seed=1)
+        store.put(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
+        replay.refresh()
+        assert set(ones.sample().reward.tolist()) == {0.0, 1.0}
+        assert set(twos.sample().reward.tolist()) == {0.5, 1.0, 0.0}
+        store.put(UndoLabel(episode="ep-1", labeller="ada", at_unix_ns=2, undone_at_unix_ns=1))
+        replay.refresh()
+        assert set(ones.sample().reward.tolist()) == {0.0, 1.0, 2.0}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_was_relabelled_is_drawn_again_whatever_its_priority_was(store: Store, resumed: bool) -> None:
+    store.put(*[chunk(episode, 0, 5, end=True) for episode in range(1, 9)])
+    label = SuccessLabel(episode="ep-5", labeller="ada", at_unix_ns=1, success=True)
+    with store.replay() as replay:
+        drawing = Sampler(replay, Prioritized(alpha=1.0), Transitions(), 32, seed=1)
+        for _ in range(60):
+            batch = drawing.sample()
+            drawing.feedback(batch, np.where(batch.observation["observation.state"][:, 0] == 5, 1e-6, 1.0))
+        assert not (drawing.sample().observation["observation.state"][:, 0] == 5).any()
+        saved = drawing.state_dict()
+        if not resumed:
+            store.put(label)
+            replay.refresh()
+            assert 1.0 in relabelled(drawing.sample())
+            return
+    store.put(label)
+    with store.replay() as again:
+        drawing = Sampler(again, Prioritized(alpha=1.0), Transitions(), 32, seed=2)
+        drawing.load_state_dict(saved)
+        assert 1.0 in relabelled(drawing.sample())
+
+
+def relabelled(batch: TransitionBatch) -> list[float]:
+    """The rewards of the last step of episode 5."""
+    state = batch.observation["observation.state"]
+    rewards: list[float] = batch.reward[(state[:, 0] == 5) & (state[:, 1] == 4)].tolist()
+    return rewards
 
 
 def test_features_come_from_the_robots_spec() -> None:

@@ -14,7 +14,7 @@ from user_sys.errors import WireError
 from user_sys.store.block import CHUNK, Block, BlockBuilder, decode_block
 from user_sys.store.frame import RecordRef
 from user_sys.store.index import Change, Index
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, encode_label
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, UndoLabel, encode_label
 
 LABEL = 2
 
@@ -70,6 +70,10 @@ def say(kind: type[Label], **said: object) -> Label:
     return kind(episode="a", labeller="ada", at_unix_ns=1, **said)  # type: ignore[arg-type]
 
 
+def said(at: int, kind: type[Label], **what: object) -> Label:
+    return kind(episode="a", labeller="ada", at_unix_ns=at, **what)  # type: ignore[arg-type]
+
+
 def test_steps_have_what_was_recorded_and_times_that_compare_between_robots() -> None:
     index = indexed(block(chunk("a", 0), chunk("b", 0), chunk("a", 1, last=True)))
     assert index.steps.reward.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
@@ -105,11 +109,15 @@ def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cut
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject) -> None:
-    steps = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.booleans())
+    steps = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(0, 5))
     records: list[Chunk | Label] = []
-    for name, i, is_label in data.draw(st.lists(steps, max_size=25)):
-        label = RewardLabel(episode=name, labeller="x", at_unix_ns=0, first_step=i, rewards=(9.0, float(i)))
-        records.append(label if is_label else chunk(name, i, last=i == 4))
+    for at, (name, i, kind) in enumerate(data.draw(st.lists(steps, max_size=25))):
+        labels: list[Label] = [
+            RewardLabel(episode=name, labeller="x", at_unix_ns=at, first_step=i, rewards=(9.0, float(i))),
+            SuccessLabel(episode=name, labeller="x", at_unix_ns=at, success=(True, False, None)[i % 3]),
+            UndoLabel(episode=name, labeller="x", at_unix_ns=at, undone_at_unix_ns=at - i),
+        ]
+        records.append(labels[kind] if kind < len(labels) else chunk(name, i, last=i == 4))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(records)))))
     edges = [0, *cuts, len(records)]
     parts = [block(*records[a:b], first=a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -118,20 +126,58 @@ def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject)
         apart.take([part])
     for other in (together, apart):
         for left, right in ((whole.steps, other.steps), (whole.chunks, other.chunks), (whole.episodes, other.episodes)):
-            for name in left.DTYPES:
+            for name in left.DTYPES.keys() - {"reward_source"}:
                 np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+        assert reward_sources(whole) == reward_sources(other)
+
+
+def reward_sources(index: Index) -> list[str]:
+    return [index.episodes.reward_sources.names[code] for code in index.episodes.reward_source.tolist()]
 
 
 def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> None:
     early = [say(RewardLabel, first_step=2, rewards=(5.0, 6.0)), say(SuccessLabel, success=False)]
     index = indexed(block(*early, chunk("a", 0), chunk("a", 1, last=True)))
-    assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 5] and index.episodes.success[0] == 0
+    assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 0] and index.episodes.success[0] == 0
     change = index.take([block(say(RewardLabel, first_step=3, rewards=(7.0,)), say(SuccessLabel, success=None))])
     assert index.steps.reward.tolist() == [0, 1, 5, 7, 4, 5] and index.episodes.success[0] == -1
     assert change.relabelled.tolist() == list(range(6)) and not change.rows and not len(change.dropped)
     index.take([block(say(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
     assert index.steps.phase.tolist() == [0, 2, 2, 0, 0, 0]
     assert [label.labeller for label in index.labels("a")] == ["ada"] * 5
+
+
+def test_a_success_label_sets_the_last_reward_and_ends_the_task_there() -> None:
+    index = indexed(block(say(SuccessLabel, success=False), chunk("a", 0)))
+    assert index.steps.reward.tolist() == [0, 1, 2], "no end is stored yet"
+    index.take([block(chunk("a", 1, last=True))])
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 0] and not index.steps.terminated.any()
+    index.take([block(say(SuccessLabel, success=True))])
+    assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 1]
+    assert index.steps.terminated.tolist() == [False] * 5 + [True] and not index.steps.truncated.any()
+    index.take([block(say(SuccessLabel, success=None))])
+    assert index.steps.reward[5] == 5 and not index.steps.terminated.any() and index.episodes.success[0] == -1
+    index.take([block(say(SuccessLabel, success=False, keep_reward=True))])
+    assert index.steps.reward[5] == 5 and index.episodes.success[0] == 0
+    index.take([block(say(SuccessLabel, success=True), say(RewardLabel, first_step=5, rewards=(0.25,)))])
+    assert index.steps.reward[5] == 0.25 and index.steps.terminated[5]
+
+
+def test_labels_are_taken_back_one_command_after_the_other() -> None:
+    index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
+    before = index.steps.reward.tolist(), index.steps.phase.tolist()
+    index.take([block(said(1, SuccessLabel, success=False), said(2, SuccessLabel, success=True))])
+    both = [said(3, PhaseLabel, first_step=0, steps=2, phase=Phase.RECOVERY), said(3, DeleteLabel)]
+    index.take([block(*both)])
+    assert index.steps.reward[5] == 1 and index.episodes.deleted[0]
+    change = index.take([block(said(4, UndoLabel, undone_at_unix_ns=3))])
+    assert index.steps.phase.tolist() == before[1] and not index.episodes.deleted[0]
+    assert change.revived.tolist() == list(range(6)) and index.steps.reward[5] == 1
+    index.take([block(said(5, UndoLabel, undone_at_unix_ns=2))])
+    assert index.steps.reward[5] == 0 and index.episodes.success[0] == 0 and not index.steps.terminated.any()
+    index.take([block(said(6, UndoLabel, undone_at_unix_ns=1))])
+    assert index.steps.reward.tolist() == before[0] and index.episodes.success[0] == 1
+    assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
 def test_a_deleted_episode_is_dead_and_may_be_called_back() -> None:

@@ -18,6 +18,7 @@ from user_sys.errors import WireError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.postman import Postman
+from user_sys.interchange.episodes import EpisodeReader
 from user_sys.store.inbox import post, posts
 from user_sys.store.labels import RewardLabel, SuccessLabel
 from user_sys.store.log import segment_path
@@ -143,9 +144,39 @@ def test_labels_change_what_readers_see(run: Run, tmp_path: Path) -> None:
     assert not index_of(path).index.episodes.deleted.any()
 
 
+def test_a_corrected_verdict_is_taken_back_and_survives_compaction_merge_and_export(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 4, sealed=True)
+    recorded = last_rewards(path)
+    assert run("label", path, "e2", "--success", "no")[0] == 0
+    assert run("label", path, "e1", "--success", "yes", "--keep-reward")[0] == 0
+    corrected = recorded | {"e2": 0.0}
+    assert last_rewards(path) == corrected
+    assert run("label", path, "e3", "--delete")[0] == run("compact", path)[0] == 0
+    assert run("merge", path, "--into", tmp_path / "all")[0] == 0
+    remaining = {name: reward for name, reward in corrected.items() if name != "e3"}
+    assert last_rewards(path) == last_rewards(tmp_path / "all") == remaining
+    assert float(EpisodeReader(index_of(tmp_path / "all")).read("e2").columns["reward"][-1]) == 0.0
+    assert "(taken back)" not in run("inspect", path, "--episode", "e2")[1]
+    assert run("label", path, "e2", "--undo")[0] == 0
+    assert last_rewards(path)["e2"] == recorded["e2"] and index_of(path).episodes()[2].success is True
+    assert "(taken back)" in run("inspect", path, "--episode", "e2")[1]
+    status, text = run("label", path, "e2", "--undo")
+    assert status == 2 and "no label to take back" in text
+
+
+def last_rewards(path: Path) -> dict[str, float]:
+    """Of each complete episode that is stored: the reward of its last step, as a learner gets it."""
+    index = index_of(path).index
+    rows = np.flatnonzero(index.is_last(np.arange(len(index.steps))) & index.steps.alive)
+    names = [index.episodes.ids.names[row] for row in index.episode_of(rows)]
+    return dict(zip(names, index.steps.reward[rows].tolist(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (("e0", "--undo", "--success", "no"), "a command of their own"),
+        (("e0", "--keep-reward", "--reward", "1"), "--keep-reward goes with --success"),
         (("zz", "--delete"), "no episode 'zz'"),
         (("e0",), "nothing to say"),
         (("e0", "--reward", "1", "--steps", "10-90"), "e0 has steps 0 to 11"),

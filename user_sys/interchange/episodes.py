@@ -16,6 +16,7 @@ from user_sys.episode import BESIDE_FRAMES, CAPTURED, IMAGES, ChunkHeader, Sourc
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
 from user_sys.robot_cards import cards_beside
+from user_sys.store.index import LABELLED
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 
@@ -178,7 +179,7 @@ class EpisodeReader:
         chunks, steps = self._index.chunks, self._index.steps
         first, count = chunks.first_row[chunk_rows], chunks.steps[chunk_rows]
         rows = np.concatenate([np.arange(start, start + n) for start, n in zip(first, count, strict=True)])
-        return {name: getattr(steps, name)[rows] for name in ("reward", "phase") if name in columns}
+        return {name: getattr(steps, name)[rows] for name in LABELLED if name in columns}
 
     def _whole(self, episode: str) -> Array:
         """The rows of the chunks before the first one that is missing."""

@@ -1,7 +1,7 @@
 """Prioritized sampling after Schaul, Quan, Antonoglou and Silver, "Prioritized Experience Replay", ICLR 2016
 (arXiv 1511.05952), the proportional variant:
 
-    p_i  = |delta_i| + epsilon                          (a row that was never drawn: the greatest p so far)
+    p_i  = |delta_i| + epsilon                          (the greatest p so far until a row is drawn with its reward)
     P(i) = p_i^alpha / sum_k p_k^alpha
     w_i  = (N P(i))^-beta / max_j w_j                   (the maximum over the batch)
 
@@ -26,7 +26,7 @@ EPSILON = 1e-6
 
 
 class Prioritized(Chooser):
-    """See the file's head. Memory: about 13 bytes a row of the store."""
+    """See the file's head. Memory: about 17 bytes a row of the store."""
 
     hears = True
 
@@ -43,6 +43,7 @@ class Prioritized(Chooser):
             raise ConfigError(f"alpha {alpha} and beta {beta} must lie in 0..1, beta_draws {beta_draws} be at least 1")
         self._candidates, self._alpha, self._beta, self._beta_draws = Candidates(where), alpha, beta, beta_draws
         self._powers = np.empty(0, np.float32)  # p^alpha of each row, whether it is a candidate or not
+        self._rewards = np.empty(0, np.float32)  # of each row, for which its power holds
         self._tree = SumTree()
         self._greatest, self._draws = 1.0, 0
 
@@ -54,11 +55,12 @@ class Prioritized(Chooser):
         total = len(timeline.index.steps)
         if total > len(self._powers):
             self._tree.grow(total)
-            grown = np.full(len(self._tree), np.nan, np.float32)
-            grown[: len(self._powers)] = self._powers
-            self._powers = grown
-        new = change.rows
-        self._powers[new.start : new.stop] = self._greatest**self._alpha
+            self._powers = _grown(self._powers, len(self._tree))
+            self._rewards = _grown(self._rewards, len(self._tree))
+        new = slice(change.rows.start, change.rows.stop)
+        self._powers[new] = self._greatest**self._alpha
+        self._rewards[new] = timeline.index.steps.reward[new]
+        self._forget(timeline.index, change.relabelled)
         low = self._candidates.update(timeline, change)
         if low < total:
             self._lay(low, total)
@@ -70,6 +72,12 @@ class Prioritized(Chooser):
         powers = np.zeros(total - low, np.float32)
         powers[rows - low] = self._powers[rows]
         self._tree.set(np.arange(low, total), powers)
+
+    def _forget(self, index: Index, rows: Array) -> None:
+        """Of `rows`, those whose reward a label changed have no TD error any more; `_lay` follows."""
+        changed = rows[self._rewards[rows] != index.steps.reward[rows]]
+        self._powers[changed] = self._greatest**self._alpha
+        self._rewards[changed] = index.steps.reward[changed]
 
     def choose(self, n: int, rng: np.random.Generator) -> Choice:
         """See `Chooser.choose`."""
@@ -100,20 +108,29 @@ class Prioritized(Chooser):
             "sequence": chunks.sequence.copy(),
             "steps": chunks.steps.astype(np.int32),
             "powers": self._powers[: len(timeline.index.steps)].copy(),
+            "rewards": self._rewards[: len(timeline.index.steps)].copy(),
         }
 
     def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
-        """See `Chooser.load_state_dict`. Rows that the state does not know count as new."""
-        sequence, steps, powers = (column(state, name) for name in ("sequence", "steps", "powers"))
-        if len(sequence) != len(steps) or int(steps.sum()) != len(powers):
+        """See `Chooser.load_state_dict`. Rows that are new to the state, or relabelled since, count as new."""
+        sequence, steps = column(state, "sequence"), column(state, "steps")
+        powers, rewards = column(state, "powers"), column(state, "rewards")
+        if len(sequence) != len(steps) or not int(steps.sum()) == len(powers) == len(rewards):
             raise WireError("the priorities of a sampler's state contradict one another")
         self._greatest = float(column(state, "greatest")[0])
         self._draws = int(column(state, "draws")[0])
         index, total = timeline.index, len(timeline.index.steps)
         self._powers[:total] = self._greatest**self._alpha
         rows, saved = match_rows(index, sequence, steps)
-        self._powers[rows] = powers[saved]
+        self._powers[rows], self._rewards[rows] = powers[saved], rewards[saved]
+        self._forget(index, rows)
         self._lay(0, total)
+
+
+def _grown(column: Array, rows: int) -> Array:
+    grown = np.full(rows, np.nan, np.float32)
+    grown[: len(column)] = column
+    return grown
 
 
 def match_rows(index: Index, sequence: Array, steps: Array) -> tuple[Array, Array]:

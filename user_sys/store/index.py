@@ -19,10 +19,11 @@ from user_sys.codec import Array
 from user_sys.store.block import CHUNK, CHUNK_COLUMNS, STEP_DTYPES, Block, EndRecord, EpisodeRecord
 from user_sys.store.columns import Names, Table
 from user_sys.store.frame import RecordRef
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, in_effect
 
 NONE = -1  # no row; of `success`: nobody knows
 PERSON = "person"
+LABELLED = ("reward", "terminated", "truncated", "phase")  # the columns of steps that labels change
 
 
 class Steps(Table):
@@ -159,7 +160,7 @@ class Change:
     Attributes:
         rows: new steps.
         chunks: new chunks.
-        relabelled: int64, older rows whose reward, phase or episode's success changed.
+        relabelled: int64, older rows of episodes that got labels, whose `LABELLED` columns may have changed.
         dropped: int64, older rows that are no longer alive.
         revived: int64, older rows that are alive again.
     """
@@ -177,6 +178,7 @@ class Index:
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = Steps(), Chunks(), Episodes()
         self._labels: dict[str, list[Label]] = {}
+        self._recorded: dict[int, dict[str, Array]] = {}  # of labelled episodes: what their steps' records say
         self._ends: dict[int, EndRecord] = {}
         self._strays: dict[tuple[int, int], int] = {}  # chunks behind a gap in their episode: place -> row
 
@@ -286,8 +288,11 @@ class Index:
     def _take_end(self, episode: int, index: int, end: EndRecord) -> None:
         self._ends[episode] = end
         self.episodes.end_index[episode] = index
-        self.episodes.success[episode] = NONE if end.success is None else end.success
-        self.episodes.reward_source[episode] = self.episodes.reward_sources.code(end.reward_source)
+        self._set_outcome(episode, end.success, end.reward_source)
+
+    def _set_outcome(self, episode: int, success: bool | None, source: str) -> None:
+        self.episodes.success[episode] = NONE if success is None else success
+        self.episodes.reward_source[episode] = self.episodes.reward_sources.code(source)
 
     # Order within episodes
 
@@ -360,24 +365,59 @@ class Index:
         return steps, before, self.steps.alive[steps]
 
     def _lay_over(self, episode: int, chunks: Array, labels: Sequence[Label]) -> None:
+        """Sets the columns of an episode to what its records and the labels in effect say; `chunks` are its, ascending.
+
+        Each column is assigned once: threads that read meanwhile see no recorded value of what stays labelled.
+        """
         steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
-        number = self.step_of(steps)
+        valid = in_effect(labels)
+        deleted = next((label.deleted for label in reversed(valid) if isinstance(label, DeleteLabel)), False)
+        self.episodes.deleted[episode] = deleted
+        self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not deleted)
+        self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
+        if any(isinstance(label, SuccessLabel | RewardLabel | PhaseLabel) for label in labels):
+            self._lay_over_steps(episode, steps, valid)
+
+    def _lay_over_steps(self, episode: int, steps: Array, labels: Sequence[Label]) -> None:
+        recorded = self._recorded_of(episode, steps)
+        said = {name: column.copy() for name, column in recorded.items()}
+        number, last = self.step_of(steps), self._is_end(episode, steps)
+        end = self._ends.get(episode)
+        outcome = (end.success, end.reward_source) if end else (None, "")
         for label in labels:
             match label:
                 case SuccessLabel():
-                    self.episodes.success[episode] = NONE if label.success is None else label.success
-                    self.episodes.reward_source[episode] = self.episodes.reward_sources.code(PERSON)
+                    outcome = (label.success, PERSON)
+                    if not label.keep_reward:
+                        unknown, success = label.success is None, bool(label.success)
+                        said["reward"][last] = recorded["reward"][last] if unknown else float(success)
+                        said["terminated"][last] = recorded["terminated"][last] | success
+                        said["truncated"][last] = recorded["truncated"][last] & (not success)
                 case RewardLabel():
                     at = number - label.first_step
                     inside = (at >= 0) & (at < len(label.rewards))
-                    self.steps.reward[steps[inside]] = np.array(label.rewards, np.float32)[at[inside]]
+                    said["reward"][inside] = np.array(label.rewards, np.float32)[at[inside]]
                 case PhaseLabel():
                     at = number - label.first_step
-                    self.steps.phase[steps[(at >= 0) & (at < label.steps)]] = label.phase
-                case DeleteLabel():
-                    self.episodes.deleted[episode] = label.deleted
-                    self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not label.deleted)
-                    self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
+                    said["phase"][(at >= 0) & (at < label.steps)] = label.phase
+        self._set_outcome(episode, *outcome)
+        for name, column in said.items():
+            getattr(self.steps, name)[steps] = column
+
+    def _recorded_of(self, episode: int, steps: Array) -> dict[str, Array]:
+        """The `LABELLED` columns of an episode's rows `steps` as recorded; new rows stand behind those known before."""
+        known = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED})
+        new = steps[len(known["reward"]) :]
+        recorded = {name: np.concatenate([known[name], getattr(self.steps, name)[new]]) for name in LABELLED}
+        self._recorded[episode] = recorded
+        return recorded
+
+    def _is_end(self, episode: int, steps: Array) -> Array:
+        """Which of an episode's rows is its last step; none while its end is not stored. bool."""
+        chunks, chunk = self.chunks, self.steps.chunk[steps]
+        in_last = chunks.index[chunk] == self.episodes.end_index[episode]
+        last: Array = in_last & (steps - chunks.first_row[chunk] == chunks.steps[chunk] - 1)
+        return last
 
     def _drop_records(self, gone: Sequence[Array]) -> Array:
         sequences = np.concatenate(gone) if gone else np.empty(0, np.int64)

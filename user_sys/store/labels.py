@@ -1,11 +1,12 @@
 """Labels: what people and programs say about an episode after the fact. They are records of the log, as chunks are.
 
-A label never changes what was recorded. Readers lay it over the index: of two labels that speak of the same thing the
-one that was stored later decides. A label may come before the chunks that it speaks of.
+A label never changes what was recorded. Readers lay the labels in effect over the index, in the order of storage: of
+two that name the same thing the later one decides. A label may come before the chunks that it names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -30,9 +31,14 @@ class _Label(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuccessLabel(_Label, frozen=True, kw_only=True, tag="success"):
-    """The episode succeeded or failed; None takes back what was said before, the episode's own end included."""
+    """Whether the episode succeeded; None: unknown, with its last step as recorded.
+
+    Unless `keep_reward`, the reward of the episode's last step becomes 1 for a success and 0 for a failure, and a
+    success terminates the episode there. This applies once the episode's end is stored.
+    """
 
     success: bool | None
+    keep_reward: bool = False
 
 
 class RewardLabel(_Label, frozen=True, kw_only=True, tag="reward"):
@@ -60,7 +66,13 @@ class NoteLabel(_Label, frozen=True, kw_only=True, tag="note"):
     """A remark, nothing else."""
 
 
-Label = SuccessLabel | RewardLabel | PhaseLabel | DeleteLabel | NoteLabel
+class UndoLabel(_Label, frozen=True, kw_only=True, tag="undo"):
+    """Takes back the labels of this episode that were given at `undone_at_unix_ns`. It cannot be taken back itself."""
+
+    undone_at_unix_ns: int
+
+
+Label = SuccessLabel | RewardLabel | PhaseLabel | DeleteLabel | NoteLabel | UndoLabel
 
 _DECODER = msgspec.msgpack.Decoder(Label)
 
@@ -79,3 +91,9 @@ def decode_label(raw: bytes | memoryview) -> Label:
     except UNDECODABLE as error:
         raise WireError(f"not a label: {error}") from None
     return label
+
+
+def in_effect(labels: Sequence[Label]) -> list[Label]:
+    """Those of one episode's labels that no `UndoLabel` takes back, in the same order."""
+    undone = {label.undone_at_unix_ns for label in labels if isinstance(label, UndoLabel)}
+    return [label for label in labels if not isinstance(label, UndoLabel) and label.at_unix_ns not in undone]

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.episode import Chunk, EpisodeEnd, PackedChunk, decode_chunk, open_chunk
+from user_sys.episode import Chunk, PackedChunk, decode_chunk, open_chunk
 from user_sys.errors import StoreCorrupt, StoreGone, WireError
 from user_sys.store.block import CHUNK, LABEL, Block, BlockBuilder, decode_block, summarise_records
 from user_sys.store.files import REAL, Files
 from user_sys.store.frame import Damage, RecordRef
-from user_sys.store.index import PERSON, Change, Index
+from user_sys.store.index import Change, Index
 from user_sys.store.known import KnownChunks
-from user_sys.store.labels import Label, SuccessLabel, encode_label
+from user_sys.store.labels import Label, encode_label
 from user_sys.store.log import SEGMENT_BYTES, Batch, LogReader, LogWriter, Ticket, segment_numbers
 from user_sys.store.manifest import Entry
 from user_sys.store.summary import EpisodeSummary, summarise_episodes
@@ -204,7 +204,7 @@ class StoreReader:
     def read(self, chunk: int) -> Chunk:
         """The chunk of row `chunk`; its arrays are read-only views of the file, its checksum is verified.
 
-        They are as recorded; a label about success that was read by then stands in ``header.end``.
+        They are as recorded; what labels say of success by then stands in ``header.end``.
 
         Raises:
             StoreCorrupt: the bytes are no longer what was stored.
@@ -214,10 +214,12 @@ class StoreReader:
         found = decode_chunk(self._log.read(self.index.record(chunk)))
         if found.header.end is None:
             return found
-        labels = [label for label in self.index.labels(found.header.episode) if isinstance(label, SuccessLabel)]
-        if not labels:
-            return found
-        end = EpisodeEnd(steps=found.header.end.steps, success=labels[-1].success, reward_source=PERSON)
+        episodes, row = self.index.episodes, int(self.index.chunks.episode[chunk])
+        end = msgspec.structs.replace(
+            found.header.end,
+            success=None if episodes.success[row] < 0 else bool(episodes.success[row]),
+            reward_source=episodes.reward_sources.names[episodes.reward_source[row]],
+        )
         return Chunk(msgspec.structs.replace(found.header, end=end), found.columns, found.final)
 
     def packed(self, chunk: int, *, verified: bool = True) -> PackedChunk:

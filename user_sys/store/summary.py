@@ -10,7 +10,7 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.episode import Phase, Source
 from user_sys.store.index import Index
-from user_sys.store.labels import Label, SuccessLabel
+from user_sys.store.labels import Label, SuccessLabel, in_effect
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,4 +89,4 @@ def _version_range(owner: Array, versions: Array, episodes: int) -> tuple[Array,
 
 
 def _labeller(labels: Sequence[Label]) -> str:
-    return next((label.labeller for label in reversed(labels) if isinstance(label, SuccessLabel)), "")
+    return next((label.labeller for label in reversed(in_effect(labels)) if isinstance(label, SuccessLabel)), "")

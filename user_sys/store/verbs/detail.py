@@ -15,7 +15,16 @@ from hal.motion import Reason
 from user_sys.codec import Array
 from user_sys.episode import Phase
 from user_sys.errors import StoreCorrupt, StoreGone
-from user_sys.store.labels import DeleteLabel, Label, NoteLabel, PhaseLabel, RewardLabel, SuccessLabel
+from user_sys.store.labels import (
+    DeleteLabel,
+    Label,
+    NoteLabel,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    UndoLabel,
+    in_effect,
+)
 from user_sys.store.store import StoreReader
 from user_sys.store.summary import EpisodeSummary
 from user_sys.store.verbs.features import is_camera_column
@@ -141,8 +150,10 @@ def show(detail: EpisodeDetail) -> None:
     for name, text in _facts(detail):
         table.add_row(name, Text(text))
     Console().print(table)
+    valid = in_effect(detail.labels)
     for said in detail.labels:
-        tell(f"label: {_words(said)}")
+        undone = "" if said in valid or isinstance(said, UndoLabel) else " (taken back)"
+        tell(f"label: {_words(said)}{undone}")
     for gap in detail.missing:
         tell(f"missing: steps {gap.first_step} to {gap.first_step + gap.steps - 1}")
     Console().print(_chunk_table(detail.chunks))
@@ -181,6 +192,7 @@ def _words(said: Label) -> str:
     match said:
         case SuccessLabel():
             what = {True: "succeeded", False: "failed", None: "success unknown"}[said.success]
+            what += ", reward kept" if said.keep_reward else ""
         case RewardLabel():
             what = f"rewards of steps {said.first_step} to {said.first_step + len(said.rewards) - 1}"
         case PhaseLabel():
@@ -189,6 +201,8 @@ def _words(said: Label) -> str:
             what = "deleted" if said.deleted else "restored"
         case NoteLabel():
             what = "note"
+        case UndoLabel():
+            what = "takes labels back"
     at = datetime.datetime.fromtimestamp(said.at_unix_ns / 1e9).isoformat(" ", "seconds")
     return f"{what}, by {said.labeller}, {at}" + (f": {said.note}" if said.note else "")
 

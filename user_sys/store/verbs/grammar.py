@@ -129,7 +129,12 @@ def _label(orders: Any) -> None:
     )
     _store_path(order)
     order.add_argument("episodes", nargs="+", metavar="EPISODE", help="as `user-sys store inspect` shows it")
-    order.add_argument("--success", choices=("yes", "no", "unknown"), help="whether they succeeded")
+    order.add_argument(
+        "--success",
+        choices=("yes", "no", "unknown"),
+        help="whether they succeeded; the last reward becomes 1 or 0, with unknown as it was recorded",
+    )
+    order.add_argument("--keep-reward", action="store_true", help="with --success: leave the last reward as it is")
     order.add_argument("--reward", type=_finite, metavar="R", help="the reward of each step of --steps")
     order.add_argument("--phase", choices=PHASES, help="who was in control in --steps")
     order.add_argument(
@@ -138,6 +143,7 @@ def _label(orders: Any) -> None:
     deletion = order.add_mutually_exclusive_group()
     deletion.add_argument("--delete", action="store_true", help="not to be used; `compact` then takes the space")
     deletion.add_argument("--restore", action="store_true", help="take a deletion back, while the space is not taken")
+    order.add_argument("--undo", action="store_true", help="take back what the newest `label` said of each")
     order.add_argument("--note", default="", metavar="TEXT", help="a remark; kept with the other labels")
     order.add_argument("--by", metavar="NAME", help="who says so (default: who is logged in)")
 

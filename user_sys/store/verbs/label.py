@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hal.standing import who_orders
@@ -12,9 +12,18 @@ from user_sys.episode import Phase
 from user_sys.errors import StoreError, StoreLocked
 from user_sys.store.inbox import await_taken, post
 from user_sys.store.index import Index
-from user_sys.store.labels import DeleteLabel, Label, NoteLabel, PhaseLabel, RewardLabel, SuccessLabel
+from user_sys.store.labels import (
+    DeleteLabel,
+    Label,
+    NoteLabel,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    UndoLabel,
+    in_effect,
+)
 from user_sys.store.store import StoreReader
-from user_sys.store.upkeep import label
+from user_sys.store.upkeep import RETENTION, label
 from user_sys.store.verbs.words import tell
 
 TAKEN_S = 30.0  # a gateway looks every few seconds
@@ -29,35 +38,56 @@ def label_main(args: argparse.Namespace) -> int:
     """
     with StoreReader.open(args.path) as reader:
         reader.refresh()
-        labels = [said for name in args.episodes for said in _labels(args, name, _steps(reader.index, name, args))]
+        _check(args)
+        labels = [said for name in args.episodes for said in _labels(args, name, reader.index)]
+        open_ended = [] if args.success is None or args.keep_reward else _open_ended(reader.index, args.episodes)
     if not labels:
-        raise StoreError("nothing to say: give --success, --reward, --phase, --delete, --restore or --note")
+        raise StoreError("nothing to say: give --success, --reward, --phase, --delete, --restore, --note or --undo")
     by_gateway = _store(args.path, labels)
     count = len(args.episodes)
     episodes = f"{count} episodes" if count > 1 else args.episodes[0]
     tell(f"{episodes}: {len(labels)} labels stored" + (" by the process that writes the store" if by_gateway else ""))
+    for name in open_ended:
+        tell(f"{name}: its end is not stored; the last reward changes once it is")
     return 0
 
 
-def _labels(args: argparse.Namespace, episode: str, steps: range) -> Iterator[Label]:
-    labeller, now, note = who_orders(args.by), time.time_ns(), args.note
-    said = {"episode": episode, "labeller": labeller, "at_unix_ns": now, "note": note}
-    if args.success is not None:
-        yield SuccessLabel(success=_KNOWN[args.success], **said)
-    if args.reward is not None:
-        yield RewardLabel(first_step=steps.start, rewards=(args.reward,) * len(steps), **said)
-    if args.phase is not None:
-        yield PhaseLabel(first_step=steps.start, steps=len(steps), phase=Phase[args.phase.upper()], **said)
-    if args.delete or args.restore:
-        yield DeleteLabel(deleted=args.delete, **said)
-    if (
-        note
-        and args.success is None
-        and args.reward is None
-        and args.phase is None
-        and not (args.delete or args.restore)
+def _check(args: argparse.Namespace) -> None:
+    """Raises StoreError: orders that contradict one another."""
+    if args.keep_reward and args.success is None:
+        raise StoreError("--keep-reward goes with --success")
+    if args.undo and (
+        args.success or args.reward is not None or args.phase or args.delete or args.restore or args.steps
     ):
-        yield NoteLabel(**said)
+        raise StoreError("--undo takes back the newest labels; give new ones in a command of their own")
+
+
+def _labels(args: argparse.Namespace, episode: str, index: Index) -> list[Label]:
+    steps, labels = _steps(index, episode, args), list[Label]()
+    said = {"episode": episode, "labeller": who_orders(args.by), "at_unix_ns": time.time_ns(), "note": args.note}
+    if args.undo:
+        return [UndoLabel(undone_at_unix_ns=_newest(index, episode), **said)]
+    if args.success is not None:
+        labels.append(SuccessLabel(success=_KNOWN[args.success], keep_reward=args.keep_reward, **said))
+    if args.reward is not None:
+        labels.append(RewardLabel(first_step=steps.start, rewards=(args.reward,) * len(steps), **said))
+    if args.phase is not None:
+        labels.append(PhaseLabel(first_step=steps.start, steps=len(steps), phase=Phase[args.phase.upper()], **said))
+    if args.delete or args.restore:
+        labels.append(DeleteLabel(deleted=args.delete, **said))
+    return labels or ([NoteLabel(**said)] if args.note else [])
+
+
+def _newest(index: Index, episode: str) -> int:
+    """When the labels that --undo takes back were given. Raises StoreError: there are none."""
+    valid = [label for label in in_effect(index.labels(episode)) if label.labeller != RETENTION]
+    if not valid:
+        raise StoreError(f"{episode} has no label to take back; `user-sys store inspect --episode` shows its labels")
+    return valid[-1].at_unix_ns
+
+
+def _open_ended(index: Index, episodes: Sequence[str]) -> list[str]:
+    return [name for name in episodes if index.episodes.end_index[index.episodes.find(name)] < 0]
 
 
 def _steps(index: Index, episode: str, args: argparse.Namespace) -> range:
