@@ -161,7 +161,7 @@ def online(run: Path, robot: str) -> int:
 
 
 def checkpointed(run: Path) -> int:
-    return max((int(path.stem) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
+    return max((int(path.stem.split("-")[1]) for path in (run / "checkpoints").glob("*.checkpoint")), default=0)
 
 
 def learner_of(node: Popen[bytes], module: bytes = b"user_sys.learner") -> int | None:

@@ -11,10 +11,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from run_kit import Launch, user_sys
 
 from user_sys.compose import RobotConfig, robot_spec
@@ -26,6 +28,7 @@ from user_sys.gateway.relay import RelayConfig
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.metrics import MetricsWriter
 from user_sys.monitor import LOST_AFTER_S, RunMonitor, earlier_s
+from user_sys.opening import tell_of_checkpoints
 from user_sys.prepare import free_endpoint, prepare
 from user_sys.progress import plain_line
 from user_sys.robot_cards import read_cards
@@ -420,6 +423,23 @@ def test_a_learner_that_fails_at_every_start_ends_the_run(config: Path) -> None:
         "nothing that was recorded is lost",
         *("train", config, "--learner.device=cuda"),
     )
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_unasked(config: Path) -> None:
+    folder, _ = create(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
+    (folder.checkpoints / "learner-fake-0a1b2c" / "000001-000000000700.checkpoint").mkdir(parents=True)
+    said = "learner-fake-0a1b2c/000001-000000000700.checkpoint: .*index.json is missing.*--restart-if-unreadable"
+    require_one_line(config.parent, said, "train", "--resume", folder.path)
+    require_one_line(config.parent, "goes with --resume", "train", config, "--restart-if-unreadable")
+
+
+def test_unreadable_checkpoints_are_kept_if_training_is_to_begin_anew(config: Path) -> None:
+    folder, _ = create(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
+    (folder.checkpoints / "000001-000000000700.checkpoint").mkdir(parents=True)
+    told = StringIO()
+    tell_of_checkpoints(folder, Console(file=told, width=400))
+    kept = folder.checkpoints / "unreadable-1" / "000001-000000000700.checkpoint"
+    assert kept.is_dir() and str(kept.parent) in told.getvalue() and "training begins anew" in told.getvalue()
 
 
 @pytest.fixture

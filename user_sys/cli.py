@@ -123,6 +123,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args.verbose = getattr(args, "verbose", 0)
     if verb in ("train", "cloud") and not args.config and not args.resume:
         verbs[verb].error("which configuration? Give CONFIG (such as configs/demo.yaml), or --resume RUN")
+    if verb in ("train", "cloud") and args.restart_if_unreadable and not args.resume:
+        verbs[verb].error("--restart-if-unreadable goes with --resume RUN")
     return args
 
 
@@ -207,6 +209,11 @@ def _add_run(verb: argparse.ArgumentParser) -> None:
         "config", type=Path, metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml"
     )
     verb.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, where it stood")
+    verb.add_argument(
+        "--restart-if-unreadable",
+        action="store_true",
+        help="with --resume: if no checkpoint of a learner can be read, train it anew; the checkpoints are kept",
+    )
     verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
 
 

@@ -3,6 +3,7 @@
 UserSysError
 ├── ConfigError        mend the configuration; the message names the key and the remedy
 ├── RunError           mend the run folder or the machine (port, disk, EGL); nothing was lost
+│   └── DiskFull       wait for room: nothing that was written before is lost
 ├── WireError          discard: bytes that do not decode within their bounds
 ├── StoreError         stop and look: the durable log cannot be used as asked
 │   ├── StoreLocked    another process writes this store; the message names it
@@ -20,6 +21,8 @@ UserSysError
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class UserSysError(Exception):
     """Base of every error that this package raises on purpose; the command line prints it as one line."""
@@ -31,6 +34,25 @@ class ConfigError(UserSysError):
 
 class RunError(UserSysError):
     """The machine or the run folder does not allow the run."""
+
+
+class DiskFull(RunError):
+    """A disk has no room for what is to be written.
+
+    Attributes:
+        path: the folder on that disk.
+        needed_bytes, free_bytes: for what is to be written; and what the disk has.
+    """
+
+    def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(waiting_for_space(path, needed_bytes, free_bytes))
+        self.path, self.needed_bytes, self.free_bytes = path, needed_bytes, free_bytes
+
+
+def waiting_for_space(path: Path, needed_bytes: float, free_bytes: float) -> str:
+    """What people are told of a full disk."""
+    needed, free = needed_bytes / 1e6, free_bytes / 1e6
+    return f"waiting for disk space in {path}: needs {needed:.3g} MB, {free:.3g} MB free"
 
 
 class WireError(UserSysError):

@@ -34,7 +34,7 @@ from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor, earlier_s
-from user_sys.opening import Places, invite, make, read, take_places
+from user_sys.opening import Places, invite, make, read, take_places, tell_of_checkpoints
 from user_sys.policy_host import PolicyHost
 from user_sys.prepare import (
     CONSOLE,
@@ -91,6 +91,7 @@ def _launch(args: Namespace, verb: str) -> int:
 def _run(args: Namespace, verb: str, config: RunConfig, home: Path, places: Places, console: Console) -> int:
     folder, card = make(args, config, home)
     args.run_dir = folder.path
+    tell_of_checkpoints(folder, console)
     gang = places.gang
     specs = prepare(config, folder, card, *(gang.robots_from_afar() if gang else ()))
     point_latest(folder.path)
@@ -156,6 +157,7 @@ class Run:
         self._starts = Starts()
         self._missing: dict[str, str] = {}  # robots that never came up, and why
         self._waits: dict[str, str] = {}  # robots that others drive, as it was told
+        self._unreadable: dict[str, int] = {}  # checkpoints that a learner has passed over, as was told
         self._nodes: tuple[Node, ...] = ()
         self._learners: list[str] = []
         self._policies = PolicyHost(config, folder, places, self._start)
@@ -359,6 +361,11 @@ class Run:
             if (in_vain or status.state is NodeState.FAILED) and name not in self._failed:
                 self._failed[name] = status.error or last_words(path)
                 display.say(f"{name} failed: {self._failed[name]}; its log is {path}")
+        for name, count in self.monitor.unreadable.items():
+            if count and count != self._unreadable.get(name):
+                files = "1 newer checkpoint" if count == 1 else f"{count} newer checkpoints"
+                display.say(f"{name} went on from an older state: {files} cannot be read; see {self._folder.log(name)}")
+            self._unreadable[name] = count
         sessions = {f"{robot.name}-session" for robot in self._config.robots}
         alone = sessions <= self._failed.keys() and not self._guests_at_work()
         if lost := vital & self._failed.keys() or (sessions if alone else set()):

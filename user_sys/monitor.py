@@ -57,6 +57,7 @@ class RunMonitor:
         updates: of all learners together, as they last reported.
         training_s: as the run's first learner last reported.
         robots_connected: as the gateway last reported.
+        unreadable: checkpoints that each learner has passed over, as it last reported.
         points: each autonomous online episode against training time.
     """
 
@@ -69,6 +70,7 @@ class RunMonitor:
         self.robots_connected = 0
         self._store_full = False
         self._held: dict[str, bool] = {}  # each learner: by a person's order
+        self.unreadable: dict[str, int] = {}
         self.points: list[EpisodePoint] = []
         self._alone: list[bool] = []
         self._robots: dict[str, tuple[float, RobotStatus]] = {}
@@ -123,6 +125,7 @@ class RunMonitor:
             return
         self._learned[report.node] = report.count
         self._held[report.node] = bool(report.scalars.get("held_by_order", 0))
+        self.unreadable[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
         self.updates = sum(self._learned.values())
         self._updates_rate.add(self._clock(), self.updates)
         if "policy_version" in report.scalars:

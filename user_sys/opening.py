@@ -19,6 +19,8 @@ from user_sys.edge.demonstrations import require_shown
 from user_sys.errors import RunError
 from user_sys.gang import Gang
 from user_sys.here import Here
+from user_sys.learner.checkpoint import RESTART_FLAG, Survey, lost_message, set_aside, survey
+from user_sys.learners import is_learner
 from user_sys.prepare import (
     GATEWAY,
     free_endpoint,
@@ -37,6 +39,10 @@ def read(args: Namespace, verb: str) -> tuple[RunConfig, Path]:
     if args.resume:
         folder, config, _ = reopen(Path(args.resume), args.overrides)
         _require_port(config)
+        if not args.restart_if_unreadable:
+            for path, found in _checkpoints(folder):
+                if found.lost:
+                    raise RunError(lost_message(path, found))
         return config, folder.path
     config = load(RunConfig, Path(args.config), args.overrides)
     if verb == "train" and not config.robots:
@@ -119,6 +125,25 @@ def take_places(config: RunConfig, home: Path, console: Console) -> Iterator[Pla
     with Gang(connect(config.ray.address), config, home.name, home.parent) as gang:
         gang.take(say)
         yield Places(gang.config, gang)
+
+
+def _checkpoints(folder: RunFolder) -> Iterator[tuple[Path, Survey]]:
+    """The folder of each learner's checkpoints, and what can be read there."""
+    further = (path for path in sorted(folder.checkpoints.glob("*/")) if is_learner(path.name))
+    for path in (folder.checkpoints, *further):
+        yield path, survey(path)
+
+
+def tell_of_checkpoints(folder: RunFolder, console: Console) -> None:
+    """Says which checkpoints cannot be read; those of a learner that has no other are kept aside."""
+    for path, found in _checkpoints(folder):
+        if found.unreadable:
+            outcome = (
+                f"{RESTART_FLAG}: training begins anew; they are kept in {set_aside(path)}"
+                if found.lost
+                else f"training goes on from {found.readable}"
+            )
+            console.print(f"cannot be read: {found}; {outcome}", highlight=False, markup=False, soft_wrap=True)
 
 
 def invite(folder: RunFolder, card: RunCard, console: Console) -> None:

@@ -411,12 +411,15 @@ def _changed_state(raw: bytes, rng: random.Random) -> bytes:
 _CHECKPOINT = checkpoint.Checkpoint(3, {"position": 7, "policy": "ab"}, {"w": np.ones((2, 3), np.float32)})
 
 
+_CHECKPOINT_INDEX = checkpoint.save(_FOLDER / "checkpoints", _CHECKPOINT, keep=1) / "index.json"
+
+
 def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
     """With a digest that is right again."""
-    head, body = raw[:8], raw[44:]
-    at = rng.randrange(len(body))
-    body = body[:at] + bytes([rng.randrange(256)]) + body[at + rng.randrange(2) :]
-    return head + hashlib.blake2b(body, digest_size=32).digest() + raw[40:44] + body
+    sealed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    index = mutations.json(bytes(sealed["index"]), rng)
+    digest = hashlib.blake2b(index, digest_size=32).hexdigest()
+    return b'{"format":%s,"blake2b":"%s","index":%s}' % (bytes(sealed["format"]), digest.encode(), index)
 
 
 def _word(raw: bytes) -> object:
@@ -509,7 +512,12 @@ TARGETS = {
         tuple(bytes([place]) + example for place, (_, _, example) in enumerate(_STATE)),
         _changed_state,
     ),
-    "checkpoint": Target(checkpoint.decode_checkpoint, (WireError,), (_CHECKPOINT.encode(),), _changed_checkpoint),
+    "checkpoint": Target(
+        _in_file(str(_CHECKPOINT_INDEX), lambda path: checkpoint.read_checkpoint(path.parent)),
+        (WireError,),
+        (_CHECKPOINT_INDEX.read_bytes(),),
+        _changed_checkpoint,
+    ),
     "request": Target(
         lambda raw: decode_packet(raw, driver.Request),
         (WireError,),

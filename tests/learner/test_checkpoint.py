@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.errors import RunError, WireError
-from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, decode_checkpoint, latest, save, sole_writer
+from user_sys.errors import DiskFull, RunError, WireError
+from user_sys.learner.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    latest,
+    read_checkpoint,
+    save,
+    set_aside,
+    sole_writer,
+    survey,
+)
 
 
 def example(updates: int) -> Checkpoint:
@@ -31,47 +43,146 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back.arrays[name], value)
 
 
+def updates_of(folder: Path) -> list[int]:
+    """Of the checkpoints in `folder`, newest first."""
+    return [int(path.stem.split("-")[1]) for path in sorted(folder.glob("*.checkpoint"), reverse=True)]
+
+
 def test_only_the_newest_are_kept_and_no_leavings(tmp_path: Path) -> None:
     for updates in (5, 900, 1000, 12000):
         save(tmp_path, example(updates), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000000001000.checkpoint", "000000012000.checkpoint"]
+    assert updates_of(tmp_path) == [12000, 1000] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_of_the_same_update_takes_the_place_of_the_former(tmp_path: Path) -> None:
+    save(tmp_path, example(5), keep=1)
+    save(tmp_path, replace(example(5), scalars={"version": 9}), keep=1)
+    back = latest(tmp_path)
+    assert back is not None and back.scalars == {"version": 9} and updates_of(tmp_path) == [5]
 
 
 def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path / "absent") is None
 
 
+def test_a_large_state_is_several_files_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    arrays = {f"w{n}": np.full(1000 * (n + 1), n, np.float32) for n in range(4)}
+    path = save(tmp_path, Checkpoint(1, {}, arrays), keep=1, shard_bytes=9000)
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(sizes) == 4 and max(sizes) < 17000, "an array is not split"
+    back = latest(tmp_path)
+    assert back is not None and back.arrays.keys() == arrays.keys()
+    for name, value in arrays.items():
+        np.testing.assert_array_equal(back.arrays[name], value)
+
+
+def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    save(tmp_path, example(1), keep=1)
+    with pytest.raises(RunError, match="could not be read again"):
+        save(tmp_path, Checkpoint(2, {"loss": float("nan")}, {}), keep=1)
+    assert updates_of(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_torn_or_damaged_checkpoint_is_ever_taken(draw: st.DataObject) -> None:
-    raw = example(1).encode()
-    cut = raw[: draw.draw(st.integers(0, len(raw) - 1))]
-    flipped = bytearray(raw)
-    flipped[draw.draw(st.integers(0, len(raw) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
-    for wrong in (cut, bytes(flipped)):
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), example(1), keep=1, shard_bytes=20)
+        file = draw.draw(st.sampled_from(sorted(path.iterdir())))
+        raw = file.read_bytes()
+        at = draw.draw(st.integers(0, len(raw) - 1))
+        wrong = raw[:at]
+        if draw.draw(st.booleans()):
+            wrong += bytes([raw[at] ^ 1 << draw.draw(st.integers(0, 7))]) + raw[at + 1 :]
+        file.write_bytes(wrong)
         with pytest.raises(WireError):
-            decode_checkpoint(wrong)
+            read_checkpoint(path)
+        with pytest.raises(RunError, match=path.name):
+            latest(Path(folder))
 
 
-@pytest.mark.parametrize("spoil", ["torn", "foreign", "version"])
-def test_an_unusable_one_is_skipped_with_a_log_line(
-    tmp_path: Path, spoil: str, caplog: pytest.LogCaptureFixture
+def spoil(path: Path, how: str) -> str:
+    """What is then said of the checkpoint at `path`."""
+    index, file = path / "index.json", next(path.glob("*.safetensors"))
+    match how:
+        case "torn":
+            file.write_bytes(file.read_bytes()[:-5])
+            return "bytes and should have"
+        case "damaged":
+            file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+            return "digest is wrong"
+        case "incomplete":
+            file.unlink()
+            return "is missing"
+        case "other version":
+            index.write_bytes(index.read_bytes().replace(b'"format":2', b'"format":99'))
+            return "format version is 99; this program reads 2"
+        case _:
+            shutil.rmtree(path)
+            path.write_bytes(b"USCK" + bytes(60))
+            return "of another format version"
+
+
+SPOILT = ["torn", "damaged", "incomplete", "other version", "old format"]
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_an_unreadable_one_is_named_and_the_newest_readable_one_is_used(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, example(1), keep=3)
     newer = save(tmp_path, example(2), keep=3)
-    raw = newer.read_bytes()
-    newer.write_bytes({"torn": raw[:-5], "foreign": b"PK" + raw, "version": raw[:4] + b"\x63\0\0\0" + raw[8:]}[spoil])
+    said = spoil(newer, how)
     with caplog.at_level(logging.WARNING):
         back = latest(tmp_path)
     assert back is not None and back.updates == 1
-    assert newer.name in caplog.text
+    assert newer.name in caplog.text and said in caplog.text
+    assert list(survey(tmp_path).unreadable) == [newer]
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_folder_with_unreadable_ones_alone_is_no_folder_without_any(tmp_path: Path, how: str) -> None:
+    both = [save(tmp_path, example(updates), keep=3) for updates in (1, 2)]
+    said = [spoil(path, how) for path in both][0]
+    with pytest.raises(RunError, match="no checkpoint .* can be read.*--restart-if-unreadable") as caught:
+        latest(tmp_path)
+    assert all(path.name in str(caught.value) for path in both) and str(caught.value).count(said) == 2
+    files = {path: sorted(path.rglob("*")) for path in both}
+    aside = set_aside(tmp_path)
+    assert latest(tmp_path) is None, "training begins anew"
+    assert {path.name for path in aside.iterdir()} == {path.name for path in files}, "nothing is deleted"
+    save(tmp_path, example(1), keep=1)
+    spoil(save(tmp_path, example(3), keep=1), how)
+    assert set_aside(tmp_path) != aside
+
+
+def test_pruning_keeps_the_newest_readable_ones(tmp_path: Path) -> None:
+    first = save(tmp_path, example(1), keep=9)
+    second = save(tmp_path, example(2), keep=9)
+    damaged = save(tmp_path, example(9), keep=9)
+    spoil(damaged, "damaged")
+    save(tmp_path, example(3), keep=3)
+    assert first.exists() and second.exists(), "three readable ones"
+    newest = save(tmp_path, example(4), keep=1)
+    back = latest(tmp_path)
+    assert back is not None and back.updates == 4 and list(tmp_path.glob("*.checkpoint")) == [newest]
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+    path = save(tmp_path, example(1), keep=2)
+    shutil.copytree(path, tmp_path / "000001-000000000002.tmp")
+    (tmp_path / "000001-000000000002.tmp" / "index.json").unlink()
+    back = latest(tmp_path)
+    assert back is not None and back.updates == 1
+    save(tmp_path, example(2), keep=1)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_writer_takes_one_at_a_time_and_reports_a_failure(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "good", keep=2)
     assert writer.write(example(1))
     writer.finish()
-    assert (tmp_path / "good" / "000000000001.checkpoint").is_file()
+    assert updates_of(tmp_path / "good") == [1]
     (tmp_path / "file").write_text("in the way")
     failing = CheckpointWriter(tmp_path / "file", keep=2)
     failing.write(example(1))
@@ -79,18 +190,20 @@ def test_the_writer_takes_one_at_a_time_and_reports_a_failure(tmp_path: Path) ->
         failing.finish()
 
 
-def test_a_full_disk_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, example(1), keep=2)
+def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = save(tmp_path, example(1), keep=2)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match="No space left"):
+    with pytest.raises(DiskFull, match=r"waiting for disk space in .*: needs \S+ MB, \S+ MB free"):
         save(tmp_path, example(2), keep=2)
     monkeypatch.undo()
     back = latest(tmp_path)
-    assert back is not None and back.updates == 1
+    assert back is not None and back.updates == 1 and list(tmp_path.iterdir()) == [former]
 
 
 def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_waiting(

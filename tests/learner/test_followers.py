@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_
 
     early = sorted((bench.folder / "straight").glob("*.checkpoint"))[1]  # the first was there before any update
     (bench.folder / "later").mkdir()
-    (bench.folder / "later" / early.name).write_bytes(early.read_bytes())
+    shutil.copytree(early, bench.folder / "later" / early.name)
     resumed = train(bench, config, "later", seed=99)
     assert straight.arrays.keys() == resumed.arrays.keys()
     for name, value in straight.arrays.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +21,7 @@ from user_sys.algorithms.rlpd import RlpdConfig
 from user_sys.codec import Array
 from user_sys.config import load, save
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
-from user_sys.errors import ConfigError, WireError
+from user_sys.errors import ConfigError, DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import latest
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import WeightsSink
@@ -275,6 +278,65 @@ def test_a_learner_that_can_set_no_multiprocessors_aside_is_refused_at_the_start
     with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
         bench.train(replace(CONFIG, publish=PublishConfig(green_sms=8)))
     assert bench.published == [] and latest(bench.folder / "a") is None
+
+
+def test_a_learner_whose_checkpoints_cannot_be_read_does_not_begin_anew(bench: Bench) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5, checkpoints_kept=2))
+    older, newer = sorted((bench.folder / "a").glob("*.checkpoint"))
+    shutil.rmtree(newer)
+    newer.mkdir()
+    resumed = bench.learner(CONFIG)
+    assert resumed.updates < 5
+    resumed.close()
+    (older / "index.json").write_bytes(b"{}")
+    with pytest.raises(RunError, match=f"{newer.name}: .* is missing; .*{older.name}: .*is torn or damaged"):
+        bench.learner(CONFIG)
+
+
+def test_training_pauses_while_the_disk_is_full_and_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fill(Source.DEMO, 3)
+    full = threading.Event()
+    sync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(fd)
+
+    def waiting() -> bool:
+        return any(scalars["disk_needed_bytes"] > 0 < scalars["disk_free_bytes"] for _, scalars in bench.reported)
+
+    learner = bench.learner(replace(CONFIG, max_updates=CONFIG.warmup_updates, checkpoint_interval_s=0.0))
+    monkeypatch.setattr(os, "fsync", fsync)
+    full.set()
+    ended = threading.Thread(target=learner.run, args=(threading.Event(),), daemon=True)
+    ended.start()
+    wait_until(waiting)
+    assert learner.updates == 0 and not list((bench.folder / "a").glob("*"))
+    full.clear()
+    ended.join(60)
+    kept = latest(bench.folder / "a")
+    assert kept is not None and kept.updates == learner.updates == CONFIG.warmup_updates
+    assert bench.reported[-1][1]["disk_needed_bytes"] == 0
+
+
+def test_a_learner_that_is_told_to_stop_does_not_wait_for_the_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(Source.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5))
+    learner, stop = bench.learner(CONFIG), threading.Event()
+    stop.set()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFull):
+        learner.run(stop)
+    kept = latest(bench.folder / "a")
+    assert kept is not None and kept.updates == 5
 
 
 def test_a_checkpoint_of_another_run_is_refused(bench: Bench, tmp_path: Path) -> None:

@@ -1,38 +1,47 @@
 """Checkpoints: everything that a learner needs to go on as if it had never stopped.
 
-A checkpoint is one file, ``<updates, 12 digits>.checkpoint``: magic 'USCK', u32 format version, BLAKE2b-256 of what
-follows the prefix, u32 length of a JSON table of scalars; the table; the arrays as safetensors. It is written beside
-its place, synced, renamed, and the folder synced: after a killed process or a power cut the file is whole or absent.
-The older ones are removed only then. Nothing is ever pickled.
+A checkpoint is a folder, ``<number>-<updates>.checkpoint``; the number grows with each one that is written. It holds
+the arrays as safetensors files of at most `SHARD_BYTES`, unless one array alone is larger, and ``index.json``: format
+version, scalars, and length and BLAKE2b-256 of each file, under a digest of its own. The folder is written under a
+temporary name, synced, and renamed: after a killed process or a power cut a checkpoint is whole or absent. Older ones
+are removed only then. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
-import json
+import itertools
 import logging
 import os
-import struct
+import re
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 
+from hal.durable import sync_folder
+from hal.undecodable import UNDECODABLE
 from user_sys.codec import Array
-from user_sys.errors import RunError, WireError
+from user_sys.errors import DiskFull, RunError, WireError
 
-FORMAT_VERSION = 1
-MAX_CHECKPOINT_BYTES = 1 << 32
+FORMAT_VERSION = 2
+SHARD_BYTES = 1 << 30
 WRITE_DEADLINE_S = 60.0
 TURN_EVERY_S = 0.5
-_MAGIC = b"USCK"
-_PREFIX = struct.Struct("<4sI32sI")
-_SUFFIX, _HALF = ".checkpoint", ".tmp"
+RESTART_FLAG = "--restart-if-unreadable"
+_INDEX = "index.json"
+_SUFFIX, _UNFINISHED = ".checkpoint", ".tmp"
+_NAME = re.compile(rf"(\d+)(?:-\d+)?{re.escape(_SUFFIX)}")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger(__name__)
 
 Scalars = dict[str, int | float | str]
@@ -40,70 +49,148 @@ Scalars = dict[str, int | float | str]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`arrays` by name and `scalars` that JSON can hold; floats come back bit-identical."""
+    """`arrays` by name and finite `scalars`; both come back bit-identical."""
 
     updates: int
     scalars: Scalars
     arrays: Mapping[str, Array]
 
-    def encode(self) -> bytes:
-        from safetensors.numpy import save as save_arrays  # the learner's computer alone has it
-
-        table = json.dumps({"updates": self.updates, **self.scalars}).encode()
-        body = table + save_arrays({name: np.asarray(value, order="C") for name, value in self.arrays.items()})
-        return _PREFIX.pack(_MAGIC, FORMAT_VERSION, _digest(body), len(table)) + body
+    @property
+    def size_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(np.asarray(value).nbytes for value in self.arrays.values())
 
 
-def decode_checkpoint(raw: bytes) -> Checkpoint:
-    """The checkpoint in `raw`.
+class _Shard(msgspec.Struct, frozen=True):
+    size_bytes: int
+    blake2b: str
 
-    Raises:
-        WireError: not a checkpoint, of another format version, torn or damaged; the message says which.
+
+class _Index(msgspec.Struct, frozen=True):
+    updates: int
+    scalars: Scalars
+    shards: tuple[_Shard, ...]
+
+    def files(self) -> Iterator[tuple[str, _Shard]]:
+        for number, shard in enumerate(self.shards, 1):
+            yield f"arrays-{number:05d}-of-{len(self.shards):05d}.safetensors", shard
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+class _Sealed(_Format, frozen=True):
+    blake2b: str
+    index: msgspec.Raw
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The checkpoints of a folder, from the newest to the newest readable one.
+
+    Attributes:
+        readable: the newest readable one; None if there is none.
+        unreadable: those newer than it, and why each cannot be read.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as load_arrays
 
-    if len(raw) < _PREFIX.size or raw[:4] != _MAGIC:
-        raise WireError("it is no checkpoint of ours")
-    _, version, digest, table_bytes = _PREFIX.unpack_from(raw)
-    if version != FORMAT_VERSION:
-        raise WireError(f"its format version is {version}; this program reads {FORMAT_VERSION}")
-    body = memoryview(raw)[_PREFIX.size :]
-    if _digest(body) != digest or table_bytes > len(body):
-        raise WireError("it is torn or damaged: its digest is wrong")
-    try:
-        scalars = json.loads(bytes(body[:table_bytes]))
-        arrays = load_arrays(bytes(body[table_bytes:]))
-        return Checkpoint(int(scalars.pop("updates")), scalars, arrays)
-    except (ValueError, KeyError, SafetensorError) as error:
-        raise WireError(f"its content does not decode: {error}") from None
+    readable: Path | None
+    unreadable: Mapping[Path, str]
+
+    @property
+    def lost(self) -> bool:
+        """There are checkpoints, and none can be read."""
+        return self.readable is None and bool(self.unreadable)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{path}: {reason}" for path, reason in self.unreadable.items())
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes `checkpoint` durably, then removes all but the newest `keep`; blocks for the disk.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written; the older checkpoints are still there.
-    """
-    path = folder / f"{checkpoint.updates:012d}{_SUFFIX}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, checkpoint.encode())
-        for old in (*_files(folder)[keep:], *folder.glob(f"*{_HALF}")):  # a kill leaves one half written
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(f"checkpoint {path} cannot be written: {error.strerror}; free some space") from error
-    return path
+def survey(folder: Path) -> Survey:
+    """Reads the checkpoints of `folder`, each file whole, until one is sound."""
+    unreadable: dict[Path, str] = {}
+    for path in _checkpoints(folder):
+        if not (reason := _fault(path)):
+            return Survey(path, unreadable)
+        unreadable[path] = reason
+    return Survey(None, unreadable)
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest readable checkpoint of `folder`; None where there is none. Others are named in the log and skipped."""
-    for path in _files(folder):
-        try:
-            return decode_checkpoint(_read(path))
-        except (WireError, OSError) as error:
-            _log.warning("checkpoint.skipped path=%s: %s", path, error)
-    return None
+    """The newest readable checkpoint of `folder`; newer ones are named in the log. None if the folder has none.
+
+    Raises:
+        RunError: there are checkpoints, and none can be read.
+    """
+    found = survey(folder)
+    if found.lost:
+        raise RunError(lost_message(folder, found))
+    for path, reason in found.unreadable.items():
+        _log.error("checkpoint.unreadable path=%s: %s; going on from %s", path, reason, found.readable)
+    return None if found.readable is None else read_checkpoint(found.readable)
+
+
+def lost_message(folder: Path, found: Survey) -> str:
+    """What to tell a person if no checkpoint of `folder` can be read."""
+    return (
+        f"no checkpoint in {folder} can be read, so its training would be lost: {found}. Put back a copy of one, or "
+        f"resume with the version of user-sys that wrote them. To begin the training anew, resume with {RESTART_FLAG}: "
+        "it keeps these files and everything that was recorded"
+    )
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`.
+
+    Raises:
+        WireError: it is torn, damaged, or of another format version; the message says which.
+    """
+    from safetensors import SafetensorError  # the learner's computer alone has it
+    from safetensors.numpy import load_file
+
+    if reason := _fault(path):
+        raise WireError(f"{path}: {reason}")
+    try:
+        index = _read_index(path)
+        arrays: dict[str, Array] = {}
+        for name, _ in index.files():
+            arrays |= load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise WireError(f"{path}: its content does not decode: {error}") from None
+    return Checkpoint(index.updates, index.scalars, arrays)
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Writes `checkpoint` durably, then removes those older than the newest `keep` readable ones; blocks for the disk.
+
+    Raises:
+        DiskFull: there is no room; nothing of it stays, and the older checkpoints are still there.
+        RunError: the folder cannot be written, or a scalar is not finite.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in folder.glob(f"*{_UNFINISHED}"):  # of a writer that was killed
+            shutil.rmtree(unfinished)
+        older = _checkpoints(folder)
+        path = folder / f"{_number(older[0]) + 1 if older else 0:06d}-{checkpoint.updates:012d}{_SUFFIX}"
+        _write_atomically(path, checkpoint, shard_bytes)
+        _prune(older, keep - 1)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskFull(folder, checkpoint.size_bytes, shutil.disk_usage(folder).free) from error
+        raise RunError(f"a checkpoint cannot be written to {folder}: {error.strerror or error}") from error
+    return path
+
+
+def set_aside(folder: Path) -> Path:
+    """Moves the checkpoints of `folder` into a new folder in it, which is returned. Raises OSError."""
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"unreadable-{n}").exists())
+    aside.mkdir()
+    for path in _checkpoints(folder):
+        path.rename(aside / path.name)
+    sync_folder(aside)
+    sync_folder(folder)
+    return aside
 
 
 @contextmanager
@@ -156,6 +243,11 @@ class CheckpointWriter:
         """Whether one is being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the former could not be written, which `finish` and `write` raise."""
+        return self._error is not None
+
     def write(self, checkpoint: Checkpoint) -> bool:
         """Starts to write; False when the former is not done. `checkpoint`'s arrays must not change afterwards.
 
@@ -173,6 +265,7 @@ class CheckpointWriter:
         """Waits until what was started is on disk.
 
         Raises:
+            DiskFull: there was no room for it.
             RunError: it could not be written, or the disk did not answer within `WRITE_DEADLINE_S`.
         """
         thread, self._thread = self._thread, None
@@ -191,30 +284,134 @@ class CheckpointWriter:
             self._error = error
 
 
-def _digest(body: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(body, digest_size=32).digest()
-
-
-def _files(folder: Path) -> list[Path]:
+def _checkpoints(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted(folder.glob(f"*{_SUFFIX}"), reverse=True)
+    named = [path for path in folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: (_number(path), path.name), reverse=True)
 
 
-def _read(path: Path) -> bytes:
-    if path.stat().st_size > MAX_CHECKPOINT_BYTES:
-        raise WireError(f"it is larger than {MAX_CHECKPOINT_BYTES} bytes")
-    return path.read_bytes()
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None  # `_checkpoints` lists no others
+    return int(match[1])
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    beside = path.with_suffix(_HALF)
-    with open(beside, "wb") as stream:
+def _prune(older: list[Path], keep: int) -> None:
+    """Removes what is older than the newest `keep` readable ones of `older`."""
+    for path in older:
+        if keep <= 0:
+            _remove(path)
+        elif not _fault(path):
+            keep -= 1
+
+
+def _remove(path: Path) -> None:
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    doomed = path.with_suffix(_UNFINISHED)  # in one step: half a checkpoint would look like a damaged one
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _write_atomically(path: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
+    beside = path.with_suffix(_UNFINISHED)
+    try:
+        beside.mkdir()
+        _write_files(beside, checkpoint, shard_bytes)
+        sync_folder(beside)
+        beside.rename(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        raise
+    sync_folder(path.parent)
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
+    from safetensors.numpy import save as encode
+
+    parts = list(_split(checkpoint.arrays, shard_bytes))
+    index = _Index(checkpoint.updates, checkpoint.scalars, tuple(_Shard(0, "") for _ in parts))
+    written = []
+    for part, (name, _) in zip(parts, index.files(), strict=True):
+        content = encode({key: np.asarray(checkpoint.arrays[key], order="C") for key in part})
+        _write_durably(folder / name, content)
+        written.append(_Shard(len(content), _digest(content)))
+    index = msgspec.structs.replace(index, shards=tuple(written))
+    encoded = msgspec.json.encode(index)
+    try:
+        msgspec.json.decode(encoded, type=_Index)
+    except UNDECODABLE as error:
+        raise RunError(f"a checkpoint with these scalars could not be read again: {error}") from None
+    _write_durably(
+        folder / _INDEX, msgspec.json.encode(_Sealed(FORMAT_VERSION, _digest(encoded), msgspec.Raw(encoded)))
+    )
+
+
+def _split(arrays: Mapping[str, Array], shard_bytes: int) -> Iterator[list[str]]:
+    """The names of the arrays that share a file."""
+    part: list[str] = []
+    room = shard_bytes
+    for name, value in arrays.items():
+        size = np.asarray(value).nbytes
+        if part and size > room:
+            yield part
+            part, room = [], shard_bytes
+        part.append(name)
+        room -= size
+    if part:
+        yield part
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with open(path, "xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fault(path: Path) -> str:
+    """Why the checkpoint at `path` cannot be read; empty if it can. Reads all of it, unless it was read before."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        if not path.is_dir():
+            return f"it is of another format version; this program reads {FORMAT_VERSION}"
+        stats = ((file.name, file.stat()) for file in sorted(path.iterdir()))
+        return _fault_of(path, tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+    except OSError as error:
+        return f"{error.filename or path} cannot be read: {error.strerror}"
+
+
+@lru_cache(maxsize=64)
+def _fault_of(path: Path, _state: tuple[tuple[str, int, int, int], ...]) -> str:
+    try:
+        for name, shard in _read_index(path).files():
+            if not (path / name).exists():
+                return f"its file {name} is missing"
+            if (size := (path / name).stat().st_size) != shard.size_bytes:
+                return f"its file {name} has {size} bytes and should have {shard.size_bytes}"
+            with open(path / name, "rb") as stream:
+                if hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest() != shard.blake2b:
+                    return f"its file {name} is damaged: the digest is wrong"
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def _read_index(path: Path) -> _Index:
+    """Raises WireError: it is missing, torn, damaged, or of another format version; OSError: the disk failed."""
+    try:
+        raw = (path / _INDEX).read_bytes()
+        if (found := msgspec.json.decode(raw, type=_Format).format) != FORMAT_VERSION:
+            raise WireError(f"its format version is {found}; this program reads {FORMAT_VERSION}")
+        sealed = msgspec.json.decode(raw, type=_Sealed)
+        if _digest(sealed.index) != sealed.blake2b:
+            raise WireError(f"its file {_INDEX} is damaged: the digest is wrong")
+        return msgspec.json.decode(sealed.index, type=_Index)
+    except FileNotFoundError:
+        raise WireError(f"its file {_INDEX} is missing") from None
+    except UNDECODABLE as error:
+        raise WireError(f"its file {_INDEX} is torn or damaged: {error}") from None
+
+
+def _digest(content: bytes | msgspec.Raw) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()

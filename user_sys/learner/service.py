@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hal.spec import RobotSpec
-from user_sys.errors import ConfigError, WireError
-from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest
+from user_sys.errors import ConfigError, DiskFull, WireError
+from user_sys.learner.checkpoint import Checkpoint, CheckpointWriter, Scalars, latest, survey
 from user_sys.learner.device import CPU
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import Publishing, WeightsSink
@@ -30,6 +30,7 @@ from user_sys.weights.state import NotFinite, build_state
 
 FOLLOW_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.01
+DISK_RETRY_S = 1.0
 MAX_STEPS = 4096  # whose median is reported: an update with all that is done beside it, publishing included
 VERSIONS_PER_CHECKPOINT = 1000
 """At most so many versions are published from one checkpoint to the next, which is brought forward where more are due.
@@ -74,6 +75,7 @@ class Learner:
 
         Raises:
             ConfigError: settings that do not fit the robot or the device.
+            RunError: there are checkpoints, and none can be read.
             WireError: the checkpoint is of other settings or another robot.
         """
         self._config, self._reader, self._clock = config, reader, clock
@@ -84,6 +86,7 @@ class Learner:
         self._writer = CheckpointWriter(checkpoint_dir, config.checkpoints_kept)
         self._updates, self._online_steps, self._online_seen = 0, 0, 0
         self._told = False  # that there is nothing to draw
+        self._disk_full: DiskFull | None = None
         self._training_s, self._waited_s = 0.0, 0.0
         self._reported = (0, 0.0)
         self._steps_s: deque[float] = deque(maxlen=MAX_STEPS)
@@ -106,10 +109,12 @@ class Learner:
     def run(self, stop: threading.Event) -> None:
         """Trains until the time or the updates are used up or `stop` is set; then publishes and checkpoints once more.
 
-        Blocks. After a crash a new `Learner` goes on from the newest checkpoint.
+        Blocks. Training pauses while the disk has no room for a checkpoint. After a crash a new `Learner` goes on from
+        the newest checkpoint.
 
         Raises:
             NotFinite: training has diverged; nothing of it was published or written.
+            DiskFull: there was no room for the last checkpoint when `stop` was set.
             RunError: a checkpoint could not be written.
             StoreError: the store cannot be read.
         """
@@ -125,7 +130,7 @@ class Learner:
         self._share.close()
 
     def _run(self, stop: threading.Event) -> None:
-        self._checkpoint(wait=True)  # an unwritable disk shows now, and the versions to come are reserved
+        self._checkpoint(stop, wait=True)  # an unwritable disk shows now, and the versions to come are reserved
         follow, checkpoint, report = (
             _Pace(seconds, self._clock)
             for seconds in (
@@ -143,16 +148,16 @@ class Learner:
             else:
                 stop.wait(IDLE_WAIT_S)
             self._publishing.publish_if_due(self._updates, self._share.snapshot, self._share.moved)
-            if checkpoint.due() or self._publishing.out_of_numbers:
-                self._checkpoint()
+            if checkpoint.due() or self._publishing.out_of_numbers or self._writer.failed:
+                self._checkpoint(stop)
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
         if self._publishing.out_of_numbers:
-            self._checkpoint(wait=True)
+            self._checkpoint(stop, wait=True)
         self._publishing.publish(self._updates, self._share.snapshot)
         self._report()
-        self._checkpoint(wait=True)
+        self._checkpoint(stop, wait=True)
 
     def _finished(self) -> bool:
         config = self._config
@@ -184,10 +189,19 @@ class Learner:
             self._told = True
         self._publishing.episodes_ended(lambda: int(self._reader.index.episodes.complete.sum()))
 
-    def _checkpoint(self, wait: bool = False) -> None:
-        """Copies the state and has it written; training goes on meanwhile, unless it is to `wait`."""
-        if wait:
-            self._writer.finish()
+    def _checkpoint(self, stop: threading.Event, wait: bool = False) -> None:
+        """Copies the state and has it written; training goes on meanwhile, unless it is to `wait` or the disk is full.
+
+        Raises as `run`.
+        """
+        try:
+            if wait or self._writer.failed:
+                self._writer.finish()
+            self._write(wait)
+        except DiskFull as error:
+            self._wait_for_room(error, stop)
+
+    def _write(self, wait: bool) -> None:
         if self._writer.busy:
             return
         checkpoint = self._snapshot()
@@ -198,6 +212,25 @@ class Learner:
         self._publishing.limit = self._publishing.version + VERSIONS_PER_CHECKPOINT
         if wait:
             self._writer.finish()
+
+    def _wait_for_room(self, error: DiskFull, stop: threading.Event) -> None:
+        """Returns when a checkpoint is written. Raises DiskFull: `stop` is set, and there is no room still."""
+        log.error("checkpoint.disk_full %s; training pauses", error)
+        while True:
+            self._disk_full = error
+            self._report()
+            stopped = stop.wait(DISK_RETRY_S)
+            self._follow()  # also keeps the learner's other processes from giving up
+            try:
+                self._write(wait=True)
+                break
+            except DiskFull as again:
+                error = again
+                if stopped:
+                    raise
+        self._disk_full = None
+        self._report()
+        log.warning("checkpoint.space_again training goes on")
 
     def _snapshot(self) -> Checkpoint:
         scalars: Scalars = {
@@ -223,6 +256,7 @@ class Learner:
 
     def _resume(self, folder: Path) -> None:
         self._share.follow()
+        self._unreadable = len(survey(folder).unreadable)
         checkpoint = latest(folder)
         if checkpoint is None:
             return
@@ -234,7 +268,10 @@ class Learner:
             policy = str(scalars["policy"])
             self._training_s, self._waited_s = float(scalars["training_s"]), float(scalars["waited_s"])
         except (KeyError, ValueError) as error:
-            raise WireError(f"the checkpoint in {folder} lacks {error}: another program wrote it") from None
+            raise WireError(
+                f"the checkpoint of update {checkpoint.updates} in {folder} lacks {error}: another version of user-sys "
+                "wrote it; resume with that version, or move the checkpoint out of the folder"
+            ) from None
         if position > self._position():
             raise ConfigError(
                 f"the checkpoint has seen the store's record {position} and the store ends at {self._position()}: "
@@ -269,9 +306,16 @@ class Learner:
                 "cold_share": cache.cold / max(1, cache.observations),
                 "damaged": float(cache.damaged),
                 "policy_version": float(self._publishing.version),
+                "checkpoints_unreadable": float(self._unreadable),
+                **_shortage(self._disk_full),
                 **self._sink.scalars(),
             },
         )
+
+
+def _shortage(full: DiskFull | None) -> dict[str, float]:
+    needed, free = (0, 0) if full is None else (full.needed_bytes, full.free_bytes)
+    return {"disk_needed_bytes": float(needed), "disk_free_bytes": float(free)}
 
 
 class _Pace:
