@@ -108,7 +108,7 @@ $(INSTALLED_RUN): $(PINS)
 	@.ci/set-up $(RUN_EXTRAS)
 	@touch $@
 
-$(INSTALLED_LEROBOT): pyproject.toml .ci/set-up .ci/lerobot-overrides
+$(INSTALLED_LEROBOT): pyproject.toml .ci/set-up .ci/lerobot-overrides constraints-lerobot.txt
 	@.ci/set-up --lerobot
 	@touch $@
 
