@@ -1,0 +1,60 @@
+"""The images' dependencies fit together: resolved by what the Dockerfile itself runs. Nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+EXTRAS = sorted(set(re.findall(r"\bEXTRAS=([a-z0-9,]+)", DOCKERFILE)))
+"""Of every image: those that it is built with by default, and those that the Dockerfile offers."""
+MINE = {"edge": "user-sys", "lerobot": "lerobot", "ur": "ur-rtde", "franka": "franky-control", "learner": "torch"}
+
+
+@pytest.fixture(scope="module")
+def uv() -> dict[str, str]:
+    """An environment for `docker/install`, with this site's packages; skips the test if none can be had."""
+    found = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    settings = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "uv-settings"], capture_output=True, text=True, check=True
+    )
+    told = dict(line.split("\t", 1) for line in settings.stdout.splitlines())
+    environment = {**told, **os.environ, "UV": found}
+    command = [found, "pip", "compile", "--quiet", "--python", sys.executable, "-"]
+    if subprocess.run(command, input="six", env=environment, capture_output=True, text=True).returncode:
+        pytest.skip("no package index can be reached")
+    return environment
+
+
+def resolve(extras: str, folder: Path, environment: dict[str, str]) -> str:
+    options = ["--dry-run", "--python", sys.executable, "--target", str(folder)]
+    command = [ROOT / "docker" / "install", extras, *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return re.sub(r"\x1b\[\d*m", "", done.stderr)
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_versions_of_an_image_fit(extras: str, tmp_path: Path, uv: dict[str, str]) -> None:
+    resolved = resolve(extras, tmp_path, uv)
+    wanted = [package for extra, package in MINE.items() if extra in extras.split(",")]
+    assert set(wanted) <= set(re.findall(r"^ \+ (\S+?)(?:==| @ )", resolved, re.MULTILINE)), resolved
+
+
+def test_each_image_is_built_by_what_is_tested() -> None:
+    ways = re.findall(r"^RUN .*(?:docker/install|pip install).*$", DOCKERFILE, re.MULTILINE)
+    assert [way for way in ways if "docker/install" in way] == ['RUN docker/install "$EXTRAS"'] * 2
+    assert not [way for way in ways if "docker/install" not in way and "pip install uv==" not in way]
+    assert {"edge", "edge,lerobot", "edge,sim,learner,interchange"} <= set(EXTRAS)
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()
+    install = (ROOT / "docker" / "install").read_text()
+    assert set(re.findall(r"(?:--constraint|--override) ([^\s\"]+)", install)) <= set(copied)
+    let_in = re.findall(r"^!(.*)$", (ROOT / "docker" / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert set(copied) == set(let_in)
