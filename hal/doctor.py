@@ -16,6 +16,7 @@ import resource
 import runpy
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ MIN_RTPRIO = 20
 MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
 MAX_SOCKET_FOLDER_BYTES = 60  # a robot's name and a suffix follow; a socket's path has at most 107 bytes
+MAX_DRAWING_S = 60.0
 MAX_DEVICES = 64  # of one sort
 _STA_UNSYNC = 0x40  # adjtimex(2)
 _UNLIMITED = resource.RLIM_INFINITY
@@ -80,6 +82,8 @@ class Machine:
         ports: to be listened on, by what for.
         libraries: of the drivers, optional each.
         torch: the folder of an installed torch; None where there is none.
+        drawing: a command that tries to draw without a screen, for simulated cameras. It ends with status 0 if that
+            works; otherwise it prints what is wrong. Empty: nothing is to be drawn here.
     """
 
     root: Path = Path("/")
@@ -88,6 +92,7 @@ class Machine:
     ports: Mapping[str, int] = field(default_factory=dict)
     libraries: Sequence[Library] = ()
     torch: Path | None = field(default_factory=installed_torch)
+    drawing: Sequence[str] = ()
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
@@ -296,13 +301,26 @@ def _capable(machine: Machine, capability: int) -> bool:
     return bool(int(effective, 16) >> capability & 1)
 
 
-def _drawing(_: Machine) -> Iterator[Finding]:
+def _drawing(machine: Machine) -> Iterator[Finding]:
+    """A process of its own tries: a graphics driver that is broken may end the process that loads it."""
+    if not machine.drawing:
+        yield _ok("drawing", "no simulated robots are installed whose cameras would be drawn")
+        return
     try:
-        ctypes.CDLL("libEGL.so.1")
-        yield _ok("drawing", "EGL is there: simulated cameras can be drawn")
-    except OSError:
-        says = "EGL is missing: simulated cameras cannot be drawn"
-        yield _advice("drawing", says, "sudo apt-get install libegl1 libegl-mesa0")
+        done = subprocess.run(machine.drawing, capture_output=True, text=True, timeout=MAX_DRAWING_S)
+    except subprocess.TimeoutExpired:
+        yield _problem("drawing", f"drawing without a screen was not over after {MAX_DRAWING_S:g} s", _EGL_MEND)
+        return
+    if done.returncode == 0:
+        yield _ok("drawing", "simulated cameras can be drawn without a screen")
+    else:
+        words = done.stdout.splitlines()[:1] or done.stderr.splitlines()[-1:] or [f"status {done.returncode}"]
+        yield _problem(
+            "drawing", f"EGL is missing or broken, so no simulated camera can be drawn: {words[0]}", _EGL_MEND
+        )
+
+
+_EGL_MEND = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0"
 
 
 def _ports(machine: Machine) -> Iterator[Finding]:

@@ -1,8 +1,12 @@
-"""Pictures of a simulated robot's world, drawn without a screen (EGL)."""
+"""Pictures of a simulated robot's world, drawn without a screen (EGL).
+
+``python -m sim.rendering`` tries whether that works here: status 0, or 1 with the reason.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -205,3 +209,18 @@ def _gl_context(width: int, height: int) -> Any:
         return GLContext(width, height)
     except (ImportError, AttributeError, RuntimeError, OSError) as error:  # PyOpenGL's ways to say that EGL is absent
         raise HardwareLost(EGL_MISSING.format(cause=str(error).splitlines()[0])) from error
+
+
+def main() -> int:
+    try:
+        context = _gl_context(64, 64)
+        context.make_current()
+        context.free()
+    except HardwareLost as error:
+        sys.stdout.write(f"{str(error.__cause__).splitlines()[0]}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -189,6 +189,11 @@ LIBRARIES = (
 """What our drivers and input devices import when they are used."""
 
 
+def drawing_attempt() -> tuple[str, ...]:
+    """The command that tries whether simulated cameras can be drawn here; empty without simulated robots."""
+    return () if lacking("sim") else (sys.executable, "-m", "sim.rendering")
+
+
 def lacking(driver: str) -> Library | None:
     """What the driver needs and this computer does not have."""
     needed = (library for library in LIBRARIES if library.purpose == f"the driver {driver}")

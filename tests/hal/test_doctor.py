@@ -6,6 +6,7 @@ import grp
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pynvml
@@ -76,6 +77,21 @@ def test_a_runtime_folder_that_others_may_write_or_whose_path_is_too_long_is_a_p
     monkeypatch.setenv("USER_SYS_RUNTIME_DIR", "/tmp/" + 60 * "x")
     (long,) = findings(machine, "sockets")
     assert long.verdict is Verdict.PROBLEM and long.mend == "set USER_SYS_RUNTIME_DIR to a shorter one"
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("print('no display'); exit(1)", "no display"),
+        ("import sys; print('noise', file=sys.stderr); sys.exit('no driver')", "no driver"),
+        ("import os; os.abort()", "status -6"),
+    ],
+    ids=["reason", "traceback", "crash"],
+)
+def test_cameras_that_cannot_be_drawn_are_a_problem(program: str, says: str) -> None:
+    (found,) = findings(Machine(drawing=(sys.executable, "-c", program)), "drawing")
+    assert found.verdict is Verdict.PROBLEM and found.says.endswith(says)
+    assert "libegl1 libegl-mesa0" in found.mend
 
 
 def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(tmp_path: Path) -> None:

@@ -207,6 +207,13 @@ def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys
     assert "-> switch it on" in said(capsys, "doctor", job, status=1)
 
 
+def test_the_doctor_tries_to_draw(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent")  # the library loads, and has no driver
+    (found,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "drawing"]
+    assert found["verdict"] == "problem" and "libegl-mesa0" in found["mend"]
+
+
 def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
     robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}

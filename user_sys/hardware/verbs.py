@@ -26,7 +26,7 @@ from hal.registry import read_registry
 from hal.resource import Health, Kind, ResourceRecord
 from hal.standing import OrderBook, What, who_orders
 from user_sys.candidates import available, failures, in_use, place_run, store_nodes
-from user_sys.compose import LIBRARIES, RobotConfig, lacking, probes, why_not_built
+from user_sys.compose import LIBRARIES, RobotConfig, drawing_attempt, lacking, probes, why_not_built
 from user_sys.config import load
 from user_sys.errors import RunError
 from user_sys.run_folder import read_card
@@ -81,7 +81,8 @@ def watch_main(args: Namespace) -> NoReturn:
 def doctor_main(args: Namespace) -> int:
     """``user-sys hardware doctor``: the exit status is 1 where something does not work."""
     config = _config(args.config)
-    findings = list(examine(Machine(folder=config.runs, ports=_ports(config), libraries=LIBRARIES)))
+    machine = Machine(folder=config.runs, ports=_ports(config), libraries=LIBRARIES, drawing=drawing_attempt())
+    findings = list(examine(machine))
     findings += _of_robots(config.robots)
     if args.json:
         _print_json([msgspec.to_builtins(finding) for finding in findings])
