@@ -1,29 +1,47 @@
 """The limits on a robot's motion, as the safety kernel (`hal.safety`) applies them.
 
-Limits on an action are intervals for each of its elements. Every interval holds the value that means *rest* (no step of
-the tool, the joint's present angle), so they always intersect, and scaling a motion towards rest leaves none of them.
-That is how limits on vectors are met: on the tool's speed, on entering a forbidden box, on pressing against something.
+An *axis* is an element of the action that moves the tool or a joint. Its *step* is the way that it moves in one control
+period. Speed, acceleration and jerk limit the step, its change from one period to the next, and the change of that.
+
+**Order of the limits**, for each axis by itself:
+
+1. Place: workspace, forbidden boxes, range of the joint, force, and how far a target may be ahead of its joint. They
+   leave an interval of steps, which always contains 0: an axis that is outside may come back and not go farther.
+2. Speed, acceleration and jerk. They hold while an axis speeds up and while it brakes.
+
+**What an axis may exceed.** An axis exceeds its acceleration or jerk only in a period in which every step within these
+limits would leave its place. It then takes the nearest step that does not, and its acceleration counts as 0 in the next
+period. The other axes are not affected. A step is taken only if the axis can still come to rest in its place within all
+limits. So a robot that moves as commanded exceeds nothing, except if a force appears or a joint is held up. A reduced
+speed that begins in motion is reached within the limits too.
+
+A stop (`hal.robot.Robot.stop`) is not limited here: the driver brakes as its robot can. Motion then starts from rest.
+
+**How.** A velocity damper (Faverjon and Tournassoud, 1987) keeps the step below a share of the way that is left. The
+share is the largest that braking within acceleration and jerk can follow. The damper must hold now, and at every moment
+of the braking at full jerk that could follow.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 
 import numpy as np
 
+from hal.braking import ROUNDED, Motion
 from hal.errors import SpecError
 from hal.spec import STATE, Array, RobotSpec
+from hal.tool_place import UNLIMITED, ToolPlace, indices, state_size, tool_box, vector
 
 _UNSET = np.nan  # an element without a neutral value, or never applied
-_SKIN_M = 1e-6  # a way ends this far before a forbidden box, so that a step, rounded to float32, does not end in it
-_ROUNDED_M = 2e-7  # a tool this deep in one is at its face: a position of up to 2 m, rounded to float32
 LEAD_S = 0.5  # a joint's target may be so far ahead of the joint, at its greatest speed; two control periods at least
 
 
 class Reason(enum.IntFlag):
-    """Why the applied action differs from the proposed one; fits uint16. 0 where they are equal.
+    """Why the applied action differs from the proposed one; fits uint16. 0 if they are equal.
 
-    SPEED is also said of a joint that does not keep up: its target may not run away from it.
+    SPEED is also the reason if a joint does not keep up: its target may not run away from it.
     """
 
     SHAPE = 1
@@ -48,10 +66,10 @@ NO_REASON = Reason(0)
 
 
 class ActionLimits:
-    """The limits that are met by reducing an action, and the motion that they build upon."""
+    """The limits that are met by changing an action, and the motion that they build upon."""
 
     def __init__(self, spec: RobotSpec) -> None:
-        """Raises SpecError where the limits contradict the specs."""
+        """Raises SpecError if the limits contradict the specs."""
         size, limits = len(spec.action.labels), spec.limits
         if spec.action.dtype != "float32":
             raise SpecError(f"{spec.model}: actions are float32; the spec says {spec.action.dtype}")
@@ -60,15 +78,16 @@ class ActionLimits:
         self._high: Array = np.array(spec.action.high, np.float32).astype(np.float64)
         self._neutral = _neutral(spec)
         self._last: Array = self._neutral.copy()
-        self._rate = _vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
-        self._speeds = _commanded_speeds(spec)
-        self._motion = _Motion(spec, size)
-        self._tool = ToolLimits(spec, size)
-        self.needs_state = self._motion.needs_state or self._tool.needs_state
-        if not (self._low <= self._high).all() or np.isnan(self._rate).any() or (self._rate < 0).any():
+        rate = vector(limits.action_rate_max or (np.inf,) * size, size, "action_rate_max")
+        if not (self._low <= self._high).all() or np.isnan(rate).any() or (rate < 0).any():
             raise SpecError(f"{spec.model}: the action's bounds or rates are not in order")
         if ((self._neutral < self._low) | (self._neutral > self._high)).any():
             raise SpecError(f"{spec.model}: the neutral action is out of the action's bounds")
+        self._speeds = _commanded_speeds(spec)
+        self._axes = _Axes(spec, rate)
+        self._rate = rate.copy()
+        self._rate[self._axes.elements] = np.inf  # that of an axis limits its motion
+        self.needs_state = self._axes.needs_state
 
     def check(self, action: object) -> tuple[Array | None, Reason]:
         """A private float64 copy of `action`, or None and the reason why it is not an action."""
@@ -80,21 +99,20 @@ class ActionLimits:
         return (proposed, NO_REASON) if np.isfinite(proposed).all() else (None, Reason.NOT_FINITE)
 
     def limit(self, proposed: Array, state: Array, share: float = 1.0) -> tuple[Array, Reason]:
-        """The nearest action within all limits as float32, and which limits changed it.
+        """The action within all limits as float32, and which limits changed it. One within all limits is not changed.
 
         `share` in (0, 1] of the speed limits is allowed.
         """
         reasons = Reason.BOUND if _outside(proposed, self._low, self._high) else NO_REASON
-        within = np.clip(proposed, self._low, self._high)
+        within: Array = np.minimum(np.maximum(proposed, self._low), self._high)
         low = np.fmin(self._last - self._rate, self._neutral)
         high = np.fmax(self._last + self._rate, self._neutral)
         if _outside(within, low, high):
             reasons |= Reason.RATE
             within = np.fmax(np.fmin(within, high), low)
         reasons |= self._slow_down(within, share)
-        reasons |= self._motion.limit(within, self._last, state, share)
-        reasons |= self._tool.limit(within, state, share)
-        self._remember(within)
+        reasons |= self._axes.limit(within, self._last, state, share)
+        self._last = within
         applied = within.astype(np.float32)
         return applied, NO_REASON if (applied == proposed).all() else reasons
 
@@ -107,200 +125,174 @@ class ActionLimits:
         return NO_REASON if (within[self._speeds] == wanted).all() else Reason.SPEED
 
     def remember(self, applied: Array) -> None:
-        """`applied` is what the hardware made of the last limited action, itself out of the bounds where a joint stands
-        out of them and comes back."""
-        if applied.shape == self._shape and np.isfinite(applied).all():
+        """`applied` is the part of the last limited action that the hardware carried out. It may be out of the bounds
+        if a joint stands out of them and comes back."""
+        if applied.shape != self._shape or not np.isfinite(applied).all():
+            return
+        if not (applied == self._last.astype(np.float32)).all():
             low, high = np.fmin(self._low, self._last), np.fmax(self._high, self._last)
-            self._remember(np.clip(applied.astype(np.float64), low, high))
-
-    def _remember(self, within: Array) -> None:
-        self._motion.remember(within)
-        self._last = within
+            self._last = np.clip(applied.astype(np.float64), low, high)
+            self._axes.correct(self._last)
 
     def hold(self) -> None:
-        """The robot was stopped: moving elements are at rest, the others stay where they were."""
+        """The robot was stopped: axes are at rest, other elements stay as they were."""
         self._last = np.where(np.isnan(self._neutral), self._last, self._neutral)
-        self._last[self._motion.targets] = _UNSET
-        self._motion.rest()
+        self._last[self._axes.targets] = _UNSET
+        self._axes.rest()
 
     def forget(self) -> None:
         self._last = self._neutral.copy()
-        self._motion.rest()
+        self._axes.rest()
 
 
-class _Motion:
-    """How fast, and how abruptly faster, the moving elements may move: steps of tool or joints, and joint targets.
+class _Axes:
+    """The axes of an action: those of the tool first, then the joints. All values are per control period."""
 
-    A *step* is what an element moves in one control period: its value for a step, the way from the last target (at
-    first, from the measured angle) for a joint target.
-    """
-
-    def __init__(self, spec: RobotSpec, size: int) -> None:
-        limits, period_s = spec.limits, spec.period_s
-        deltas = _indices(spec.tool_delta, size, "tool_delta")
-        self.targets = _indices(spec.joint_target, size, "joint_target")
-        self._angles = _indices(limits.joint_position, _state_size(spec), "joint_position")
-        turns = _indices(spec.joint_target or spec.joint_delta, size, "joint_delta")
-        joints = len(turns)
+    def __init__(self, spec: RobotSpec, rate: Array) -> None:
+        limits, size = spec.limits, len(spec.action.labels)
         if spec.joint_target and spec.joint_delta:
             raise SpecError(f"{spec.model}: an action moves its joints by joint_target or by joint_delta, not by both")
-        if joints and joints != len(self._angles):
-            raise SpecError(f"{spec.model}: the action moves {joints} joints, joint_position has {len(self._angles)}")
-        self.needs_state = joints > 0
-        self._moving: Array = np.concatenate([deltas, turns])
-        self._first_joint = len(deltas)
-        self._reach_low = _vector(limits.joint_low, joints, "joint_low") if joints else _EMPTY
-        self._reach_high = _vector(limits.joint_high, joints, "joint_high") if joints else _EMPTY
-        self._speed, self._acceleration, self._jerk = (
-            np.concatenate([_each(tool, len(deltas)), _of_joints(values, joints, name)]) * period_s**order
-            for order, tool, values, name in (
-                (1, None, limits.joint_velocity_max if joints else (), "joint_velocity_max"),
-                (2, limits.tool_acceleration_max, limits.joint_acceleration_max, "joint_acceleration_max"),
-                (3, limits.tool_jerk_max, limits.joint_jerk_max, "joint_jerk_max"),
-            )
-        )
-        self._lead = self._speed[self._first_joint :] * max(LEAD_S / period_s, 2.0)
-        bounds = np.maximum(np.abs(spec.action.low), np.abs(spec.action.high))
-        self._speed[: self._first_joint] = bounds[deltas]
-        if not (self._speed > 0).all() or not (self._acceleration > 0).all() or not (self._jerk > 0).all():
-            raise SpecError(f"{spec.model}: limits of speed, acceleration and jerk are above 0")
-        self._base: Array = np.zeros(len(self._moving))
+        deltas = indices(spec.tool_delta, size, "tool_delta")
+        turns = indices(spec.joint_target or spec.joint_delta, size, "joint_delta")
+        self.targets = indices(spec.joint_target, size, "joint_target")
+        self.elements = np.concatenate([deltas, turns])
+        self._tools, self._joints = slice(0, len(deltas)), slice(len(deltas), None)
+        self._angles = indices(limits.joint_position if len(turns) else (), state_size(spec), "joint_position")
+        if len(turns) != len(self._angles):
+            raise SpecError(f"{spec.model}: the action moves {len(turns)} joints, joint_position has no index of each")
+        self._place = ToolPlace(spec)
+        self._far = UNLIMITED if limits.tool_speed_max is None else limits.tool_speed_max * spec.period_s
+        self.needs_state = len(turns) > 0 or (len(deltas) > 0 and self._place.needs_state)
+        self._bound(spec, rate)
+        self._base: Array = np.zeros(len(self.elements))
         self.rest()
+
+    def _bound(self, spec: RobotSpec, rate: Array) -> None:
+        limits, period_s, tools, joints = spec.limits, spec.period_s, self._tools.stop, len(self._angles)
+        low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
+        low, high, rate = (each.astype(np.float64)[self.elements] for each in (low, high, rate))
+        speed = _of_joints(None, tools, limits.joint_velocity_max, joints, "joint_velocity_max") * period_s
+        acceleration = _of_joints(
+            limits.tool_acceleration_max, tools, limits.joint_acceleration_max, joints, "joint_acceleration_max"
+        )
+        jerk = _of_joints(limits.tool_jerk_max, tools, limits.joint_jerk_max, joints, "joint_jerk_max")
+        acceleration, jerk = acceleration * period_s**2, jerk * period_s**3
+        self._reach_low = vector(limits.joint_low, joints, "joint_low") if joints else _EMPTY
+        self._reach_high = vector(limits.joint_high, joints, "joint_high") if joints else _EMPTY
+        self._lead = speed[self._joints] * max(LEAD_S / period_s, 2.0)
+        if len(self.targets):  # bounds of a target bound the place, and its rate the speed
+            self._reach_low = np.maximum(self._reach_low, low[self._joints])
+            self._reach_high = np.minimum(self._reach_high, high[self._joints])
+            low[self._joints], high[self._joints] = -rate[self._joints], rate[self._joints]
+            rate[self._joints] = np.inf
+        self._slowest: Array = np.maximum(np.maximum(low, -speed), -UNLIMITED)
+        self._fastest: Array = np.minimum(np.minimum(high, speed), UNLIMITED)
+        self._by_rate = rate < acceleration
+        greatest, acceleration = np.maximum(-self._slowest, self._fastest), np.minimum(acceleration, rate)
+        if not self._far > 0 or not all((each > 0).all() for each in (greatest, acceleration, jerk)):
+            raise SpecError(f"{spec.model}: limits of speed, acceleration, jerk and rate are above 0")
+        self._motion = Motion(greatest, acceleration, jerk)
 
     def rest(self) -> None:
         """The robot stands still."""
-        self._step: Array = np.zeros(len(self._moving))
-        self._change: Array = np.zeros(len(self._moving))
-        self._earlier = self._step
+        self._motion.rest()
+        self._follows = np.ones(len(self.elements), bool)  # since it was last at rest, or has caught up
+
+    def correct(self, applied: Array) -> None:
+        """`applied` is what became of the last limited action."""
+        self._motion.correct(applied[self.elements] - self._base)
 
     def limit(self, within: Array, last: Array, state: Array, share: float) -> Reason:
-        """Reduces the moving elements of `within` in place."""
-        if not len(self._moving):
+        """Changes the axes of `within` in place."""
+        if not len(self.elements):
             return NO_REASON
-        self._earlier = self._step
-        measured = angle = state[self._angles] if self.needs_state else _EMPTY
+        measured = angle = state[self._angles] if len(self._angles) else _EMPTY
         if len(self.targets):
             target = last[self.targets]
-            angle = self._base[self._first_joint :] = np.where(np.isnan(target), measured, target)
-        wanted = within[self._moving] - self._base
-        step, reasons = wanted, NO_REASON
-        for reason, low, high in self._intervals(share, angle, measured):
-            if _outside(step, low, high):
-                reasons |= reason
-                step = np.clip(step, low, high)
+            angle = self._base[self._joints] = np.where(np.isnan(target), measured, target)
+        wanted, motion = within[self.elements] - self._base, self._motion
+        wish = self._wish(wanted, share)
+        low, high = self._places(angle, state, wish)
+        room = motion.room_down(-low), motion.room_up(high)
+        *speed, towards = motion.towards(np.stack([share * self._slowest, share * self._fastest, wish]) - motion.step)
+        change = self._change(
+            wanted, wish, towards, np.maximum(room[0], speed[0]), np.minimum(room[1], speed[1]), share
+        )
+        smooth = motion.step + change
+        step, contact = self._yield(np.minimum(np.maximum(smooth, low), high), angle, measured, state)
+        exact, before = wish - motion.step, motion.change
+        motion.take(step)
         changed = step != wanted
-        within[self._moving[changed]] = (self._base + step)[changed]
-        return reasons
-
-    def _intervals(self, share: float, angle: Array, measured: Array) -> list[tuple[Reason, Array, Array]]:
-        """For each limit, the steps that it allows from joints at `angle`; 0 is always among them.
-
-        `measured` is where the joints are, which `angle` is not where they lag behind their targets.
-        """
-        fastest, goes_on = self._speed * share, self._step + self._change
-        found = [
-            (Reason.SPEED, -fastest, fastest),
-            (
-                Reason.ACCELERATION,
-                np.minimum(self._step - self._acceleration, 0.0),
-                np.maximum(self._step + self._acceleration, 0.0),
-            ),
-            (Reason.JERK, np.minimum(goes_on - self._jerk, 0.0), np.maximum(goes_on + self._jerk, 0.0)),
-        ]
-        if self.needs_state:  # a joint beyond its limit may come back, and not go farther
-            low, high = np.full(len(self._moving), -np.inf), np.full(len(self._moving), np.inf)
-            low[self._first_joint :] = np.minimum(self._reach_low - angle, 0.0)
-            high[self._first_joint :] = np.maximum(self._reach_high - angle, 0.0)
-            found.append((Reason.JOINT_POSITION, low, high))
-        if len(self.targets):  # one that is held up is not pressed on; nor is its target drawn back by its giving way
-            low, high = np.full(len(self._moving), -np.inf), np.full(len(self._moving), np.inf)
-            low[self._first_joint :] = np.minimum(measured - self._lead - angle, 0.0)
-            high[self._first_joint :] = np.maximum(measured + self._lead - angle, 0.0)
-            found.append((Reason.SPEED, low, high))
-        return found
-
-    def remember(self, applied: Array) -> None:
-        """`applied` is what became of the last limited action; said again, it replaces what was said before."""
-        self._step = applied[self._moving] - self._base
-        # Braking is free, and what follows builds up from there as from a constant speed.
-        self._change = np.where(np.abs(self._step) > np.abs(self._earlier), self._step - self._earlier, 0.0)
-
-
-class ToolLimits:
-    """Where the tool may go, how fast, and against what force. The steps of the tool are scaled towards rest."""
-
-    def __init__(self, spec: RobotSpec, size: int) -> None:
-        limits, state = spec.limits, _state_size(spec)
-        self._delta = _indices(spec.tool_delta, size, "tool_delta")
-        self._tool = _indices(limits.tool_position, state, "tool_position")
-        self._force = _indices(limits.tool_force, state, "tool_force")
-        steps = len(self._delta) > 0
-        if steps and len(self._tool) not in (0, len(self._delta)):
-            raise SpecError(f"{spec.model}: tool_position and tool_delta differ in length")
-        self._box_low, self._box_high = tool_box(spec)
-        self._bars_low: Array = np.array([box.low for box in limits.keep_out], np.float64).reshape(-1, 3)
-        self._bars_high: Array = np.array([box.high for box in limits.keep_out], np.float64).reshape(-1, 3)
-        if len(self._bars_low) and len(self._tool) != 3:
-            raise SpecError(f"{spec.model}: keep_out needs the three indices of the tool in tool_position")
-        self._bars_low += _ROUNDED_M
-        self._bars_high -= _ROUNDED_M
-        if not (self._bars_low < self._bars_high).all():
-            raise SpecError(f"{spec.model}: a keep_out box is empty")
-        self._near_low, self._near_high = self._bars_low - _SKIN_M, self._bars_high + _SKIN_M
-        if len(self._force) not in (0, 3) or (limits.tool_force_max is not None and len(self._force) != 3):
-            raise SpecError(f"{spec.model}: tool_force_max needs three indices in tool_force")
-        self._push = np.inf if limits.tool_force_max is None else limits.tool_force_max
-        self._far = np.inf if limits.tool_speed_max is None else limits.tool_speed_max * spec.period_s
-        if not (self._far > 0 and self._push > 0):
-            raise SpecError(f"{spec.model}: limits of the tool's speed and force are above 0")
-        self._presses = steps and len(self._force) == len(self._delta) and bool(np.isfinite(self._push))
-        self._steps = steps
-        self.needs_state = steps and (len(self._tool) > 0 or self._presses)
-
-    def limit(self, within: Array, state: Array, share: float) -> Reason:
-        """Reduces the steps of the tool in `within` in place."""
-        if not self._steps:
+        if not changed.any():
             return NO_REASON
-        wanted = within[self._delta]
-        step, reasons = wanted, NO_REASON
-        length = float(np.sqrt(step @ step))
+        within[self.elements[changed]] = (self._base + step)[changed]
+        reasons = contact | self._hastes(exact, before)
+        if (wish != wanted).any() or _outside(exact, speed[0], speed[1], ROUNDED):
+            reasons |= Reason.SPEED
+        placed = (exact < room[0] - ROUNDED) | (exact > room[1] + ROUNDED)
+        if placed[self._tools].any():
+            reasons |= Reason.WORKSPACE
+        return reasons | Reason.JOINT_POSITION if placed[self._joints].any() else reasons or Reason.SPEED
+
+    def _wish(self, wanted: Array, share: float) -> Array:
+        """`wanted` within the limits of speed."""
+        wish: Array = np.minimum(np.maximum(wanted, self._slowest * share), self._fastest * share)
+        length = _length(wish[self._tools])
         if length > self._far * share:
-            step, reasons = step * (self._far * share / length), Reason.SPEED
-        if len(self._tool):
-            tool = state[self._tool]
-            reachable = np.clip(step, np.fmin(self._box_low - tool, 0.0), np.fmax(self._box_high - tool, 0.0))
-            if len(self._bars_low):
-                reachable = reachable * self._free_share(tool, reachable)
-            if (reachable != step).any():
-                step, reasons = reachable, reasons | Reason.WORKSPACE
-        if self._presses:
-            force = state[self._force]
-            if float(np.sqrt(force @ force)) > self._push and float(step @ force) < 0:
-                step, reasons = np.zeros_like(step), reasons | Reason.FORCE
-        if reasons:
-            within[self._delta] = step
-        return reasons
+            wish[self._tools] *= self._far * share / length
+        return wish
 
-    def _free_share(self, tool: Array, step: Array) -> float:
-        """The share of `step` that enters no forbidden box; out of one that the tool is in, it may only come out."""
-        inside = ((tool > self._bars_low) & (tool < self._bars_high)).all(axis=1)
-        if inside.any():
-            low, high = self._bars_low[inside], self._bars_high[inside]
-            return 1.0 if (_depth(tool + step, low, high) < _depth(tool, low, high)).all() else 0.0
-        near = ((tool > self._near_low) & (tool < self._near_high)).all(axis=1, keepdims=True)  # it may slide along
-        low = np.where(near, self._bars_low, self._near_low)
-        high = np.where(near, self._bars_high, self._near_high)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            one, other = (low - tool) / step, (high - tool) / step
-        enters, leaves = np.fmin(one, other).max(axis=1), np.fmax(one, other).min(axis=1)
-        hits = (enters < leaves) & (enters >= 0.0) & (enters <= 1.0)
-        return float(enters[hits].min()) if hits.any() else 1.0
+    def _places(self, angle: Array, state: Array, wish: Array) -> tuple[Array, Array]:
+        """The lowest and highest steps with which each axis stays where it may be; 0 is always between them."""
+        low, high = np.full(len(wish), -UNLIMITED), np.full(len(wish), UNLIMITED)
+        if len(angle):
+            low[self._joints] = np.maximum(np.minimum(self._reach_low - angle, 0.0), -UNLIMITED)
+            high[self._joints] = np.minimum(np.maximum(self._reach_high - angle, 0.0), UNLIMITED)
+        if self._tools.stop and self._place.needs_state:
+            low[self._tools], high[self._tools] = self._place.interval(state, wish[self._tools], self._motion)
+        return low, high
 
+    def _change(self, wanted: Array, wish: Array, towards: Array, down: Array, up: Array, share: float) -> Array:
+        """The change of each step. An axis follows its wish for as long as the limits allow that. If they do not, it
+        goes there as fast as they allow without passing it: a target as a place, a step as a speed."""
+        motion, exact = self._motion, wish - self._motion.step
+        down, up = motion.within(down), motion.within(up)
+        ahead, followed = exact >= 0, self._follows
+        if len(self.targets):
+            ahead, followed, joints = wanted >= 0, followed & (wish == wanted), self._joints
+            goal = np.where(ahead, motion.room_up(np.maximum(wanted, 0.0)), motion.room_down(np.maximum(-wanted, 0.0)))
+            towards[joints] = goal[joints]
+        allowed = (exact >= down - ROUNDED) & (exact <= up + ROUNDED)
+        short = np.where(ahead, exact <= towards, exact >= towards)
+        self._follows = allowed & (followed | short)
+        change: Array = np.minimum(np.maximum(np.where(self._follows, exact, towards), down), up)
+        tools, far = self._tools, self._far * share
+        if tools.stop and far < UNLIMITED * share:
+            peak = _length(motion.peaks(change)[tools])
+            if peak > far:  # that is convex in the changes: a mixture with braking is within the limit
+                braked = _length(motion.peaks(motion.brake)[tools])
+                mixed = max(0.0, far - braked) / (peak - braked) if peak > braked else 0.0
+                change[tools] = motion.brake[tools] + mixed * (change[tools] - motion.brake[tools])
+        return change
 
-def _depth(point: Array, low: Array, high: Array) -> Array:
-    """How deep `point` is in each box, m; negative outside."""
-    depth: Array = np.minimum(point - low, high - point).min(axis=1)
-    return depth
+    def _yield(self, step: Array, angle: Array, measured: Array, state: Array) -> tuple[Array, Reason]:
+        """`step` without what presses: against a force above its limit, or on with a joint that is held up."""
+        reasons, yielding = NO_REASON, step.copy()
+        if self._tools.stop and self._place.yields(state, yielding[self._tools]):
+            reasons = Reason.FORCE
+        if len(self.targets):
+            low, high = np.minimum(measured - self._lead - angle, 0.0), np.maximum(measured + self._lead - angle, 0.0)
+            yielding[self._joints] = np.minimum(np.maximum(step[self._joints], low), high)
+            if (yielding != step)[self._joints].any():
+                reasons |= Reason.SPEED
+        return yielding, reasons
+
+    def _hastes(self, exact: Array, before: Array) -> Reason:
+        hasty = np.abs(exact) > self._motion.acceleration + ROUNDED
+        reasons = Reason.JERK if (np.abs(exact - before) > self._motion.jerk + ROUNDED).any() else NO_REASON
+        if (hasty & self._by_rate).any():
+            reasons |= Reason.RATE
+        return reasons | Reason.ACCELERATION if (hasty & ~self._by_rate).any() else reasons
 
 
 class StateLimits:
@@ -308,17 +300,17 @@ class StateLimits:
 
     def __init__(self, spec: RobotSpec) -> None:
         """Raises SpecError where the limits contradict the specs."""
-        limits, size = spec.limits, _state_size(spec)
+        limits, size = spec.limits, state_size(spec)
         self._labels = spec.feature(STATE).labels if size else ()
-        self._position = _indices(limits.joint_position, size, "joint_position")
-        self._low = _vector(limits.joint_low, len(self._position), "joint_low")
-        self._high = _vector(limits.joint_high, len(self._position), "joint_high")
+        self._position = indices(limits.joint_position, size, "joint_position")
+        self._low = vector(limits.joint_low, len(self._position), "joint_low")
+        self._high = vector(limits.joint_high, len(self._position), "joint_high")
         if not (self._low <= self._high).all():
             raise SpecError(f"{spec.model}: joint_low and joint_high are not in order: {self._low} to {self._high}")
         self._may_come_back = bool(spec.joint_target or spec.joint_delta)
-        self._velocity = _indices(limits.joint_velocity, size, "joint_velocity")
+        self._velocity = indices(limits.joint_velocity, size, "joint_velocity")
         measured = limits.joint_velocity_max if limits.joint_velocity else ()
-        self._fastest = _vector(measured, len(self._velocity), "joint_velocity_max")
+        self._fastest = vector(measured, len(self._velocity), "joint_velocity_max")
         self._place = None if spec.tool_delta or not limits.tool_position + limits.tool_force else _Place(spec)
         self.needs_state = bool(limits.joint_position or limits.joint_velocity or self._place)
 
@@ -354,10 +346,10 @@ class _Place:
 
     def __init__(self, spec: RobotSpec) -> None:
         limits = spec.limits
-        self._tool = _indices(limits.tool_position, _state_size(spec), "tool_position")
+        self._tool = indices(limits.tool_position, state_size(spec), "tool_position")
         self._low, self._high = tool_box(spec)
         self._keep_out = limits.keep_out
-        self._force = _indices(limits.tool_force, _state_size(spec), "tool_force")
+        self._force = indices(limits.tool_force, state_size(spec), "tool_force")
         self._push = np.inf if limits.tool_force_max is None else limits.tool_force_max
 
     def check(self, state: Array) -> Reason:
@@ -374,13 +366,13 @@ class _Place:
 _EMPTY: Array = np.empty(0)
 
 
-def _outside(value: Array, low: Array, high: Array) -> bool:
-    """True where an element is out of its interval; a bound that is NaN is no bound."""
-    return bool(((value < low) | (value > high)).any())
+def _length(vector: Array) -> float:
+    return math.sqrt(float(vector @ vector))
 
 
-def _state_size(spec: RobotSpec) -> int:
-    return next((len(s.labels) for s in spec.observation if s.name == STATE), 0)
+def _outside(value: Array, low: Array, high: Array, slack: float = 0.0) -> bool:
+    """True if an element is out of its interval by more than `slack`; a bound that is NaN is no bound."""
+    return bool(((value < low - slack) | (value > high + slack)).any())
 
 
 def _commanded_speeds(spec: RobotSpec) -> Array:
@@ -399,43 +391,19 @@ def _commanded_speeds(spec: RobotSpec) -> Array:
 def _neutral(spec: RobotSpec) -> Array:
     """Each element's value that keeps the robot still; NaN where that depends on where it is."""
     size = len(spec.action.labels)
-    neutral = _vector(spec.neutral or (_UNSET,) * size, size, "neutral")
+    neutral = vector(spec.neutral or (_UNSET,) * size, size, "neutral")
     if spec.gripper >= 0:
-        _indices((spec.gripper,), size, "gripper")
+        indices((spec.gripper,), size, "gripper")
         neutral[spec.gripper] = _UNSET
-    neutral[_indices(spec.joint_target, size, "joint_target")] = _UNSET
-    for element in _indices(spec.tool_delta + spec.joint_delta, size, "tool_delta or joint_delta"):
+    neutral[indices(spec.joint_target, size, "joint_target")] = _UNSET
+    for element in indices(spec.tool_delta + spec.joint_delta, size, "tool_delta or joint_delta"):
         if neutral[element] != 0.0 and not np.isnan(neutral[element]):
             raise SpecError(f"{spec.model}: element {element} is a step; its neutral value must be 0")
         neutral[element] = 0.0
     return neutral
 
 
-def tool_box(spec: RobotSpec) -> tuple[Array, Array]:
-    """The workspace's lowest and highest corner, m in the base frame; infinite where there is none."""
-    limits, axes = spec.limits, len(spec.limits.tool_position)
-    low = _vector(limits.workspace_low or (-np.inf,) * axes, axes, "workspace_low")
-    high = _vector(limits.workspace_high or (np.inf,) * axes, axes, "workspace_high")
-    if not (low <= high).all():
-        raise SpecError(f"{spec.model}: the workspace is empty: {low.tolist()} to {high.tolist()}")
-    return low, high
-
-
-def _each(value: float | None, size: int) -> Array:
-    return np.full(size, np.inf if value is None else value)
-
-
-def _of_joints(values: tuple[float, ...], joints: int, name: str) -> Array:
-    return _vector(values or (np.inf,) * joints, joints, name)
-
-
-def _vector(values: tuple[float, ...], size: int, name: str) -> Array:
-    if len(values) != size:
-        raise SpecError(f"{name} has {len(values)} elements; it must have {size}")
-    return np.array(values, dtype=np.float64)
-
-
-def _indices(values: tuple[int, ...], size: int, name: str) -> Array:
-    if not all(0 <= i < size for i in values):
-        raise SpecError(f"{name} is {values}; the vector that it points into has {size} elements")
-    return np.array(values, dtype=np.intp)
+def _of_joints(tool: float | None, tools: int, each: tuple[float, ...], joints: int, name: str) -> Array:
+    """A limit of each axis; infinite if there is none. That of joints counts only if the action moves them."""
+    of_tool = np.full(tools, np.inf if tool is None else tool)
+    return np.concatenate([of_tool, vector((each if joints else ()) or (np.inf,) * joints, joints, name)])

@@ -3,13 +3,13 @@
 The kernel stands in the driver process, between whoever proposes actions and ``Robot.command``. It is a software guard
 and not safety-rated: it does not replace the robot's own limits, its brakes or a hardware e-stop.
 
-A proposed action is either applied, reduced to the nearest action within all limits, or answered by a stop. What can
-be met by reducing it (`hal.motion.ActionLimits`): the action spec's bounds, as float32; ``action_rate_max`` around the
-last applied action; speed, acceleration and jerk of the tool's steps and of joint targets; how far a target is ahead of
-a joint that is held up (half a second at its greatest speed); the workspace, forbidden boxes and the force on the tool.
-Going back to rest is never limited, because a stop does the same: a robot may always brake. A tool or a joint that is
-out of its range may come back and not go farther. The first gripper command after `settle` is free, since nobody knows
-where it stands.
+A proposed action is either applied, changed to one within all limits, or answered by a stop. `hal.motion.ActionLimits`
+changes it to meet: the action spec's bounds, as float32; ``action_rate_max`` around the last applied action; speed,
+acceleration and jerk of the tool and of joints; how far a target is ahead of a joint that is held up (half a second at
+its greatest speed); the workspace, forbidden boxes, ranges of joints and the force on the tool. `hal.motion` says which
+limit goes first, and what an axis may exceed. A stop is not limited: motion starts from rest after it. A tool or a
+joint that is out of its range may come back and not go farther. The first gripper command after `settle` is free, since
+its position is unknown.
 
 Limits that cannot be met so (a measured joint at its limit or too fast, a reading that is stale or broken) lead to a
 stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to one
@@ -136,7 +136,7 @@ class SafetyKernel:
         """Judges `action`, proposed for the state in `observation` (None: nothing was sensed yet).
 
         Returns:
-            The nearest action within all limits, or a stop where there is none. Only an applied action feeds the
+            An action within all limits, or a stop if there is none. Only an applied action feeds the
             watchdog.
         """
         now = self._clock()

@@ -110,7 +110,8 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         tool_acceleration_max, tool_jerk_max: limits of the tool's commanded motion along each axis, m/s^2 and m/s^3.
         tool_force: indices of the force that the surroundings exert on the tool, x, y, z in the base frame, in
             ``observation.state``; empty where it is not measured.
-        tool_force_max: limit of that force (Euclidean norm), N.
+        tool_force_max: limit of that force (Euclidean norm), N. While it is exceeded, no axis of the tool moves
+            against the force; so it rises above the limit by at most what one period's step adds.
         joint_position: indices of the joint angles in ``observation.state``.
         joint_low, joint_high: joint limits, rad.
         joint_velocity: indices of the joint velocities in ``observation.state``; empty where it has none.
@@ -118,15 +119,16 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
             of the commanded one where the action has `RobotSpec.joint_target` or `joint_delta`.
         joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
             none, and only with `RobotSpec.joint_target` or `joint_delta`.
-        action_rate_max: the largest change of each action element between two control periods, in its own unit.
+        action_rate_max: the largest change of each action element between two control periods, in its own unit. Of a
+            step it is one more limit of acceleration, of a joint target one of speed.
         reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1];
             of the bounds of an action element too that is a speed by its unit.
         stale_after_s: an observation older than this is not acted upon.
         watchdog_periods: control periods from a command until the robot holds where no other follows; at least 2.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
 
-    Limits of acceleration and rate bound how motion builds up, those of jerk how acceleration does. Going back towards
-    rest is never limited by them: a robot may always brake.
+    Limits of acceleration and jerk hold while an axis speeds up and while it brakes. Those of place go before them, see
+    `hal.motion`. A stop is not limited by them.
     """
 
     workspace_low: tuple[float, ...] = ()

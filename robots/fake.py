@@ -45,10 +45,29 @@ class FaultPlan:
 
 
 @dataclass(frozen=True)
+class FakeTable:
+    """A table that yields like a spring, and a sensor of the force with which it presses on the point.
+
+    Attributes:
+        height_m: of its top, in the base frame.
+        stiffness_n_per_m: force for each metre that the point is below the top.
+        force_max: N; the point is not driven further against such a force.
+    """
+
+    height_m: float = -0.3
+    stiffness_n_per_m: float = 500.0
+    force_max: float = 20.0
+
+
+@dataclass(frozen=True)
 class FakeRobotConfig:
-    """Attributes: `cameras` names its cameras, each of `image_size` pixels square at the control rate."""
+    """Attributes:
+    cameras: names of its cameras, each of `image_size` pixels square at the control rate.
+    table: null is none; with one the state has the force on the point.
+    """
 
     rate_hz: float = 10.0
+    table: FakeTable | None = None
     cameras: tuple[str, ...] = ()
     image_size: int = 64
     faults: FaultPlan = field(default_factory=FaultPlan)
@@ -56,14 +75,15 @@ class FakeRobotConfig:
 
 def fake_spec(config: FakeRobotConfig) -> RobotSpec:
     """The spec of the robot that `config` describes."""
-    metres, span = ("m",) * 3, (HALF_RANGE_M,) * 3
+    metres, span, table = ("m",) * 3, (HALF_RANGE_M,) * 3, config.table
     lowest = tuple(-x for x in span)
+    most_n = (2 * HALF_RANGE_M * table.stiffness_n_per_m,) * 3 if table else ()
     state = ArraySpec(
         name=STATE,
-        labels=("x", "y", "z", "width", "vx", "vy", "vz"),
-        units=(*metres, "m", "m/s", "m/s", "m/s"),
-        low=(*lowest, 0.0, *(-STEP_M * config.rate_hz,) * 3),
-        high=(*span, GRIPPER_M, *(STEP_M * config.rate_hz,) * 3),
+        labels=("x", "y", "z", "width", "vx", "vy", "vz", *(("fx", "fy", "fz") if table else ())),
+        units=(*metres, "m", "m/s", "m/s", "m/s", *(("N",) * 3 if table else ())),
+        low=(*lowest, 0.0, *(-STEP_M * config.rate_hz,) * 3, *(-each for each in most_n)),
+        high=(*span, GRIPPER_M, *(STEP_M * config.rate_hz,) * 3, *most_n),
     )
     goal = ArraySpec(
         name=ENVIRONMENT_STATE,
@@ -87,7 +107,12 @@ def fake_spec(config: FakeRobotConfig) -> RobotSpec:
         action=action,
         cameras=tuple(CameraSpec(name=n, height=size, width=size, rate_hz=config.rate_hz) for n in config.cameras),
         limits=SafetyLimits(
-            workspace_low=lowest, workspace_high=span, tool_position=(0, 1, 2), reduced_speed=REDUCED_SPEED
+            workspace_low=lowest,
+            workspace_high=span,
+            tool_position=(0, 1, 2),
+            tool_force=(7, 8, 9) if table else (),
+            tool_force_max=table.force_max if table else None,
+            reduced_speed=REDUCED_SPEED,
         ),
         neutral=(0.0, 0.0, 0.0, GRIPPER_M),
         tool_delta=(0, 1, 2),
@@ -176,8 +201,14 @@ class FakeRobot(Robot):
         if self._dropped_out or not self._connected:
             raise HardwareLost("the fake robot dropped out" if self._connected else "the fake robot is not connected")
 
+    def _force(self) -> tuple[float, ...]:
+        table = self.config.table
+        if table is None:
+            return ()
+        return (0.0, 0.0, table.stiffness_n_per_m * max(0.0, table.height_m - float(self._position[2])))
+
     def _sense(self) -> Observation:
-        state = np.array([*self._position, self._width, *self._velocity], np.float32)
+        state = np.array([*self._position, self._width, *self._velocity, *self._force()], np.float32)
         if self._reached(self.config.faults.nan_at):
             state[0] = np.nan
         goal = np.concatenate([self._goal, self._goal - self._position]).astype(np.float32)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hal.motion import ToolLimits
 from hal.spec import STATE, Array, RobotSpec
+from hal.tool_place import ToolPlace
 
 Within = Callable[[Array, Array], Array]
 """What is left of a step (n,) that begins at a target (n,), both float64."""
@@ -41,14 +41,11 @@ def within_limits(spec: RobotSpec) -> Within:
 
 
 def _of_tool(spec: RobotSpec) -> Within:
-    limits, moved, place = ToolLimits(spec, len(spec.action.labels)), list(spec.tool_delta), spec.limits.tool_position
-    size = len(spec.feature(STATE).labels)
+    place, state = ToolPlace(spec), np.zeros(len(spec.feature(STATE).labels))
 
     def shorten(base: Array, step: Array) -> Array:
-        action, state = np.zeros(len(spec.action.labels)), np.zeros(size)
-        action[moved], state[list(place)] = step, base
-        limits.limit(action, state, 1.0)
-        left: Array = action[moved]
+        state[list(spec.limits.tool_position)] = base
+        left: Array = np.clip(step, *place.interval(state, step))
         return left
 
     return shorten
