@@ -209,6 +209,7 @@ class Run:
             RunError: a process of the run cannot be kept alive, or no robot can be driven; the message names its log.
         """
         threading.Thread(target=self._watch_pictures, name="pictures", daemon=True).start()
+        threading.Thread(target=self._watch_stops, name="e-stops", daemon=True).start()
         with ProgressDisplay(self._console) as display, asked_to_end(self._tell_to_stop) as interrupted:
             reason = self._follow(display, interrupted)
             self._leave(reason, display)
@@ -335,6 +336,13 @@ class Run:
             if (shown := self._client.take_preview(0.5)) is not None:
                 preview, jpeg = shown
                 self._show(self._hub.feed_picture, preview, bytes(jpeg))
+
+    def _watch_stops(self) -> None:
+        """Confirmations of e-stops reach the console whatever else the run is busy with."""
+        while not self._over.is_set():
+            reply = self._client.receive_stop(0.5)
+            if isinstance(reply, OperatorReply):
+                self._hub.feed(reply)
 
     def _show(self, feed: Callable[..., None], *report: object) -> None:
         """What the console cannot show must not end the run."""

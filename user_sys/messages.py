@@ -13,8 +13,8 @@ import msgspec
 from hal.spec import RobotSpec
 from user_sys.weights.records import Form, ParcelInfo, Signed
 
-PROTOCOL_VERSION = 3
-OLDEST_PROTOCOL = 3  # the oldest version that this release still speaks
+PROTOCOL_VERSION = 4
+OLDEST_PROTOCOL = 4  # the oldest version that this release still speaks
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -115,23 +115,30 @@ class LeaseRelease(Message, frozen=True, kw_only=True, tag="lease-release"):
 
 
 class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
-    """A person's order to one robot. `twist` has one element an action element, each in [-1, 1]; only for ``drive``."""
+    """A person's order to one robot. `twist` has one element an action element, each in [-1, 1]; only for ``drive``.
+
+    ``release`` ends the operator's control: the robot holds. The console sends it when a page goes away.
+    `sequence` grows with each order of a console. An ``e-stop`` travels on a channel of its own and is repeated under
+    the same `press` until it is confirmed.
+    """
 
     robot: str
     operator: str
-    order: Literal["take-over", "drive", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+    order: Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
     twist: tuple[float, ...] = ()
     sequence: int = 0
+    press: int = 0
 
 
 class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
-    """Whether an order took effect, to the operator who gave it."""
+    """Whether an order took effect, to the operator who gave it. An ``e-stop`` is accepted once the driver has it."""
 
     robot: str
     operator: str
     order: str
     accepted: bool
     reason: str = ""
+    press: int = 0
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag="watch"):
@@ -316,6 +323,7 @@ ControlMessage = (
     Hello | Welcome | Refusal | Heartbeat | Grant | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease
     | OperatorCommand | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
 )  # fmt: skip
+StopMessage = Hello | Welcome | Refusal | Heartbeat | Grant | OperatorCommand | OperatorReply
 ExperienceMessage = (
     Hello | Welcome | Refusal | Heartbeat | Grant | ChunkOffer | ChunkAck | ChunkRefusal | Preview | PreviewAck
 )  # fmt: skip

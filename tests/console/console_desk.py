@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import simplejpeg
 
 from hal.spec import ArraySpec, RobotSpec
 from user_sys.console.hub import ConsoleHub
+from user_sys.console.server import ConsoleServer
 from user_sys.edge.authority import Authority
 from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, RobotStatus, WatchRequest
 
@@ -62,6 +65,7 @@ class Desk:
         self.clock = Clock()  # that tells silence
         self.authority = Authority(robot, SPEC, self.clock)
         self.sent: list[OperatorCommand | WatchRequest] = []
+        self.away = False  # the gateway, so that nothing can be sent
         self._tool = np.array([0.0, 0.0, 0.5, 1.0])
         self._step = 0
         self._watched_until_s = 0.0
@@ -99,14 +103,17 @@ class Desk:
             scalars = {"critic_loss": 2.0 * math.exp(-4 * share) + 0.02 * math.sin(n), "actor_loss": 1.2 - share}
             self.hub.feed(MetricsReport(node="learner", count=n * 50, scalars=scalars))
 
-    def _send(self, message: OperatorCommand | WatchRequest) -> None:
+    def _send(self, message: OperatorCommand | WatchRequest) -> bool:
+        if self.away:
+            return False
         self.sent.append(message)
         if isinstance(message, WatchRequest):
             self._watched_until_s = time.monotonic() + message.ttl_s
-            return
+            return True
         with self._lock:
             reply = self.authority.apply(message)
         self.hub.feed(reply)
+        return True
 
     def _live(self) -> None:
         while not self._ending.wait(PERIOD_S):
@@ -155,3 +162,20 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < deadline_s, "it did not come true in time"
         pause.wait(0.01)
+
+
+def main() -> None:
+    """``python console_desk.py PORT``: serves a desk until SIGTERM, so that a test can stop and kill its server."""
+    desk = Desk().start()
+    server = ConsoleServer(desk.hub, port=int(sys.argv[1]), token="desk")
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    sys.stdout.write(f"{server.start()}\n")
+    sys.stdout.flush()
+    ended.wait()
+    server.stop()
+    desk.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import console_desk
 import pytest
 from console_desk import Desk, until
 
@@ -121,18 +125,22 @@ def test_space_stops_from_any_state_and_only_re_arm_leads_out(page: Any, desk: D
     assert [t.cause for t in desk.authority.audit] == ["take-over", "e-stop", "re-arm", "hand-back"]
 
 
-def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, desk: Desk) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told", "silent"])
+def test_a_page_out_of_sight_leads_to_hold_and_a_fresh_key_resumes(page: Any, desk: Desk, told: bool) -> None:
     page.keyboard.press("t")
     badge(page, "you")
-    page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+    tell = "document.dispatchEvent(new Event('visibilitychange'))" if told else ""
+    page.evaluate(f"Object.defineProperty(document, 'hidden', {{value: true, configurable: true}}); {tell}")
+    if told:
+        badge(page, "hold")
     with desk.clock.running():
         badge(page, "hold")
     picture(page, "hold")
-    page.evaluate("Object.defineProperty(document, 'hidden', {value: false})")
+    page.evaluate(f"Object.defineProperty(document, 'hidden', {{value: false}}); {tell}")
     page.keyboard.down("a")
     badge(page, "you")
     page.keyboard.up("a")
-    assert [t.cause for t in desk.authority.audit] == ["take-over", "silence", "take-over"]
+    assert [t.cause for t in desk.authority.audit] == ["take-over", "release" if told else "silence", "take-over"]
 
 
 def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: Desk) -> None:
@@ -150,6 +158,34 @@ def test_two_people_one_robot(page: Any, browser: Any, url: str, desk: Desk) -> 
     other.get_by_role("button", name="E-STOP", exact=True).click()
     assert badge(page, "stopped") == "STOPPED"
     context.close()
+
+
+def test_a_stop_is_repeated_until_it_is_confirmed_also_after_a_reload(page: Any, desk: Desk) -> None:
+    desk.away = True
+    page.keyboard.press("Space")
+    assert badge(page, "stopping") == "STOPPING …"
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
+    assert "NOT CONFIRMED: panda-0 (the console has no connection" in page.inner_text("#alarm")
+    picture(page, "not-confirmed")
+    page.reload()
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
+    desk.away = False
+    assert badge(page, "stopped") == "STOPPED"
+    page.wait_for_selector("#events li:has-text('e-stop confirmed by its driver')")
+    page.wait_for_selector("#alarm", state="hidden")
+    assert len({order.press for order in desk.orders("e-stop")}) == 1
+
+
+def test_only_the_person_ends_a_stop_that_is_not_confirmed(page: Any, desk: Desk) -> None:
+    desk.away = True
+    page.get_by_role("button", name="E-STOP", exact=True).click()
+    page.get_by_role("button", name="Cancel the stop").click()
+    badge(page, "policy")
+    page.wait_for_selector("#alarm", state="hidden")
+    desk.away = False
+    page.keyboard.press("o")
+    until(lambda: desk.orders("success"))
+    assert not desk.orders("e-stop")
 
 
 def test_verdicts_and_reset_go_out_by_key(page: Any, desk: Desk) -> None:
@@ -201,14 +237,103 @@ def test_the_page_says_while_the_stores_disk_is_full(page: Any, desk: Desk) -> N
     page.wait_for_selector("#store-full", state="hidden")
 
 
-def test_the_page_says_when_it_is_cut_off(browser: Any, desk: Desk) -> None:
-    server = ConsoleServer(desk.hub)
+class FarDesk:
+    """A desk in a process of its own, which can be stopped, killed and started again at the same address."""
+
+    def __init__(self) -> None:
+        self._port = "0"
+        self.start()
+
+    def start(self) -> None:
+        argv = [sys.executable, console_desk.__file__, self._port]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        self._port = self.url.rpartition("/")[0].rpartition(":")[2]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def far_desk() -> Iterator[FarDesk]:
+    desk = FarDesk()
+    yield desk
+    desk.kill()
+
+
+@pytest.fixture
+def far_page(browser: Any, far_desk: FarDesk) -> Iterator[Any]:
     context = browser.new_context(viewport=DESKTOP)
     page = context.new_page()
     page.set_default_timeout(TIMEOUT_MS)
-    page.goto(server.start())
+    page.goto(far_desk.url)
     page.wait_for_selector(".badge[data-state=policy]")
-    server.stop()
+    page.wait_for_selector("canvas[aria-label*=wrist]")
+    yield page
+    context.close()
+
+
+def enabled(page: Any) -> set[str]:
+    """What a person can use, by name."""
+    return set(
+        page.eval_on_selector_all(
+            "button:enabled:not([hidden]), input:enabled", "all => all.map((e) => e.id || e.innerText)"
+        )
+    )
+
+
+def unknown_after_ms(page: Any, cut: Callable[[], object]) -> float:
+    """Milliseconds from the last reply that the page had before `cut` until it shows that it knows nothing."""
+    page.evaluate(
+        """() => {
+          window.seenAt = new Promise((done) => new MutationObserver((_, observer) => {
+            if (!document.body.classList.contains("unknown")) return;
+            observer.disconnect();
+            done(performance.timeOrigin + performance.now());
+          }).observe(document.body, { attributes: true }));
+        }"""
+    )
+    before = page.evaluate("performance.timeOrigin + performance.now()")
+    cut()
+    return float(page.evaluate("window.seenAt")) - float(before)
+
+
+def test_a_server_that_hangs_leaves_only_stop_on_the_page(far_page: Any, far_desk: FarDesk) -> None:
+    page = far_page
+    page.keyboard.press("t")
+    badge(page, "you")
+    assert {"T", "Take over", "operator", "speed"} & enabled(page)
+    took_ms = unknown_after_ms(page, lambda: far_desk.process.send_signal(signal.SIGSTOP))
+    assert took_ms < 1000, "750 ms without a reply, and one look at the clock"
+    assert badge(page, "unknown") == "UNKNOWN"
+    assert page.inner_text("#link").startswith("no reply for") and page.input_value("#operator") == ""
+    assert enabled(page) == {"stop-all", "E-STOP"}
+    page.wait_for_selector("figcaption small:text-matches('s old')")
+    assert "grayscale" in page.eval_on_selector(".cameras canvas", "c => getComputedStyle(c).filter")
+    picture(page, "unknown")
+
+    page.keyboard.press("Space")
+    page.wait_for_selector(".badge:text-is('NOT CONFIRMED')")
+    picture(page, "unknown-not-confirmed")
+    far_desk.process.send_signal(signal.SIGCONT)
+    assert badge(page, "stopped") == "STOPPED"
+    page.wait_for_selector("#alarm", state="hidden")
+    page.wait_for_selector("#link[data-state=up]")
+    assert {"operator", "speed", "Re-arm"} <= enabled(page)
+
+
+def test_a_stop_pressed_while_the_server_is_away_reaches_its_successor(far_page: Any, far_desk: FarDesk) -> None:
+    page = far_page
+    far_desk.kill()
     page.wait_for_selector("#alarm:not([hidden])")
     assert "emergency stop" in page.inner_text("#alarm")
-    context.close()
+    badge(page, "unknown")
+    page.keyboard.press("Space")
+    badge(page, "stopping")
+    far_desk.start()
+    page.goto(far_desk.url)  # the cookie was the former server's
+    assert badge(page, "stopped") == "STOPPED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from console_desk import Desk, until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from user_sys.console.page import MAX_MESSAGES_HZ
 from user_sys.console.server import MAX_PAGES, ConsoleServer
 from user_sys.console.wire import MAX_MESSAGE_BYTES
 from user_sys.errors import ConfigError, RunError
@@ -32,10 +34,16 @@ class Site:
     def get(self, path: str = "/", **options: Any) -> httpx.Response:
         return httpx.get(f"http://{self.host}{path}", trust_env=False, timeout=60, **options)
 
-    def socket(self, query: str | None = None, **headers: str) -> AbstractContextManager[ClientConnection]:
+    def socket(
+        self, query: str | None = None, path: str = "/ws", **headers: str
+    ) -> AbstractContextManager[ClientConnection]:
         query = f"?token={self.token}" if query is None else query
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return connect(f"ws://{self.host}/ws{query}", additional_headers=sent, proxy=None, open_timeout=60)
+        return connect(f"ws://{self.host}{path}{query}", additional_headers=sent, proxy=None, open_timeout=60)
+
+    def stops(self) -> AbstractContextManager[ClientConnection]:
+        """The connection for e-stops."""
+        return self.socket(path="/stop")
 
     def page(self, operator: str) -> Person:
         return Person(self, operator)
@@ -96,6 +104,13 @@ def door() -> Iterator[Site]:
 @pytest.fixture
 def site() -> Iterator[Site]:
     yield from serve()
+
+
+def stop(socket: ClientConnection, operator: str = "bob", robot: str = "panda-0", press: int = 7) -> dict[str, Any]:
+    """Presses once; the answer."""
+    socket.send(json.dumps({"type": "stop", "operator": operator, "presses": {robot: press}}))
+    answer: dict[str, Any] = json.loads(socket.recv(timeout=60))
+    return answer
 
 
 def serve() -> Iterator[Site]:
@@ -183,24 +198,72 @@ def test_a_person_takes_over_drives_and_hands_back(site: Site) -> None:
 
 
 def test_a_second_person_is_told_who_drives(site: Site) -> None:
-    with site.page("alice") as alice, site.page("bob") as bob:
+    with site.page("alice") as alice, site.page("bob") as bob, site.stops() as stops:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[0, 0, 0], gripper=0)
         reply = bob.order("take-over")
         assert not reply["accepted"] and "alice" in reply["reason"]
-        assert bob.order("e-stop")["accepted"]
+        assert stop(stops) == {"type": "stopped", "robot": "panda-0", "press": 7, "confirmed": True, "reason": ""}
         assert "bob" in alice.order("take-over")["reason"]
 
 
-def test_a_page_that_goes_away_leaves_the_robot_holding(site: Site) -> None:
+@pytest.mark.parametrize("way", ["closed", "cut", "hidden"])
+def test_a_page_that_goes_away_leaves_the_robot_holding_at_once(site: Site, way: str) -> None:
+    """Its silence plays no part: the desk's clock stands still."""
     with site.page("alice") as alice:
         alice.order("take-over")
         alice.say(type="drive", robot="panda-0", move=[1, 0, 0], gripper=0)
         until(lambda: site.desk.orders("drive"))
-    with site.desk.clock.running():
-        until(lambda: site.desk.authority.state == "hold")
+        if way == "cut":
+            alice.socket.socket.shutdown(socket.SHUT_RDWR)
+        if way == "hidden":
+            alice.say(type="look", on=False)
+            until(lambda: site.desk.authority.state == "hold")
+    until(lambda: site.desk.authority.state == "hold")
+    assert [t.cause for t in site.desk.authority.audit] == ["take-over", "release"]
     with site.page("bob") as bob:
         assert bob.order("take-over")["accepted"]
+
+
+def test_a_page_that_only_looks_releases_nothing(site: Site) -> None:
+    with site.page("alice") as alice:
+        alice.order("take-over")
+        with site.page("bob") as bob:
+            bob.hear("state")
+        alice.hear("state")
+    until(lambda: site.desk.orders("release"))
+    assert [order.operator for order in site.desk.orders("release")] == ["alice"]
+
+
+def test_a_page_that_floods_is_closed_and_its_e_stop_passes(site: Site) -> None:
+    with site.page("eve") as eve, site.stops() as stops:
+        with pytest.raises(ConnectionClosed) as end:
+            for _ in range(100_000):  # in its time a page may send a few beyond the burst
+                eve.say(type="order", robot="panda-0", order="reset")
+        assert end.value.rcvd is None or "60 messages a second" in end.value.rcvd.reason
+        assert stop(stops, "eve")["confirmed"]
+        assert len(site.desk.orders("reset")) < 10 * MAX_MESSAGES_HZ
+    with site.page("alice") as alice:
+        assert alice.order("re-arm")["accepted"]
+
+
+def test_a_flood_of_e_stops_keeps_nobody_elses_waiting(site: Site) -> None:
+    with site.stops() as flood, site.stops() as stops:
+        for press in range(2000):
+            flood.send(json.dumps({"type": "stop", "operator": "eve", "presses": {"panda-0": press + 100}}))
+        assert stop(stops, "bob")["confirmed"]
+        assert len(site.desk.orders("e-stop")) < 500
+
+
+def test_an_e_stop_that_cannot_be_sent_is_said_not_to_be_confirmed(site: Site) -> None:
+    with site.stops() as stops:
+        site.desk.away = True
+        answer = stop(stops)
+        assert not answer["confirmed"] and "no connection to the gateway" in answer["reason"]
+        assert "no robot" in stop(stops, robot="panda-9")["reason"]
+        site.desk.away = False
+        assert stop(stops)["confirmed"]
+        assert [order.press for order in site.desk.orders("e-stop")] == [7]
 
 
 def test_two_pages_never_share_a_name(site: Site) -> None:
@@ -226,7 +289,7 @@ def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> 
         assert newest is not None
         until(lambda: alice.hear("state") and site.desk.hub.picture("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
         assert len(alice.pictures) == 2  # many were taken since; none was seen, so none was sent
-        alice.say(type="seen", robot="panda-0", camera="front")
+        alice.say(type="seen", pictures=[["panda-0", "front"]])
         until(lambda: alice.hear("state") and len(alice.pictures) == 3)
         header, jpeg = alice.pictures[-1]
         assert header["camera"] == "front" and header["step"] > newest.step and jpeg.startswith(b"\xff\xd8")
@@ -256,6 +319,8 @@ def test_robots_film_only_while_somebody_looks(site: Site) -> None:
         '{"type":"shutdown"}',
         '{"type":"order"}',
         '{"type":"order","robot":"panda-0","order":"drive"}',
+        '{"type":"order","robot":"panda-0","order":"e-stop"}',
+        '{"type":"stop","operator":"a","presses":{"panda-0":1}}',
         '{"type":"drive","robot":"panda-0","move":[1,2,0],"gripper":0}',
         '{"type":"drive","robot":"panda-0","move":[NaN,0,0],"gripper":0}',
         '{"type":"drive","robot":"panda-0","move":[0,0],"gripper":0}',
@@ -315,6 +380,15 @@ def test_a_port_in_use_names_the_option(door: Site) -> None:
 def test_other_machines_are_not_served(door: Site) -> None:
     with pytest.raises(ConfigError, match="SSH"):
         ConsoleServer(door.desk.hub, host="0.0.0.0")
+
+
+@pytest.mark.parametrize("text", ['{"type":"stop","operator":"","presses":{}}', '{"type":"hello"}', "[]", b"x"])
+def test_nonsense_closes_the_connection_for_e_stops_with_a_reason(door: Site, text: str | bytes) -> None:
+    with door.stops() as stops:
+        stops.send(text)
+        with pytest.raises(ConnectionClosed) as end:
+            stops.recv(timeout=60)
+        assert end.value.rcvd is not None and end.value.rcvd.reason
 
 
 def test_stopping_closes_open_pages_and_frees_the_port() -> None:

@@ -100,11 +100,40 @@ def test_a_second_person_is_refused_and_told_who_drives(desk: Desk) -> None:
 def test_silence_holds_and_only_a_new_take_over_resumes(desk: Desk) -> None:
     desk.order("alice", "take-over")
     desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
-    assert desk.wait(SILENCE_S) is State.HUMAN
-    assert desk.wait(0.01) is State.HOLD
+    assert desk.wait(0.9 * SILENCE_S) is State.HUMAN
+    assert desk.wait(0.2 * SILENCE_S) is State.HOLD
     np.testing.assert_array_equal(desk.authority.twist(), np.array([0, 0, 0, -1], np.float32))  # the grip stays
     assert "take over" in desk.order("alice", "drive", (1.0, 0.0, 0.0, 0.0)).reason
     assert desk.order("alice", "take-over").accepted and desk.authority.state is State.HUMAN
+
+
+def test_an_input_moves_nothing_beyond_the_time_of_silence(desk: Desk) -> None:
+    """The last control period that it moves the robot in is over 0.2 s after it at the latest."""
+    desk.order("alice", "take-over")
+    desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
+    desk.wait(0.9 * (0.2 - SPEC.period_s))
+    assert desk.authority.twist()[0] == 1.0
+    desk.wait(0.2 * (0.2 - SPEC.period_s))
+    assert desk.authority.twist()[0] == 0.0 and desk.authority.twist()[3] == -1.0  # the grip stays
+    assert desk.authority.state is State.HUMAN
+    desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
+    assert desk.authority.twist()[0] == 1.0
+
+
+def test_a_loop_that_was_busy_takes_a_fresh_input_for_no_silence(desk: Desk) -> None:
+    desk.order("alice", "take-over")
+    desk.clock.now_s += 3.0  # the robot was brought to its start
+    assert desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0)).accepted
+    assert desk.wait(0.0) is State.HUMAN
+
+
+def test_a_page_that_goes_away_leaves_a_hold_at_once(desk: Desk) -> None:
+    desk.order("alice", "take-over")
+    desk.order("alice", "drive", (1.0, 0.0, 0.0, -1.0))
+    assert not desk.order("bob", "release").accepted
+    assert desk.order("alice", "release").accepted
+    assert (desk.authority.state, desk.authority.operator) == (State.HOLD, "alice")
+    assert desk.order("alice", "release").accepted and desk.authority.state is State.HOLD
 
 
 def test_anyone_may_take_over_from_a_silent_person(desk: Desk) -> None:

@@ -262,7 +262,7 @@ _ENVELOPES = (
 def _message(raw: bytes) -> None:
     """The first byte says which channel and how many frames. What a gateway asks of any message is asked too."""
     first, rest = raw[:1] or b"\0", raw[1:]
-    channel = list(Channel)[(first[0] & 127) % 3]
+    channel = list(Channel)[(first[0] & 127) % len(Channel)]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
     message = wire.decode(channel, frames, _LIMITS).message
     wire.coalescing_key(message)
@@ -274,7 +274,7 @@ _PAGE = (
     console.Hello("o"),
     console.Order("r", "take-over"),
     console.Drive("r", (0.0, 0.5, -1.0), 1.0),
-    console.Seen("r", "c"),
+    console.Seen((("r", "c"),)),
     console.Look(True),
     console.Ping(1.0),
 )

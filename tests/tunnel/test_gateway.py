@@ -16,8 +16,8 @@ from user_sys.edge.outbox import Outbox
 from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
-from user_sys.gateway.service import is_loopback, read_address
-from user_sys.gateway.turns import AT_ONCE, EVERY_S, Turns
+from user_sys.gateway.service import LEASE_EVERY_S, LEASES_AT_ONCE, is_loopback, read_address
+from user_sys.gateway.turns import Turns
 from user_sys.messages import (
     PROTOCOL_VERSION,
     EpisodeReport,
@@ -175,7 +175,7 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
     now = [100.0]
     with serving(run) as site:
         assert site.gateway is not None
-        site.gateway._turns = Turns(clock=lambda: now[0])
+        site.gateway._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S, lambda: now[0])
         rogue, honest = site.client("panda-0"), site.client("panda-1")
         tokens: list[int] = []
 
@@ -194,11 +194,14 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
             return refused
 
         refused = ask(40)
-        assert len(tokens) == AT_ONCE and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
+        assert (
+            len(tokens) == LEASES_AT_ONCE
+            and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
+        )
         honest.send(LeaseRequest(robot="panda-1", holder="h"))
         assert isinstance(honest.receive(120), LeaseGrant)
-        now[0] += EVERY_S
-        assert len(ask(3)) == 2 and len(tokens) == AT_ONCE + 1
+        now[0] += LEASE_EVERY_S
+        assert len(ask(3)) == 2 and len(tokens) == LEASES_AT_ONCE + 1
 
 
 def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
@@ -250,9 +253,28 @@ def test_an_order_to_a_robot_that_is_away_is_answered_not_kept(run: Path, absent
     with serving(run) as site:
         site.client("learner")
         console = site.client("desk")
-        console.send(OperatorCommand(robot=absent, operator="alice", order="e-stop"))
-        reply = next_of(console, OperatorReply)
-        assert isinstance(reply, OperatorReply) and not reply.accepted and "not connected" in reply.reason
+        console.send(OperatorCommand(robot=absent, operator="alice", order="e-stop", press=7))
+        console.send(OperatorCommand(robot=absent, operator="alice", order="take-over"))
+        for reply in (console.receive_stop(120), next_of(console, OperatorReply)):
+            assert isinstance(reply, OperatorReply) and not reply.accepted and "not connected" in reply.reason
+
+
+def test_an_e_stop_passes_a_robot_that_takes_no_orders(run: Path) -> None:
+    """The robot's session reads none of its orders, until its window and every queue before it are full."""
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        order = OperatorCommand(robot="panda-0", operator="eve", order="reset")
+        flooded = 0
+        while (reply := console.receive(0)) is None or not isinstance(reply, OperatorReply):
+            console.send(order)
+            flooded += 1
+            assert flooded < 1_000_000
+        stop = OperatorCommand(robot="panda-0", operator="alice", order="e-stop", press=7)
+        console.send(stop)
+        assert robot.receive_stop(120) == stop
+        robot.send(OperatorReply(robot="panda-0", operator="alice", order="e-stop", accepted=True, press=7))
+        confirmed = console.receive_stop(120)
+        assert isinstance(confirmed, OperatorReply) and confirmed.accepted and confirmed.press == 7
 
 
 def test_every_episode_report_reaches_the_console(run: Path) -> None:

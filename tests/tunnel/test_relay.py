@@ -24,6 +24,7 @@ from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
     OperatorCommand,
+    OperatorReply,
     RobotStatus,
     WeightsApplied,
     WeightsGone,
@@ -155,8 +156,11 @@ def test_leases_orders_and_reports_pass_in_both_directions(tmp_path: Path) -> No
         robot.send(_status("far-0"))
         until(lambda: isinstance(console.receive(1), RobotStatus), "the console sees it")
         console.send(OperatorCommand(robot="far-0", operator="eve", order="e-stop"))
-        order = robot.receive(120)
+        order = robot.receive_stop(120)
         assert isinstance(order, OperatorCommand) and order.order == "e-stop"
+        robot.send(OperatorReply(robot="far-0", operator="eve", order="e-stop", accepted=True))
+        reply = console.receive_stop(120)
+        assert isinstance(reply, OperatorReply) and reply.accepted
 
 
 def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tmp_path: Path) -> None:

@@ -91,4 +91,7 @@ def test_a_spec_that_contradicts_itself_is_a_wire_error() -> None:
 def test_driving_is_a_state_and_an_order_is_an_event() -> None:
     drive = OperatorCommand(robot="r", operator="al", order="drive", twist=(0.1,))
     assert coalescing_key(drive) == coalescing_key(msgspec.structs.replace(drive, twist=(0.9,), sequence=4))
-    assert coalescing_key(msgspec.structs.replace(drive, order="e-stop")) is None
+    assert coalescing_key(msgspec.structs.replace(drive, order="take-over")) is None
+    stop = msgspec.structs.replace(drive, order="e-stop", press=7)
+    assert coalescing_key(stop) == coalescing_key(msgspec.structs.replace(stop, sequence=4))
+    assert coalescing_key(stop) not in (coalescing_key(drive), coalescing_key(msgspec.structs.replace(stop, press=8)))

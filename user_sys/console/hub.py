@@ -36,7 +36,7 @@ MAX_CURVES = 64
 MAX_JPEG_BYTES = 4 << 20
 LEARNER = "learner"  # how the names of nodes begin whose count is the number of updates
 
-Order = Literal["take-over", "drive", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
+Order = Literal["take-over", "drive", "release", "hand-back", "success", "failure", "reset", "e-stop", "re-arm"]
 Report = RobotStatus | EpisodeReport | MetricsReport | OperatorReply
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ class ConsoleHub:
 
     Args:
         run: name of the run.
-        send: hands an order to the tunnel; must be thread-safe and must not block. What it raises reaches the caller.
+        send: hands an order to the tunnel; must be thread-safe and must not block. It returns False if the order cannot
+            be sent now. What it raises reaches the caller.
         robots: the robots that the run expects, with their specs; others are added as they report.
         budget_s: for how long its learners are to train; 0 where nobody says.
         clock: monotonic seconds.
@@ -233,17 +234,23 @@ class ConsoleHub:
             known = self._robots.get(robot)
             return known.pictures.get(camera) if known else None
 
-    def order(self, robot: str, operator: str, order: Order, twist: tuple[float, ...] = ()) -> None:
+    def order(self, robot: str, operator: str, order: Order, twist: tuple[float, ...] = (), press: int = 0) -> None:
         """Sends a person's order to a robot; the answer comes back as an `OperatorReply`.
 
+        Args:
+            press: names one press of the e-stop; a repeat has the same number.
+
         Raises:
-            AuthorityError: there is no such robot.
+            AuthorityError: there is no such robot, or no connection to the gateway.
         """
         self._known(robot)
-        if order != "drive":
+        if order not in ("drive", "e-stop"):
             _log.info("console.order robot=%s operator=%r order=%s", robot, operator, order)
-        sequence = next(self._sequence)
-        self._send(OperatorCommand(robot=robot, operator=operator, order=order, twist=twist, sequence=sequence))
+        command = OperatorCommand(
+            robot=robot, operator=operator, order=order, twist=twist, sequence=next(self._sequence), press=press
+        )
+        if self._send(command) is False:
+            raise AuthorityError("the console has no connection to the gateway")
 
     def drive(self, robot: str, operator: str, move: tuple[float, float, float], gripper: float) -> None:
         """Sends shares in [-1, 1]: of the tool's range along x, y, z; of the gripper's, +1 open, -1 closed, 0 as it is.

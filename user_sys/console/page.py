@@ -1,4 +1,4 @@
-"""One open page: what it asks for, and what it is sent. Everything here runs in the server's event loop."""
+"""The WebSockets of one open page: what it asks for, and what it is sent. All of it runs in the server's event loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -15,55 +16,44 @@ from fastapi.websockets import WebSocketState
 from user_sys.console import wire
 from user_sys.console.hub import ConsoleHub
 from user_sys.errors import UserSysError, WireError
+from user_sys.gateway.turns import Turns
+from user_sys.messages import OperatorReply
 
 STATE_PERIOD_S = 0.25
 STATE_PERIOD_MIN_S = 0.08
 CURVES_PERIOD_S = 2.0
 SEND_TIMEOUT_S = 5.0
 SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
-MAX_REPLIES = 64
+MAX_OUT = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
+MAX_MESSAGES_HZ = 60
+MAX_STOPS_HZ = 20
+MAX_ASKED = 1024
 BAD_MESSAGE = 1008
 
 _log = logging.getLogger(__name__)
 
 
-class Page:
-    """One WebSocket and the person behind it.
+class _Socket(ABC):
+    """One accepted WebSocket with its two tasks: one reads, one writes."""
 
-    Args:
-        socket: accepted already.
-        hub: the run.
-        claim_name: given the name that the page wishes, returns the one it gets.
-        watch: called a few times a second while somebody sees the page.
-    """
-
-    def __init__(
-        self, socket: WebSocket, hub: ConsoleHub, claim_name: Callable[[Page, str], str], watch: Callable[[], None]
-    ) -> None:
-        self.operator = ""
+    def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
         self._socket = socket
         self._hub = hub
-        self._claim_name = claim_name
-        self._watch = watch
-        self._looking = True
         self._wake = asyncio.Event()
-        self._out: deque[wire.ToPage] = deque(maxlen=MAX_REPLIES)
-        self._in_flight: set[tuple[str, str]] = set()
-        self._sent_serial: dict[tuple[str, str], int] = {}
-        self._state_at_s = self._curves_at_s = 0.0
+        self._out: deque[wire.ToPage] = deque(maxlen=MAX_OUT)
 
     def wake(self) -> None:
         """There may be something to send."""
         self._wake.set()
 
     def push(self, message: wire.ToPage) -> None:
-        """Sends `message` soon. Where 64 wait already, the oldest is dropped: it answered an order long past."""
+        """Sends `message` soon. If `MAX_OUT` messages wait already, the oldest is dropped."""
         self._out.append(message)
         self._wake.set()
 
     async def run(self) -> None:
-        """Serves the page until it closes, is silent for too long, reads too slowly or talks nonsense."""
+        """Serves the page until it closes, is silent for too long, reads too slowly, sends too much or nonsense."""
         writing = asyncio.create_task(self._write())
         reading = asyncio.create_task(self._read())
         try:
@@ -79,20 +69,20 @@ class Page:
         for failure in failures:
             match failure:
                 case WireError():
-                    return await self._close(BAD_MESSAGE, str(failure))
+                    return await self._close(str(failure))
                 case TimeoutError():
-                    return await self._close(BAD_MESSAGE, "too slow: nothing was read or said in time")
+                    return await self._close("too slow: nothing was read or said in time")
                 case _:
                     raise failure
 
-    async def _close(self, code: int, reason: str) -> None:
-        _log.warning("console.closed operator=%r: %s", self.operator, reason)
+    async def _close(self, reason: str) -> None:
+        _log.warning("console.closed %s: %s", self._who(), reason)
         if self._socket.application_state is not WebSocketState.CONNECTED:
             return  # sending failed already: there is nobody to tell
         short = reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
         with contextlib.suppress(WebSocketDisconnect):  # gone before it heard why
             async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._socket.close(code, short)
+                await self._socket.close(BAD_MESSAGE, short)
 
     async def _read(self) -> None:
         while True:
@@ -103,9 +93,77 @@ class Page:
             text = frame.get("text")
             if text is None:
                 raise WireError("the page sends text only")
-            self._take(wire.decode(text))
+            await self._take(text)
 
-    def _take(self, message: wire.FromPage) -> None:
+    async def _write(self) -> None:
+        while True:
+            while self._out:
+                await self._send_text(wire.encode(self._out.popleft()))
+            await self._write_more()
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):  # which says that it is time for the next state
+                async with asyncio.timeout(STATE_PERIOD_S):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _send_text(self, text: str) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._socket.send_text(text)
+
+    @abstractmethod
+    def _who(self) -> str:
+        """For the log."""
+
+    @abstractmethod
+    async def _take(self, text: str) -> None:
+        """One message of the page. Raises WireError."""
+
+    async def _write_more(self) -> None:
+        """Sends what is due beside the messages that were pushed."""
+        return
+
+
+class Page(_Socket):
+    """The WebSocket for everything but e-stops, and the person behind it.
+
+    A page that sends more than `MAX_MESSAGES_HZ` messages a second, after a second's worth at once, is closed: later
+    messages could only be dropped, or be late. A page that goes away, or out of sight, releases the robots it drives.
+
+    Args:
+        socket: accepted already.
+        hub: the run.
+        claim_name: given the name that the page wishes, returns the one it gets.
+        watch: called a few times a second while somebody sees the page.
+    """
+
+    def __init__(
+        self, socket: WebSocket, hub: ConsoleHub, claim_name: Callable[[Page, str], str], watch: Callable[[], None]
+    ) -> None:
+        super().__init__(socket, hub)
+        self.operator = ""
+        self._claim_name = claim_name
+        self._watch = watch
+        self._looking = True
+        self._turns = Turns(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
+        self._drives: set[str] = set()
+        self._in_flight: set[tuple[str, str]] = set()
+        self._sent_serial: dict[tuple[str, str], int] = {}
+        self._state_at_s = self._curves_at_s = 0.0
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            self._release()
+
+    def _who(self) -> str:
+        return f"operator={self.operator!r}"
+
+    async def _take(self, text: str) -> None:
+        if self._turns.wait_s("") > 0:
+            raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
+        self._turns.take("")
+        message = wire.decode(text)
         if not self.operator and not isinstance(message, wire.Hello):
             raise WireError("the first message is `hello`")
         match message:
@@ -113,14 +171,18 @@ class Page:
                 self.operator = self._claim_name(self, wish.strip())
                 self.push(wire.Welcome(self.operator))
             case wire.Order(robot=robot, order=order):
+                if order == "take-over":
+                    self._drives.add(robot)
                 self._attempt(robot, order, lambda: self._hub.order(robot, self.operator, order))
             case wire.Drive(robot=robot, move=move, gripper=gripper):
                 self._attempt(robot, "drive", lambda: self._hub.drive(robot, self.operator, move, gripper))
-            case wire.Seen(robot=robot, camera=camera):
-                self._in_flight.discard((robot, camera))
+            case wire.Seen(pictures=pictures):
+                self._in_flight.difference_update(pictures)
                 self.wake()
             case wire.Look(on=on):
                 self._looking = on
+                if not on:
+                    self._release()
                 self.wake()
             case wire.Ping(sent_ms=sent_ms):
                 self.push(wire.Pong(sent_ms))
@@ -131,22 +193,18 @@ class Page:
         except UserSysError as error:
             self.push(wire.Reply(robot, order, False, str(error)))
 
-    async def _write(self) -> None:
-        while True:
-            while self._out:
-                await self._send_text(wire.encode(self._out.popleft()))
-            await self._write_state()
-            if self._looking:
-                self._watch()
-                await self._write_pictures()
-            await self._sleep()
+    def _release(self) -> None:
+        """Has the robots hold that the page drives. One that is out of reach holds by itself, as its input ends."""
+        for robot in self._drives:
+            with contextlib.suppress(UserSysError):
+                self._hub.order(robot, self.operator, "release")
+        self._drives.clear()
 
-    async def _sleep(self) -> None:
-        # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
-        with contextlib.suppress(TimeoutError):  # which says that it is time for the next state
-            async with asyncio.timeout(STATE_PERIOD_S):
-                await self._wake.wait()
-        self._wake.clear()
+    async def _write_more(self) -> None:
+        await self._write_state()
+        if self._looking:
+            self._watch()
+            await self._write_pictures()
 
     async def _write_state(self) -> None:
         now_s = time.monotonic()
@@ -172,6 +230,44 @@ class Page:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await self._socket.send_bytes(wire.encode_picture(picture))
 
-    async def _send_text(self, text: str) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await self._socket.send_text(text)
+
+class StopSocket(_Socket):
+    """The WebSocket for a page's e-stops. None is dropped; a flood waits in its own connection, at `MAX_STOPS_HZ`."""
+
+    def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
+        super().__init__(socket, hub)
+        self._turns = Turns(MAX_STOPS_HZ, 1 / MAX_STOPS_HZ)
+        self._asked: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
+
+    def _who(self) -> str:
+        return "e-stops"
+
+    def confirm(self, reply: OperatorReply) -> None:
+        """Tells the page of an e-stop's outcome, if it was its own."""
+        key = (reply.robot, reply.press)
+        if key not in self._asked:
+            return
+        if reply.accepted:
+            del self._asked[key]
+        self.push(wire.Stopped(*key, reply.accepted, reply.reason))
+
+    async def _take(self, text: str) -> None:
+        match wire.decode_stop(text):
+            case wire.Stop(operator=operator, presses=presses):
+                for robot, press in presses.items():
+                    self._press(robot, operator, press)
+            case wire.Ping(sent_ms=sent_ms):
+                self.push(wire.Pong(sent_ms))
+        self._turns.take("")
+        await asyncio.sleep(self._turns.wait_s(""))
+
+    def _press(self, robot: str, operator: str, press: int) -> None:
+        if (robot, press) not in self._asked:
+            _log.warning("console.e-stop robot=%s operator=%r press=%d", robot[:80], operator, press)
+            while len(self._asked) >= MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+            self._asked[robot, press] = None
+        try:
+            self._hub.order(robot, operator, "e-stop", press=press)
+        except UserSysError as error:
+            self.push(wire.Stopped(robot, press, False, str(error)))

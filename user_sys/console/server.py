@@ -22,7 +22,7 @@ from fastapi.staticfiles import StaticFiles
 from user_sys.console import wire
 from user_sys.console.access import LOOPBACK, TOKEN_BYTES, Gate
 from user_sys.console.hub import ConsoleHub, Picture, Report
-from user_sys.console.page import Page
+from user_sys.console.page import Page, StopSocket
 from user_sys.errors import ConfigError, RunError, UserSysError
 from user_sys.messages import OperatorReply
 
@@ -30,7 +30,9 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 GRACE_S = 1  # for open pages at the end; without it uvicorn waits for them for ever
 MAX_PAGES = 16
+MAX_STOP_SOCKETS = 2 * MAX_PAGES  # a page opens another where it doubts the first
 MAX_CONNECTIONS = 64
+RECEIVE_BUFFER_BYTES = 8192  # so that what one connection sends at once takes a few milliseconds to decode
 MAX_REPLIES = 256
 WATCH_RATE_HZ = 10.0
 WATCH_PERIOD_S = 1.0
@@ -107,7 +109,6 @@ class ConsoleServer:
             limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=GRACE_S,
             ws_max_size=wire.MAX_MESSAGE_BYTES,
-            ws_max_queue=32,
             ws_per_message_deflate=False,  # pictures are compressed already
         )
 
@@ -126,6 +127,10 @@ def build_app(pages: _Pages) -> FastAPI:
     async def ws(socket: WebSocket) -> None:
         await pages.serve(socket)
 
+    @app.websocket("/stop")
+    async def stop(socket: WebSocket) -> None:
+        await pages.serve_stops(socket)
+
     return app
 
 
@@ -135,6 +140,7 @@ class _Pages:
     def __init__(self, hub: ConsoleHub) -> None:
         self._hub = hub
         self._open: set[Page] = set()
+        self._stops: set[StopSocket] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replies: deque[OperatorReply] = deque(maxlen=MAX_REPLIES)
         self._waking = False
@@ -161,10 +167,22 @@ class _Pages:
             self._open.discard(page)
             _log.info("console.left operator=%r", page.operator)
 
+    async def serve_stops(self, socket: WebSocket) -> None:
+        await socket.accept()
+        if len(self._stops) >= MAX_STOP_SOCKETS:
+            await socket.close(FULL, f"{MAX_STOP_SOCKETS} connections for e-stops are open already; close a page")
+            return
+        stops = StopSocket(socket, self._hub)
+        self._stops.add(stops)
+        try:
+            await stops.run()
+        finally:
+            self._stops.discard(stops)
+
     def heard(self, what: Report | Picture) -> None:
         """Wakes the pages, once however often it is called before they woke."""
         loop = self._loop
-        if loop is None or not self._open:
+        if loop is None or not (self._open or self._stops):
             return
         if isinstance(what, OperatorReply):
             self._replies.append(what)
@@ -181,6 +199,10 @@ class _Pages:
             page.wake()
 
     def _deliver(self, reply: OperatorReply) -> None:
+        if reply.order == "e-stop":
+            for stops in self._stops:
+                stops.confirm(reply)
+            return
         if reply.order == "drive" and reply.accepted:
             return
         for page in self._open:
@@ -224,6 +246,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     try:
         listening.bind((host, port))
         listening.listen(MAX_CONNECTIONS)

@@ -3,7 +3,7 @@
 ::
 
     POLICY --take-over--> HUMAN --hand-back--> POLICY
-    HUMAN --silence--> HOLD --take-over--> HUMAN,  HOLD --hand-back--> POLICY
+    HUMAN --silence, release--> HOLD --take-over--> HUMAN,  HOLD --hand-back--> POLICY
     any --e-stop--> STOPPED --re-arm--> HOLD
 
 One person at a time: while HUMAN, orders of anybody else are refused and the refusal names who drives. HOLD belongs to
@@ -30,7 +30,7 @@ from user_sys.episode import Phase
 from user_sys.errors import AuthorityError
 from user_sys.messages import OperatorCommand, OperatorReply
 
-SILENCE_S = 0.5
+SILENCE_S = 0.2
 MAX_AUDIT_ENTRIES = 4096
 MAX_NAME_CHARS = 64
 AT_THE_ROBOT = "a person at the robot"
@@ -85,7 +85,9 @@ class Mark:
 class Authority:
     """Decides, for each control period, whether the policy or a person drives, or nobody.
 
-    One thread calls it. Nothing blocks. `clock` gives monotonic seconds.
+    One thread calls it. Nothing blocks. `clock` gives monotonic seconds. A person's input counts for `silence_s`, less
+    the control period in which it is carried out: then the robot stands still, and `silence_s` after the input HOLD
+    begins. At slow control rates an input counts for half of `silence_s`.
 
     A person's *twist* has one element an action element, each in [-1, 1]: the share of the way from ``spec.neutral`` to
     the action's bound. The gripper's element is +1 for open (upper bound), -1 for closed (lower bound), and 0 until the
@@ -109,6 +111,7 @@ class Authority:
         self.clock = clock
         self._unix_ns = unix_ns
         self._silence_s = silence_s
+        self._fresh_s = max(silence_s / 2, silence_s - spec.period_s)
         self._heard_s = -math.inf
         self._sequence = 0
         self._twist = np.zeros(spec.action.shape, np.float32)
@@ -132,9 +135,12 @@ class Authority:
 
     def twist(self) -> Array:
         """The newest input, float32 (a,): all zero unless a person drives, save for the gripper's element."""
-        if self.state is State.HUMAN:
-            return self._twist.copy()
-        return self._still()
+        return self._twist.copy() if self._is_driven else self._still()
+
+    @property
+    def _is_driven(self) -> bool:
+        """A person drives, by an input that lasts to the end of the control period."""
+        return self.state is State.HUMAN and self.clock() - self._heard_s <= self._fresh_s
 
     def action(self, previous: Array) -> Array:
         """The action, float32 (a,) in the action spec's units, that the newest input asks for.
@@ -146,7 +152,7 @@ class Authority:
             SpecError: the robot's spec names no neutral action, so that it cannot be driven by shares of the range.
         """
         spec, twist = self._spec, self.twist()
-        if self._target is not None and self.state is State.HUMAN:
+        if self._target is not None and self._is_driven:
             return self._target.copy()
         if len(spec.neutral) != len(twist):
             raise SpecError(f"{spec.model}: a spec without `neutral` cannot be driven by hand")
@@ -184,7 +190,8 @@ class Authority:
         Args:
             heard_s: when it came in, by `clock`; None is now. An input that had to wait for long moves nothing.
         """
-        self.tick()
+        if command.order != "drive":  # a fresh input ends the silence, however long the caller was busy elsewhere
+            self.tick()
         try:
             self._order(command, self.clock() if heard_s is None else heard_s)
         except AuthorityError as error:
@@ -233,6 +240,9 @@ class Authority:
                 self._take_over(command)
             case "drive":
                 self._drive(command, heard_s)
+            case "release":
+                if self.state is State.HUMAN:
+                    self._move(State.HOLD, operator, "release")
             case "hand-back":
                 self._hand_back(operator)
             case "re-arm":
@@ -299,7 +309,12 @@ class Authority:
 
     def _reply(self, command: OperatorCommand, accepted: bool, reason: str = "") -> OperatorReply:
         return OperatorReply(
-            robot=self.robot, operator=command.operator, order=command.order, accepted=accepted, reason=reason
+            robot=self.robot,
+            operator=command.operator,
+            order=command.order,
+            accepted=accepted,
+            reason=reason,
+            press=command.press,
         )
 
     def _still(self) -> Array:

@@ -145,6 +145,8 @@ class SessionPilot:
         self._swap_at, self._too_old, self._explore = swap_at, too_old, explore
         self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
         self._orders: Mailbox[_Order] = Mailbox(MAX_PENDING_ORDERS)
+        self._pressed: OperatorCommand | None = None  # an e-stop that the authority was not told of
+        self._newest_press = 0  # the sequence of the newest e-stop
         self._neutral = np.array(spec.neutral, np.float32)
         self._away = ""
 
@@ -164,16 +166,23 @@ class SessionPilot:
         return "" if self.people_matter else self._away
 
     def order(self, command: OperatorCommand, turn: int = 0) -> None:
-        """Takes an order from the console; of a person's inputs the newest alone waits.
-
-        A flood beyond the bound is refused, save for the e-stop, which the caller has sent to the driver before.
+        """Takes an order from the console; of a person's inputs the newest alone waits. A flood beyond the bound is
+        refused, and so is a re-arm that was given before the newest e-stop, which came by a shorter way.
 
         Args:
             turn: see `driver_wire.Request`; it grows from one e-stop or re-arm to the next.
         """
+        if command.order == "re-arm" and command.sequence < self._newest_press:
+            self._reply(_refusal(command, "the e-stop was pressed again since"))
+            return
         key = ("drive", command.operator) if command.order == "drive" else None
         if not self._orders.put(_Order(command, turn, self.authority.clock()), key):
             self._reply(_refusal(command, "busy"))
+
+    def press(self, command: OperatorCommand) -> None:
+        """Takes note of an e-stop on its way to the driver. From any thread; nothing delays or refuses it."""
+        self._newest_press = max(self._newest_press, command.sequence)
+        self._pressed = command
 
     def begin(self, tick: Tick) -> None:
         self._swap()
@@ -187,6 +196,9 @@ class SessionPilot:
 
     def decide(self, tick: Tick) -> Decision | None:
         self._applied = self._at_rest(tick) if tick.applied is None else tick.applied
+        pressed, self._pressed = self._pressed, None
+        if pressed is not None:
+            self.authority.emergency_stop(pressed.operator)
         if tick.stopped and self.authority.state is not State.STOPPED:
             self.authority.emergency_stop("the driver", "latched")
         self._obey()  # afterwards: a re-arm is newer than the tick

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld
-from hal.safety import latch_emergency
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.compose import PolicyConfig, make_policy, policy_forms
@@ -39,6 +38,7 @@ from user_sys.edge.realtime import LOOP_PRIORITY, SWITCH_S, take_turns_first
 from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
 from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
+from user_sys.edge.stops import EmergencyStops
 from user_sys.episode import Source
 from user_sys.errors import UserSysError
 from user_sys.inference.address import read_address
@@ -120,12 +120,12 @@ class Session:
         driver: RemoteDriver,
         leaving: threading.Event,
         reporter: SessionReporter,
+        stops: EmergencyStops,
     ) -> None:
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
         self.leaving = leaving
         self._fatal: Exception | None = None
-        self._undelivered_stop: tuple[str, int] | None = None  # person and turn of one that the driver has not heard
-        self._turns = itertools.count(1)
+        self._stops = stops
         spec, task = driver.spec, driver.task
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
         self._link = _policy_link(config, spec)
@@ -142,7 +142,6 @@ class Session:
             self._governor,
             self._say_version,
         )
-        self._emergency = RemoteDriver(config.robot)
         self._authority = Authority(config.robot, spec)
         self._pilot = SessionPilot(
             spec,
@@ -159,6 +158,7 @@ class Session:
             observe=self._governor.observe,
             explore=config.explore,
         )
+        stops.on_press = self._pilot.press
         self._scribe = Scribe(blocked=lambda: self._publisher.publish())
         self._starts = (_start(config, outbox.next_sequence, count) for count in itertools.count())
         self._recorder = Recorder(
@@ -300,22 +300,17 @@ class Session:
                 if self._link is not None:
                     self._link.raise_failure()
                 lease.renew_when_due()
-                if self._undelivered_stop is not None:
-                    self._stop_at_once(*self._undelivered_stop)
+                self._stops.raise_failure()
         except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
             self._fatal = error
         finally:
             self.leaving.set()
-            self._emergency.close()
 
     def _take_messages(self, lease: LeaseKeeper) -> None:
         message = self._client.receive(INBOX_WAIT_S)
         match message:
             case OperatorCommand():
-                turn = next(self._turns)
-                if message.order == "e-stop":
-                    self._stop_at_once(message.operator, turn)
-                self._pilot.order(message, turn)
+                self._pilot.order(message, self._stops.next_turn())
             case LeaseGrant() | LeaseRefusal():
                 lease.on_message(message)
                 self._driver.token = lease.token
@@ -324,26 +319,6 @@ class Session:
             case StopRun():
                 log.info("run.stopped %s", message.reason)
                 self.leaving.set()
-
-    def _stop_at_once(self, person: str, turn: int) -> None:
-        """The e-stop does not wait for the loop: it has its own way to the driver, and is tried until it is there.
-
-        A driver that is away finds it on the disk, even if this session has ended by the time that it is back.
-        """
-        try:
-            self._emergency.emergency_stop(person, turn)
-            self._undelivered_stop = None
-        except HalError as error:
-            first, self._undelivered_stop = self._undelivered_stop is None, (person, turn)
-            log.error("e-stop.undelivered %s; trying again", error)
-            if first:
-                self._latch(person)
-
-    def _latch(self, person: str) -> None:
-        try:
-            latch_emergency(self._config.state / LATCH, person, "pressed while the robot was away")
-        except OSError as error:  # it is tried on while this session lives
-            log.error("e-stop.not_persisted %s", error)
 
     def _say_version(self) -> None:
         """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
@@ -380,7 +355,10 @@ def _run(config: SessionConfig) -> None:
         )
         with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox, limits=config.tunnel) as client:
             lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
-            with SessionReporter(config.robot, client, outbox) as reporter:
+            with (
+                EmergencyStops(config.robot, client, config.state / LATCH) as stops,
+                SessionReporter(config.robot, client, outbox) as reporter,
+            ):
                 driver.token = lease.acquire(leaving)
                 try:
                     if driver.token:
@@ -389,7 +367,7 @@ def _run(config: SessionConfig) -> None:
                         sys.setswitchinterval(SWITCH_S)
                         gc.collect()
                         gc.freeze()  # to look through all that is there by now stops the loop for 10 ms
-                        Session(config, client, outbox, driver, leaving, reporter).run(lease)
+                        Session(config, client, outbox, driver, leaving, reporter, stops).run(lease)
                 finally:
                     reporter.doing = "delivering"
                     _drain(client)

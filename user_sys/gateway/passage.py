@@ -94,7 +94,9 @@ class Passage:
         self._server, self._before = server, before
         self._acts: WeightsApplied | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"passage-{client.hello.name}", daemon=True)
+        name = client.hello.name
+        self._thread = threading.Thread(target=self._run, name=f"passage-{name}", daemon=True)
+        self._stops = threading.Thread(target=self._pass_stops, name=f"e-stop-{name}", daemon=True)
 
     @property
     def refused(self) -> str:
@@ -124,6 +126,7 @@ class Passage:
                 self._before = None
             lost = 0
             with self.client:
+                self._stops.start()
                 while not self._over.is_set():
                     message = self.client.receive(LISTEN_S)
                     if self.client.state is TunnelState.OPEN and self.client.counters["lost"] != lost:
@@ -133,6 +136,13 @@ class Passage:
                         self._server.send(self.client.hello.name, message)
         except TunnelError as error:
             logger.error("passage.failed robot=%s: %s", self.client.hello.name, error)
+
+    def _pass_stops(self) -> None:
+        """E-stops wait for nothing else that comes down."""
+        while not self._over.is_set():
+            message = self.client.receive_stop(LISTEN_S)
+            if message is not None:
+                self._server.send(self.client.hello.name, message)
 
     def _say_again(self) -> None:
         if self._acts is not None:

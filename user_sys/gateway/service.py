@@ -59,6 +59,7 @@ from user_sys.tunnel.wire import AnyMessage, Payload
 logger = logging.getLogger(__name__)
 
 NAME = "gateway"
+LEASES_AT_ONCE, LEASE_EVERY_S = 10, 0.5  # of one robot: each new lease waits for the disk
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -107,7 +108,7 @@ class Gateway:
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
-        self._turns = Turns()
+        self._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S)
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # each robot's newest lease, and the session that has it
 
     def run(self, stop: threading.Event) -> None:
@@ -267,7 +268,12 @@ class Gateway:
         if not self._is_robot(order.robot) or not self.server.send(order.robot, order):
             reason = f"{order.robot} is not connected"
             reply = OperatorReply(
-                robot=order.robot, operator=order.operator, order=order.order, accepted=False, reason=reason
+                robot=order.robot,
+                operator=order.operator,
+                order=order.order,
+                accepted=False,
+                reason=reason,
+                press=order.press,
             )
             self.server.send(console.name, reply)
 

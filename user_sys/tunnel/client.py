@@ -1,8 +1,8 @@
 """A peer's end of the tunnel: dials out, comes back by itself, and loses no experience.
 
 One thread dials, moves bulk and keeps the connections alive; the public methods may be called from any thread. A thread
-that sends a message of control or of weights, or waits for one, uses its connection itself. docs/tunnel.md has the
-protocol.
+that sends a message of control or of weights or an e-stop, or waits for one, uses its connection itself.
+docs/tunnel.md has the protocol.
 
 What survives a lost connection: chunks (resent from the outbox after the last acknowledgement), the newest weights that
 the gateway has not confirmed (from the byte on that it lacks), and queued messages, except those in `wire.PERISHABLE`,
@@ -33,6 +33,7 @@ from user_sys.messages import (
     Hello,
     LeaseGrant,
     OperatorCommand,
+    OperatorReply,
     Preview,
     PreviewAck,
     Refusal,
@@ -56,7 +57,7 @@ from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.sockets import Wakeup
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
-from user_sys.tunnel.wire import PARCELS, PERISHABLE, Channel, Envelope, channel_of, coalescing_key
+from user_sys.tunnel.wire import PARCELS, PERISHABLE, AnyMessage, Channel, Envelope, channel_of, coalescing_key
 
 __all__ = ["TunnelClient", "TunnelState"]
 
@@ -104,6 +105,7 @@ class TunnelClient:
         self._limits = limits = limits or TunnelLimits()
         self._outlets = {
             Channel.CONTROL: Outlet(limits.control),
+            Channel.STOP: Outlet(limits.stop),
             Channel.WEIGHTS: Outlet(limits.weights),
             Channel.EXPERIENCE: Outlet(limits.experience),
         }
@@ -111,7 +113,8 @@ class TunnelClient:
         self._uplink = None if outbox is None else ChunkUplink(outbox, settle)
         self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._take_in_all)
         self._weights = Reader(limits.weights.queue_messages, self._take_in_all)
-        self._readers = {Channel.CONTROL: self._reader, Channel.WEIGHTS: self._weights}
+        self._stops = Reader(limits.stop.window_messages + limits.stop.queue_messages, self._take_in_all)
+        self._readers = {Channel.CONTROL: self._reader, Channel.STOP: self._stops, Channel.WEIGHTS: self._weights}
         self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
@@ -228,18 +231,25 @@ class TunnelClient:
         False when the queue is full, or when the message would be worthless late and the tunnel is not open.
         """
         envelope = Envelope(message)
-        if channel_of(message) is not Channel.CONTROL:  # a control loop that tells its version is to read no weights
+        if channel_of(message) is Channel.WEIGHTS:  # a control loop that tells its version is to read no weights
             return self._queue(envelope)
         return self._say(envelope)
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message from the gateway, or None after `timeout_s`."""
-        incoming = self._reader.take(timeout_s)
+        return self._receive_from(self._reader, timeout_s)  # type: ignore[return-value]
+
+    def receive_stop(self, timeout_s: float) -> OperatorCommand | OperatorReply | None:
+        """The next e-stop, at a robot, or confirmation of one, at a console; or None after `timeout_s`."""
+        return self._receive_from(self._stops, timeout_s)  # type: ignore[return-value]
+
+    def _receive_from(self, reader: Reader, timeout_s: float) -> AnyMessage | None:
+        incoming = reader.take(timeout_s)
         if incoming is None:
             return None
         if incoming.line.release(incoming.charge):
             self._wakeup.set()  # a grant is due
-        return incoming.envelope.message  # type: ignore[return-value]
+        return incoming.envelope.message
 
     def send_weights(self, message: WeightsMessage, payload: bytes | memoryview | None = None) -> bool:
         """Sends a message of the weights channel now, or queues it; never blocks.
@@ -460,6 +470,8 @@ class TunnelClient:
     def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
         """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
+            case OperatorCommand() | OperatorReply() if line.channel is Channel.STOP:
+                charge = self._stops.put(envelope, line, charge)
             case LeaseGrant() | OperatorCommand() | RobotStatus():
                 charge = self._reader.put(envelope, line, charge)
             case Grant():

@@ -62,6 +62,7 @@ class TunnelLimits:
     """
 
     control: ChannelLimits = ChannelLimits(window_messages=1024, window_bytes=4 << 20)
+    stop: ChannelLimits = ChannelLimits(window_messages=256, window_bytes=1 << 20, queue_messages=1024)
     weights: ChannelLimits = ChannelLimits(window_bytes=32 << 20)
     experience: ChannelLimits = ChannelLimits()
     max_message_bytes: int = 16 << 20

@@ -42,7 +42,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | sum(_ENDS)
 
 
 class Contexts:
-    """libzmq's threads: one for control alone, since encrypting a megabyte takes a millisecond, and one for bulk.
+    """libzmq's threads: one for control and e-stops, since encrypting a megabyte takes a millisecond; one for bulk.
 
     The bulk thread is a batch job to the kernel: when it becomes ready it does not displace a thread that runs.
     """
@@ -54,7 +54,7 @@ class Contexts:
             self._bulk.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
 
     def of(self, channel: Channel) -> zmq.Context[Socket]:
-        return self._control if channel is Channel.CONTROL else self._bulk
+        return self._control if channel in (Channel.CONTROL, Channel.STOP) else self._bulk
 
     def close(self) -> None:
         """All sockets must be closed before."""
@@ -153,7 +153,7 @@ class Line:
 
 
 class Link:
-    """Three CURVE connections under one fresh session. One thread calls it; its lines may be used by others.
+    """Four CURVE connections under one fresh session. One thread calls it; its lines may be used by others.
 
     libzmq's own reconnecting is off: a link that has lost one connection is closed, and the client opens another, so
     that nothing sent under one session is ever delivered under the next.
@@ -180,6 +180,7 @@ class Link:
         session = new_session()
         windows = {
             Channel.CONTROL: limits.control,
+            Channel.STOP: limits.stop,
             Channel.WEIGHTS: limits.weights,
             Channel.EXPERIENCE: limits.experience,
         }
@@ -239,7 +240,7 @@ class Link:
         """Shows the gateway that each connection carries what we send.
 
         Raises:
-            LinkDown: nothing has come on one of those for bulk for `stuck_after_s`; the client judges control.
+            LinkDown: nothing has come on another than control for `stuck_after_s`; the client judges control.
         """
         for channel, line in self.lines.items():
             line.send(Envelope(beat))  # a full pipe is a beat of its own

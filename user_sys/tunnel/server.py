@@ -1,7 +1,8 @@
 """The gateway's end of the tunnel: one TCP port, CURVE-encrypted, closed to keys that are not in the ring.
 
 One thread owns the sockets. It decodes, checks and hands every message to a `TunnelHandler`, and sends what other
-threads have queued: control first, then weights, then experience. Nothing that a peer sends raises out of the loop.
+threads have queued: control and e-stops first, then weights, then experience. Nothing that a peer sends raises out of
+the loop.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ class TunnelServer:
                 self._greet(routing_id, channel, session, envelope.message, frames[-1])
             elif session is None or channel not in session.greeted:
                 self.counters["stray"] += 1
-            elif channel is Channel.CONTROL:
+            elif channel in (Channel.CONTROL, Channel.STOP):
                 self._deliver(session, channel, envelope, size_of(parts))
             else:
                 later.append((session, channel, envelope, size_of(parts)))

@@ -52,6 +52,7 @@ class Memory:
 def channel_limits(limits: TunnelLimits) -> dict[Channel, ChannelLimits]:
     return {
         Channel.CONTROL: limits.control,
+        Channel.STOP: limits.stop,
         Channel.WEIGHTS: limits.weights,
         Channel.EXPERIENCE: limits.experience,
     }

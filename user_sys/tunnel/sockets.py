@@ -17,7 +17,12 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 ZAP_DOMAIN = b"user-sys"
 ZERO_COPY_BYTES = 64 << 10  # handing over a smaller frame costs more than copying it
 _POLLIN, _MORE = int(zmq.POLLIN), zmq.DONTWAIT | zmq.SNDMORE  # computing with flags takes longer than a call
-TRAFFIC_CLASS = {Channel.CONTROL: 0xB8, Channel.WEIGHTS: 0x28, Channel.EXPERIENCE: 0x20}  # DSCP EF, AF11, CS1
+TRAFFIC_CLASS = {  # DSCP EF, EF, AF11, CS1
+    Channel.CONTROL: 0xB8,
+    Channel.STOP: 0xB8,
+    Channel.WEIGHTS: 0x28,
+    Channel.EXPERIENCE: 0x20,
+}
 
 
 def receive_frames(socket: Socket) -> list[zmq.Frame] | None:

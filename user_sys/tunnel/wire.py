@@ -1,7 +1,7 @@
 """The tunnel's wire: channels, who may say what, and messages as frames.
 
-A client opens three connections (DEALER) to one port (ROUTER), one a channel. Their routing ids are the channel's
-letter and 16 random bytes that the three share: the session. A message is one msgpack frame; those in `WITH_PAYLOAD`
+A client opens four connections (DEALER) to one port (ROUTER), one a channel. Their routing ids are the channel's
+letter and 16 random bytes that the four share: the session. A message is one msgpack frame; those in `WITH_PAYLOAD`
 are followed by exactly one frame of bulk bytes. docs/tunnel.md describes a session from its first byte to its last.
 """
 
@@ -37,6 +37,7 @@ from user_sys.messages import (
     PreviewAck,
     Refusal,
     RobotStatus,
+    StopMessage,
     StopRun,
     WatchRequest,
     WeightsApplied,
@@ -57,6 +58,7 @@ AnyMessage: TypeAlias = ControlMessage | WeightsMessage | ExperienceMessage
 Payload: TypeAlias = bytes | memoryview
 
 SESSION_BYTES = 16
+E_STOP = "e-stop"
 MAX_PARTS = 2
 
 
@@ -64,6 +66,7 @@ class Channel(enum.Enum):
     """In the order of their priority; the value is the first byte of a connection's routing id."""
 
     CONTROL = b"c"
+    STOP = b"s"  # e-stops and their confirmations, behind nothing else
     WEIGHTS = b"w"
     EXPERIENCE = b"e"
 
@@ -100,6 +103,7 @@ ALLOWED: dict[Role, tuple[type[Message], ...]] = {
 
 _DECODERS: dict[Channel, msgspec.msgpack.Decoder[Any]] = {
     Channel.CONTROL: msgspec.msgpack.Decoder(ControlMessage),
+    Channel.STOP: msgspec.msgpack.Decoder(StopMessage),
     Channel.WEIGHTS: msgspec.msgpack.Decoder(WeightsMessage),
     Channel.EXPERIENCE: msgspec.msgpack.Decoder(ExperienceMessage),
 }
@@ -121,12 +125,16 @@ def new_session() -> bytes:
 
 def channel_of(message: AnyMessage) -> Channel:
     """The channel that a message travels on. Hello, Welcome, Refusal and Grant go on all; their sender says which."""
+    if isinstance(message, OperatorCommand | OperatorReply) and message.order == E_STOP:
+        return Channel.STOP
     return _CHANNEL_OF.get(type(message), Channel.CONTROL)
 
 
 _STATES: dict[type[Message], Callable[[Any], Hashable]] = {
     RobotStatus: lambda status: ("status", status.robot),
-    OperatorCommand: lambda order: ("drive", order.robot, order.operator) if order.order == "drive" else None,
+    OperatorCommand: lambda order: (
+        (order.order, order.robot, order.operator, order.press) if order.order in ("drive", E_STOP) else None
+    ),
     WatchRequest: lambda request: ("watch", request.robot),
     Preview: lambda preview: ("preview", preview.robot, preview.camera),
     WeightsOffer: lambda offer: (WeightsOffer, offer.learner, offer.greeting),  # a greeting says more than the newest
@@ -160,6 +168,8 @@ def decode(channel: Channel, frames: list[Payload], limits: TunnelLimits) -> Env
         message = _DECODERS[channel].decode(frames[0])
     except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError, HalError) as error:
         raise WireError(f"not a message of the {channel.name.lower()} channel: {str(error)[:200]}") from None
+    if not isinstance(message, FREE) and channel_of(message) is not channel:
+        raise WireError(f"not a message of the {channel.name.lower()} channel: {type(message).__name__}")
     if isinstance(message, WITH_PAYLOAD) != (len(frames) == MAX_PARTS):
         raise WireError(f"{type(message).__name__} came with {len(frames) - 1} payload frames")
     return Envelope(message, frames[1] if len(frames) == MAX_PARTS else None)

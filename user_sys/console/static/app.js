@@ -4,22 +4,26 @@ import { Card } from "./card.js";
 import { Chart, minutes, short } from "./chart.js";
 import { Hand } from "./drive.js";
 import { Link } from "./link.js";
+import { Stops } from "./stops.js";
 
 const DRIVE_PERIOD_MS = 40;
-const PING_PERIOD_MS = 1000;
-const STOP_REPEAT_MS = 200;
-const STOP_GIVE_UP_MS = 5000;
+const SEEN_PERIOD_MS = 50;
+const PING_PERIOD_MS = 200;
+const LOOK_PERIOD_MS = 100;
+const MAX_SEEN = 60; // pictures in one message
 const GRANT_MS = 1500;
+const STOPPED_MS = 1000; // by then the robot's status says so too
 const MAX_EVENTS = 50;
 const ORDER_KEYS = { KeyT: "take-over", KeyH: "hand-back", KeyO: "success", KeyX: "failure", Backspace: "reset" };
 
 const el = (id) => document.getElementById(id);
 const cards = new Map();
-const stopping = new Map(); // robot -> when its e-stop was asked for
+let seen = []; // the pictures that were shown, as the server is told every SEEN_PERIOD_MS
+let closedFor = ""; // why the connection was closed
 let me = "";
 let chosen = null; // the card that the keyboard means
 let driving = ""; // the robot that this page drives, by the robot's own word
-let granted = { robot: "", untilMs: 0 }; // a take-over that was accepted, until the robot's status says so too
+let granted = { robot: "", untilMs: 0 }; // a take-over that was asked for, until the robot's status says so too
 
 history.replaceState(null, "", "/"); // the token is not for the history or a screenshot; a cookie has taken its place
 
@@ -27,21 +31,19 @@ const charts = {
   success: new Chart(el("chart-success"), { percent: true, time: true, empty: "no episode yet" }),
   losses: new Chart(el("chart-losses"), { empty: "no update yet" }),
 };
-const hand = new Hand(onFreshKey);
+const hand = new Hand(onFreshKey, sendInput);
+const stops = new Stops(() => me || sessionStorage.getItem("operator"), onStopped, showStops);
 
-const link = new Link({
+const link = new Link("/ws", PING_PERIOD_MS, {
   open() {
+    closedFor = "";
+    seen = [];
     link.send({ type: "hello", operator: sessionStorage.getItem("operator") ?? "" });
     link.send({ type: "look", on: !document.hidden });
-    ping();
-    alarm("");
   },
   closed(reason) {
-    el("link").dataset.state = "down";
-    el("link").textContent = "not connected";
-    hand.letGo();
-    alarm(`Not connected${reason ? `: ${reason}` : ""}. A robot that you drove holds still. To stop a robot now, use its own
-      emergency stop. If the run was started again, open the address that it printed.`);
+    closedFor = reason || "not connected";
+    showFreshness();
   },
   welcome(message) {
     me = message.operator;
@@ -58,17 +60,16 @@ const link = new Link({
   },
   reply(message) {
     if (message.order === "drive") return showRefusedDrive(message);
-    // The robot holds after half a second without input: do not wait for its next status.
-    const taken = message.order === "take-over" && message.accepted;
-    granted = { robot: taken ? message.robot : "", untilMs: performance.now() + GRANT_MS };
+    if (message.order === "take-over" && !message.accepted) granted.robot = "";
     say(`${message.robot}: ${message.order}${message.accepted ? "" : ` refused: ${message.reason}`}`, message.accepted);
   },
   pong(message) {
-    el("link").dataset.state = "up";
     el("link").textContent = `live · ${Math.max(1, Math.round(performance.now() - message.sent_ms))} ms`;
+    showFreshness();
   },
   picture(header, jpeg) {
-    return cards.get(header.robot)?.picture(header, jpeg) ?? Promise.resolve();
+    const shown = cards.get(header.robot)?.picture(header, jpeg) ?? Promise.resolve();
+    shown.finally(() => seen.push([header.robot, header.camera])); // only then does the server send the newest
   },
 });
 
@@ -91,11 +92,38 @@ function showRun(view) {
     cards.get(robot.name).show(robot, me);
   }
   followControl();
-  confirmStops();
+}
+
+// While the server does not reply, nothing on the page is true any more: only STOP is left.
+function showFreshness() {
+  const fresh = link.fresh;
+  if (!fresh) {
+    hand.letGo();
+    granted.robot = "";
+    el("link").textContent = link.open ? `no reply for ${seconds(link.silentMs)}` : "not connected";
+  }
+  el("link").dataset.state = fresh ? "up" : "down";
+  const before = !document.body.classList.contains("unknown");
+  if (fresh !== before) {
+    document.body.classList.toggle("unknown", !fresh);
+    el("operator").value = fresh ? me : "";
+    for (const control of document.querySelectorAll("#operator, #speed, #pad button")) control.disabled = !fresh;
+    for (const card of cards.values()) card.showFreshness(fresh);
+  }
+  if (!fresh || fresh !== before) showAlarm(fresh);
+}
+
+function showAlarm(fresh) {
+  const cut = closedFor
+    ? `Not connected: ${closedFor}. If the run was started again, open the address that it printed.`
+    : `No reply for ${seconds(link.silentMs)}.`;
+  const lost = fresh ? "" : `${cut} The state of the robots is unknown. One that you drove holds still.`;
+  const own = lost || stops.doubt ? "To stop a robot now, use its own emergency stop." : "";
+  alarm([stops.doubt, lost, own].filter(Boolean).join(" "));
 }
 
 function addCard(name) {
-  const card = new Card(name, (order) => give(name, order), () => choose(card));
+  const card = new Card(name, (order) => give(name, order), () => choose(card), stops);
   cards.set(name, card);
   el("no-robots").hidden = true;
   el("robots").append(card.node);
@@ -118,40 +146,40 @@ function followControl() {
   }
   driving = now;
   document.body.classList.toggle("driving", Boolean(now));
-  el("operator").disabled = Boolean(now);
+  el("operator").disabled = Boolean(now) || !link.fresh;
   el("drive-hint").textContent = now ? `you drive ${now}` : chosen?.heldMine ? "held: press a key to resume" : "take a robot over first";
 }
 
 function give(robot, order) {
   const card = cards.get(robot);
-  if (order !== "e-stop" && card.button(order).disabled) return;
+  if (order === "e-stop") return stop([robot]);
+  if (order === "cancel-stop") return cancelStop(robot);
+  if (card.button(order).disabled) return;
   if (order === "take-over" && !card.heldMine) hand.setGripper(0);
-  if (order === "e-stop") return stop(robot);
-  if (!link.send({ type: "order", robot, order })) say(`${robot}: ${order} not sent, no connection`, false);
+  if (!link.send({ type: "order", robot, order })) return say(`${robot}: ${order} not sent, no connection`, false);
+  // The robot holds soon without input: do not wait for its answer.
+  if (order === "take-over") granted = { robot, untilMs: performance.now() + GRANT_MS };
 }
 
-// A stop is repeated until the robot says that it has stopped.
-function stop(robot) {
-  stopping.set(robot, performance.now());
+function stop(robots) {
   granted.robot = "";
   hand.letGo();
-  link.send({ type: "order", robot, order: "e-stop" });
+  stops.press(robots);
 }
 
-function confirmStops() {
-  for (const robot of stopping.keys()) {
-    if (cards.get(robot)?.status?.authority === "stopped") stopping.delete(robot);
-  }
+function cancelStop(robot) {
+  stops.cancel(robot);
+  say(`${robot}: e-stop cancelled before it was confirmed`, false);
 }
 
-function repeatStops() {
-  for (const [robot, since] of stopping) {
-    link.send({ type: "order", robot, order: "e-stop" });
-    if (performance.now() - since > STOP_GIVE_UP_MS) {
-      stopping.delete(robot);
-      alarm(`${robot} has not confirmed the stop. Use its own emergency stop.`);
-    }
-  }
+function onStopped(robot, waitedMs) {
+  cards.get(robot)?.stopped(STOPPED_MS);
+  say(`${robot}: e-stop confirmed by its driver after ${waitedMs} ms`, true);
+}
+
+function showStops() {
+  for (const card of cards.values()) card.showStop();
+  showAlarm(link.fresh);
 }
 
 function onFreshKey(code) {
@@ -162,7 +190,7 @@ function onFreshKey(code) {
 
 function sendInput() {
   const robot = driving || (performance.now() < granted.untilMs ? granted.robot : "");
-  if (!robot || document.hidden) return;
+  if (!robot || document.hidden || !link.fresh) return;
   link.send({ type: "drive", robot, move: hand.move(el("speed").value / 100), gripper: hand.gripper });
 }
 
@@ -195,7 +223,7 @@ function onKeyUp(event) {
 }
 
 function stopAll() {
-  for (const robot of cards.keys()) stop(robot);
+  stop([...cards.keys()]);
 }
 
 function showRefusedDrive(message) {
@@ -218,12 +246,18 @@ function alarm(text) {
   el("alarm").hidden = !text;
 }
 
-function ping() {
-  link.send({ type: "ping", sent_ms: performance.now() });
+function sendSeen() {
+  if (seen.length) link.send({ type: "seen", pictures: seen.splice(0, MAX_SEEN) });
 }
 
+function seconds(ms) {
+  return `${(ms / 1000).toFixed(1)} s`;
+}
+
+// The server has the robots that a hidden page drives hold: its timers are slow, and nobody looks.
 function onHidden() {
   if (document.hidden) hand.letGo();
+  link.beat();
   link.send({ type: "look", on: !document.hidden });
 }
 
@@ -239,5 +273,6 @@ window.addEventListener("keyup", onKeyUp, { capture: true });
 window.addEventListener("blur", () => hand.letGo());
 document.addEventListener("visibilitychange", onHidden);
 setInterval(sendInput, DRIVE_PERIOD_MS);
-setInterval(repeatStops, STOP_REPEAT_MS);
-setInterval(ping, PING_PERIOD_MS);
+setInterval(sendSeen, SEEN_PERIOD_MS);
+setInterval(showFreshness, LOOK_PERIOD_MS);
+setInterval(() => cards.forEach((card) => card.showPictureAges()), LOOK_PERIOD_MS);

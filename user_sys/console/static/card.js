@@ -3,11 +3,16 @@
 import { minutes } from "./chart.js";
 
 const RATES_OVER_MS = 2000;
+const OLD_MS = 750; // a picture of this age is labelled with it
 
 export class Card {
-  // `give(order)` sends an order to this robot; `choose()` makes it the one that the keyboard means.
-  constructor(name, give, choose) {
+  // `give(order)` sends an order to this robot; `choose()` makes it the one that the keyboard means; `stops` has the
+  // e-stops that wait for their confirmation.
+  constructor(name, give, choose, stops) {
     this.name = name;
+    this.stops = stops;
+    this.fresh = true;
+    this.stoppedUntilMs = 0;
     this.cameras = new Map();
     this.node = document.getElementById("card").content.firstElementChild.cloneNode(true);
     this.node.setAttribute("aria-label", `Robot ${name}`);
@@ -28,16 +33,52 @@ export class Card {
 
   // What the person at this page may do: "" before the robot has reported.
   show(robot, me) {
+    this.robot = robot;
+    this.me = me;
     const status = robot.status;
     this.status = status;
     this.node.classList.toggle("lost", robot.lost || !status);
     this.mine = status?.authority === "human" && status.operator === me;
     this.heldMine = status?.authority === "hold" && status.operator === me;
-    this.showBadge(robot, me);
-    this.showButtons();
+    this.showStop();
     this.orderCameras(robot.cameras);
     if (status) this.showFacts(status);
     if (robot.last) this.showLast(robot.last);
+  }
+
+  // `fresh`: the server replies. Otherwise nothing is known of the robot, and no order but a stop makes sense.
+  showFreshness(fresh) {
+    this.fresh = fresh;
+    if (!fresh) this.mine = this.heldMine = false;
+    this.showStop();
+  }
+
+  // The driver has confirmed the e-stop; until the robot's status says so too, that is what is shown.
+  stopped(forMs) {
+    this.stoppedUntilMs = performance.now() + forMs;
+    this.showStop();
+  }
+
+  showStop() {
+    this.showButtons();
+    const waits = this.stops.waitedMs(this.name) !== undefined;
+    this.button("cancel-stop").hidden = !this.stops.inDoubt(this.name);
+    if (waits) {
+      const doubt = this.stops.inDoubt(this.name);
+      this.badge("stopping", doubt ? "NOT CONFIRMED" : "STOPPING …", doubt ? "the stop is repeated until it is confirmed" : "");
+    } else if (!this.fresh) {
+      this.badge("unknown", "UNKNOWN", "no reply from the run");
+    } else if (performance.now() < this.stoppedUntilMs) {
+      this.badge("stopped", "STOPPED", "confirmed by its driver");
+    } else if (this.robot) {
+      this.showBadge(this.robot, this.me);
+    }
+  }
+
+  badge(state, word, note) {
+    set(this.slot("badge"), word);
+    this.slot("badge").dataset.state = state;
+    set(this.slot("note"), note);
   }
 
   showBadge(robot, me) {
@@ -51,13 +92,12 @@ export class Card {
       stopped: driver ? `by ${driver} · re-arm to go on` : "re-arm to go on",
       waiting: `has not come in yet, for ${silent}`,
     };
-    set(this.slot("badge"), words[state] ?? state);
-    this.slot("badge").dataset.state = this.mine ? "you" : state;
-    set(this.slot("note"), lost ? `no word from this robot for ${silent}` : [notes[state], status?.note].filter(Boolean).join(" · "));
+    const note = lost ? `no word from this robot for ${silent}` : [notes[state], status?.note].filter(Boolean).join(" · ");
+    this.badge(this.mine ? "you" : state, words[state] ?? state, note);
   }
 
   showButtons() {
-    const state = this.status?.authority;
+    const state = this.fresh ? this.status?.authority : undefined;
     const others = state === "human" && !this.mine;
     const armed = Boolean(state) && state !== "stopped";
     this.button("take-over").disabled = !armed || others || this.mine;
@@ -115,7 +155,7 @@ export class Card {
     const cameras = this.slot("cameras");
     cameras.querySelector(".empty")?.remove();
     cameras.append(figure);
-    const camera = { canvas, rate, times: [] };
+    const camera = { canvas, rate, times: [], shownMs: performance.now() };
     this.cameras.set(name, camera);
     return camera;
   }
@@ -127,10 +167,17 @@ export class Card {
   }
 
   showCameraRate(camera) {
-    const now = performance.now();
+    const now = (camera.shownMs = performance.now());
     camera.times.push(now);
     while (camera.times[0] < now - RATES_OVER_MS) camera.times.shift();
     set(camera.rate, `${Math.round((camera.times.length * 1000) / RATES_OVER_MS)} fps`);
+  }
+
+  showPictureAges() {
+    for (const { rate, shownMs } of this.cameras.values()) {
+      const ageMs = performance.now() - shownMs;
+      if (ageMs > OLD_MS) set(rate, `${(ageMs / 1000).toFixed(1)} s old`);
+    }
   }
 }
 

@@ -11,9 +11,10 @@ const MOVES = {
 const SLOW = 0.3;
 
 export class Hand {
-  // `moved()` is called when a person presses a key or button afresh.
-  constructor(moved) {
+  // `moved(code)` is called when a person presses a key or button afresh, `changed()` also when one is released.
+  constructor(moved, changed) {
     this.moved = moved;
+    this.changed = changed;
     this.down = new Set();
     this.slow = false;
     this.gripper = 0;
@@ -42,12 +43,14 @@ export class Hand {
     this.down.add(code);
     this.buttons.get(code).classList.add("lit");
     this.moved(code);
+    this.changed();
     return true;
   }
 
   release(code) {
-    this.down.delete(code);
-    this.buttons.get(code)?.classList.remove("lit");
+    if (!this.down.delete(code)) return;
+    this.buttons.get(code).classList.remove("lit");
+    this.changed();
   }
 
   letGo() {

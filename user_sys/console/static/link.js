@@ -1,18 +1,33 @@
-// The one WebSocket: JSON both ways, pictures as binary frames (u32 header length, JSON header, JPEG).
+// A WebSocket that comes back by itself, and knows how long the server has not replied. JSON both ways; pictures as
+// binary frames (u32 header length, JSON header, JPEG).
 
 const RETRY_MIN_MS = 500;
 const RETRY_MAX_MS = 5000;
+const DEAD_MS = 3000; // a connection on which a ping has no reply for so long is given up
+const STALE_MS = 750; // what the page shows is out of date when the last reply is so old
 
 export class Link {
-  // `on` has one function a message type, and: open(), closed(reason), picture(header, blob) -> Promise.
-  constructor(on) {
+  // `on` has one function a message type, and may have: open(), closed(reason), picture(header, blob) -> Promise.
+  constructor(path, pingMs, on) {
+    this.path = path;
     this.on = on;
     this.retryMs = RETRY_MIN_MS;
+    this.repliedMs = performance.now();
     this.connect();
+    setInterval(() => this.beat(), pingMs);
   }
 
   get open() {
     return this.socket.readyState === WebSocket.OPEN;
+  }
+
+  get silentMs() {
+    return performance.now() - this.repliedMs;
+  }
+
+  // The server has replied just now, so what it sent is not out of date.
+  get fresh() {
+    return this.open && this.silentMs < STALE_MS;
   }
 
   send(message) {
@@ -21,16 +36,34 @@ export class Link {
     return true;
   }
 
+  // Timers of a hidden page may run once a minute: the time counts from the oldest ping without a reply.
+  beat() {
+    if (this.askedMs && performance.now() - this.askedMs > DEAD_MS) return this.renew();
+    if (this.send({ type: "ping", sent_ms: performance.now() })) this.askedMs ||= performance.now();
+  }
+
+  renew() {
+    const old = this.socket;
+    old.onopen = old.onmessage = old.onclose = null;
+    old.close();
+    this.on.closed?.("no reply");
+    this.connect();
+  }
+
   connect() {
-    this.socket = new WebSocket(`ws://${location.host}/ws`);
+    this.askedMs = performance.now();
+    this.socket = new WebSocket(`ws://${location.host}${this.path}`);
     this.socket.binaryType = "arraybuffer";
     this.socket.onopen = () => {
       this.retryMs = RETRY_MIN_MS;
-      this.on.open();
+      this.askedMs = 0;
+      this.on.open?.();
+      this.beat();
     };
     this.socket.onmessage = (event) => this.take(event.data);
     this.socket.onclose = (event) => {
-      this.on.closed(event.reason);
+      this.askedMs = 0;
+      this.on.closed?.(event.reason);
       setTimeout(() => this.connect(), this.retryMs);
       this.retryMs = Math.min(this.retryMs * 2, RETRY_MAX_MS);
     };
@@ -39,13 +72,16 @@ export class Link {
   take(content) {
     if (typeof content === "string") {
       const message = JSON.parse(content);
-      this.on[message.type](message);
+      if (message.type === "pong") {
+        this.repliedMs = performance.now();
+        this.askedMs = 0;
+      }
+      this.on[message.type]?.(message);
       return;
     }
     const length = new DataView(content).getUint32(0, true);
     const header = JSON.parse(new TextDecoder().decode(new Uint8Array(content, 4, length)));
     const jpeg = new Blob([new Uint8Array(content, 4 + length)], { type: "image/jpeg" });
-    // Seen is said only once the picture stands on the page: the server then sends the newest.
-    this.on.picture(header, jpeg).finally(() => this.send({ type: "seen", robot: header.robot, camera: header.camera }));
+    this.on.picture(header, jpeg);
   }
 }

@@ -1,0 +1,77 @@
+// The e-stops that were pressed on this page: each is repeated until the robot's driver confirms it or the person
+// cancels it, on a connection of its own, also after a new connection and after the page is loaded again.
+
+import { Link } from "./link.js";
+
+const REPEAT_MS = 100;
+const DOUBT_MS = 1000; // without a confirmation for so long the page warns
+const PING_MS = 500;
+const KEPT = "stops";
+
+export class Stops {
+  // `operator()` names the person; `confirmed(robot, ms)` and `changed()` are called as their names say.
+  constructor(operator, confirmed, changed) {
+    this.operator = operator;
+    this.confirmed = confirmed;
+    this.changed = changed;
+    this.pressed = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // robot -> press, atMs (epoch), reason
+    this.link = new Link("/stop", PING_MS, {
+      open: () => this.repeat(),
+      stopped: (message) => this.answer(message),
+    });
+    setInterval(() => this.repeat(), REPEAT_MS);
+  }
+
+  press(robots) {
+    for (const robot of robots) {
+      if (this.pressed.has(robot)) continue;
+      const press = Date.now() * 1000 + Math.floor(1000 * Math.random()); // unlike that of any other page
+      this.pressed.set(robot, { press, atMs: Date.now(), reason: "" });
+    }
+    this.repeat();
+    this.keep();
+  }
+
+  cancel(robot) {
+    this.pressed.delete(robot);
+    this.keep();
+  }
+
+  // Milliseconds since the press; undefined where none waits for its confirmation.
+  waitedMs(robot) {
+    return this.pressed.has(robot) ? Date.now() - this.pressed.get(robot).atMs : undefined;
+  }
+
+  inDoubt(robot) {
+    return this.waitedMs(robot) > DOUBT_MS;
+  }
+
+  // In a sentence, what is not confirmed; empty if nothing is in doubt.
+  get doubt() {
+    const robots = [...this.pressed.keys()].filter((robot) => this.inDoubt(robot));
+    const told = (robot) => (this.pressed.get(robot).reason ? `${robot} (${this.pressed.get(robot).reason})` : robot);
+    return robots.length ? `The stop is NOT CONFIRMED: ${robots.map(told).join(", ")}. It is repeated until it is.` : "";
+  }
+
+  repeat() {
+    if (!this.pressed.size) return;
+    const presses = Object.fromEntries([...this.pressed].map(([robot, { press }]) => [robot, press]));
+    this.link.send({ type: "stop", operator: this.operator() || "guest", presses });
+    this.changed();
+  }
+
+  answer({ robot, press, confirmed, reason }) {
+    const waiting = this.pressed.get(robot);
+    if (waiting?.press !== press) return;
+    waiting.reason = reason;
+    if (!confirmed) return this.changed();
+    const waitedMs = this.waitedMs(robot);
+    this.cancel(robot);
+    this.confirmed(robot, waitedMs);
+  }
+
+  keep() {
+    sessionStorage.setItem(KEPT, JSON.stringify([...this.pressed]));
+    this.changed();
+  }
+}
