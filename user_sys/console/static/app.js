@@ -109,6 +109,7 @@ function showFreshness() {
     el("operator").value = fresh ? me : "";
     for (const control of document.querySelectorAll("#operator, #speed, #pad button")) control.disabled = !fresh;
     for (const card of cards.values()) card.showFreshness(fresh);
+    followControl();
   }
   if (!fresh || fresh !== before) showAlarm(fresh);
 }
@@ -147,7 +148,8 @@ function followControl() {
   driving = now;
   document.body.classList.toggle("driving", Boolean(now));
   el("operator").disabled = Boolean(now) || !link.fresh;
-  el("drive-hint").textContent = now ? `you drive ${now}` : chosen?.heldMine ? "held: press a key to resume" : "take a robot over first";
+  const idle = chosen?.heldMine ? "held: press a key to resume" : "take a robot over first";
+  el("drive-hint").textContent = !link.fresh ? "no reply from the run" : now ? `you drive ${now}` : idle;
 }
 
 function give(robot, order) {
