@@ -19,6 +19,7 @@ from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, new_keypair
 from user_sys.tunnel.link import Link
 from user_sys.tunnel.server import TunnelServer
+from user_sys.tunnel.wire import Channel
 
 PARCEL = b"p" * 32
 MORE_THAN_A_WINDOW = 3 * QUICK.weights.window_messages
@@ -108,21 +109,21 @@ def test_weights_are_asked_for_and_come_although_the_tunnels_thread_is_busy(
 def test_weights_for_which_nobody_waits_are_taken_in_by_the_tunnels_thread(ends: Ends) -> None:
     assert ends.client.receive_weights(0.01) is None  # somebody did, once
     ends.give(0)
-    until(lambda: len(ends.client._weights.inbox), "it is taken in")
+    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
     assert first_of(ends.client) == 0
 
 
 def test_weights_are_read_although_sending_has_swallowed_the_news_of_them(ends: Ends) -> None:
-    ends.client._weights._ident = -1  # a thread that waits, and whose file descriptor stays silent
+    ends.client._readers[Channel.WEIGHTS]._ident = -1  # a thread that waits, and whose file descriptor stays silent
     ends.give(0)
-    until(lambda: len(ends.client._weights.inbox), "it is taken in")
+    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
 
 
 def test_who_waits_for_weights_gets_those_of_the_next_session(ends: Ends) -> None:
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(ends.client.receive_weights(120)))
     waiting.start()
-    until(lambda: ends.client._weights._ident, "it waits")
+    until(lambda: ends.client._readers[Channel.WEIGHTS]._ident, "it waits")
     ends.client._verdict = WireError("something malformed came")
     ends.client._wakeup.set()
     until(lambda: len(ends.handler.opened) == 2, "another session")

@@ -392,7 +392,7 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monk
     monkeypatch.setattr(link, "receive_frames", read)
     monkeypatch.setattr(Outlet, "grant", hold_up)
     monkeypatch.setattr(TunnelClient, "_enter", watch)
-    client._reader._left_s = float("inf")  # as if a thread were always there that reads
+    client._readers[Channel.CONTROL]._left_s = float("inf")  # as if a thread were always there that reads
     late = threading.Thread(target=lambda: client.receive(0.0))
     late.start()
     assert is_read.wait(120)
@@ -405,10 +405,10 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monk
 
 def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: Bench) -> None:
     client = bench.open("panda-0")
-    client._reader._ident = -1  # a thread that waits, and whose file descriptor stays silent
+    client._readers[Channel.CONTROL]._ident = -1  # a thread that waits, and whose file descriptor stays silent
     until(lambda: bench.server.peers(), "open")
     assert bench.server.send("panda-0", StopRun(reason="now"))
-    until(lambda: len(client._reader.inbox), "it is taken in")
+    until(lambda: len(client._readers[Channel.CONTROL].inbox), "it is taken in")
 
 
 def test_receiving_from_a_closed_client_brings_nothing(bench: Bench) -> None:

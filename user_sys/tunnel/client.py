@@ -1,8 +1,7 @@
 """A peer's end of the tunnel: dials out, comes back by itself, and loses no experience.
 
 One thread dials, moves bulk and keeps the connections alive; the public methods may be called from any thread. A thread
-that sends a message of control or of weights or an e-stop, or waits for one, uses its connection itself.
-docs/tunnel.md has the protocol.
+that sends control, weights or an e-stop, or waits for one, uses its connection itself. docs/tunnel.md has the protocol.
 
 What survives a lost connection: chunks (resent from the outbox after the last acknowledgement), the newest weights that
 the gateway has not confirmed (from the byte on that it lacks), and queued messages, except those in `wire.PERISHABLE`,
@@ -31,13 +30,11 @@ from user_sys.messages import (
     Grant,
     Heartbeat,
     Hello,
-    LeaseGrant,
     OperatorCommand,
     OperatorReply,
     Preview,
     PreviewAck,
     Refusal,
-    RobotStatus,
     WeightsApplied,
     WeightsMessage,
     WeightsReceived,
@@ -54,6 +51,7 @@ from user_sys.tunnel.mailbox import Mailbox
 from user_sys.tunnel.outlet import Outlet
 from user_sys.tunnel.reader import Reader
 from user_sys.tunnel.scheduling import prefer_latency
+from user_sys.tunnel.session import channel_limits
 from user_sys.tunnel.sockets import Wakeup
 from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
 from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
@@ -103,18 +101,14 @@ class TunnelClient:
         self._keys = keys
         self._server_key = server_public_key
         self._limits = limits = limits or TunnelLimits()
-        self._outlets = {
-            Channel.CONTROL: Outlet(limits.control),
-            Channel.STOP: Outlet(limits.stop),
-            Channel.WEIGHTS: Outlet(limits.weights),
-            Channel.EXPERIENCE: Outlet(limits.experience),
+        bounds = channel_limits(limits)
+        self._outlets = {channel: Outlet(each) for channel, each in bounds.items()}
+        self._uplink = None if outbox is None else ChunkUplink(outbox, self._outlets[Channel.EXPERIENCE].gauges.settle)
+        self._readers: dict[Channel, Reader] = {
+            channel: Reader(each.window_messages + each.queue_messages, self._take_in_all)
+            for channel, each in bounds.items()
+            if channel is not Channel.EXPERIENCE
         }
-        settle = self._outlets[Channel.EXPERIENCE].gauges.settle
-        self._uplink = None if outbox is None else ChunkUplink(outbox, settle)
-        self._reader = Reader(limits.control.window_messages + limits.control.queue_messages, self._take_in_all)
-        self._weights = Reader(limits.weights.queue_messages, self._take_in_all)
-        self._stops = Reader(limits.stop.window_messages + limits.stop.queue_messages, self._take_in_all)
-        self._readers = {Channel.CONTROL: self._reader, Channel.STOP: self._stops, Channel.WEIGHTS: self._weights}
         self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
@@ -237,14 +231,14 @@ class TunnelClient:
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message from the gateway, or None after `timeout_s`."""
-        return self._receive_from(self._reader, timeout_s)  # type: ignore[return-value]
+        return self._receive_from(Channel.CONTROL, timeout_s)  # type: ignore[return-value]
 
     def receive_stop(self, timeout_s: float) -> OperatorCommand | OperatorReply | None:
         """The next e-stop, at a robot, or confirmation of one, at a console; or None after `timeout_s`."""
-        return self._receive_from(self._stops, timeout_s)  # type: ignore[return-value]
+        return self._receive_from(Channel.STOP, timeout_s)  # type: ignore[return-value]
 
-    def _receive_from(self, reader: Reader, timeout_s: float) -> AnyMessage | None:
-        incoming = reader.take(timeout_s)
+    def _receive_from(self, channel: Channel, timeout_s: float) -> AnyMessage | None:
+        incoming = self._readers[channel].take(timeout_s)
         if incoming is None:
             return None
         if incoming.line.release(incoming.charge):
@@ -260,7 +254,7 @@ class TunnelClient:
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
-        incoming = self._weights.take(timeout_s)
+        incoming = self._readers[Channel.WEIGHTS].take(timeout_s)
         if incoming is None:
             return None
         line = incoming.line
@@ -458,9 +452,8 @@ class TunnelClient:
             self._wakeup.set()
 
     def _receive(self, line: Line) -> None:
-        if (reader := self._readers.get(line.channel)) is not None:
-            reader.drain(line)
-            return
+        if line.channel in self._readers:
+            return self._readers[line.channel].drain(line)
         for _ in range(RECEIVE_BURST):
             received = line.receive()
             if received is None:
@@ -470,10 +463,6 @@ class TunnelClient:
     def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
         """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
-            case OperatorCommand() | OperatorReply() if line.channel is Channel.STOP:
-                charge = self._stops.put(envelope, line, charge)
-            case LeaseGrant() | OperatorCommand() | RobotStatus():
-                charge = self._reader.put(envelope, line, charge)
             case Grant():
                 self._wakeup.set()
             case Refusal() as refusal:
@@ -488,12 +477,11 @@ class TunnelClient:
                 self._shown.discard((ack.robot, ack.camera))
             case Preview():
                 self._previews.put(envelope, coalescing_key(envelope.message))
-            case message if isinstance(message, (*PARCELS, WeightsReceived)):
-                charge = self._weights.put(envelope, line, charge)
             case Hello() | Welcome() | ChunkAck() | ChunkRefusal():
                 raise WireError(f"{self.endpoint} sent {type(envelope.message).__name__} out of turn")
-            case _:
-                charge = self._reader.put(envelope, line, charge)
+            case message:
+                inbox = Channel.CONTROL if isinstance(message, WeightsApplied) else line.channel
+                charge = self._readers[inbox].put(envelope, line, charge)
         line.release(charge)
 
     def _tell_drained(self) -> None:

@@ -18,6 +18,7 @@ from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.tunnel.local import widen
 from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.session import channel_limits
 from user_sys.tunnel.sockets import Socket, Wakeup, admit_ipv6, configure, readable, receive_frames, send_frames
 from user_sys.tunnel.tcp_state import silence_s
 from user_sys.tunnel.wire import (
@@ -178,13 +179,7 @@ class Link:
         self._poll.register(wakeup.fileno(), select.POLLIN)
         self._elsewhere: Collection[Channel] = ()
         session = new_session()
-        windows = {
-            Channel.CONTROL: limits.control,
-            Channel.STOP: limits.stop,
-            Channel.WEIGHTS: limits.weights,
-            Channel.EXPERIENCE: limits.experience,
-        }
-        for channel in Channel:
+        for channel, window in channel_limits(limits).items():
             socket = contexts.of(channel).socket(zmq.DEALER)
             configure(socket, limits, channel)
             socket.curve_publickey = keys.public.encode()
@@ -193,7 +188,7 @@ class Link:
             socket.setsockopt(zmq.ROUTING_ID, channel.value + session)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._watch(socket.get_monitor_socket(_EVENTS))
-            self.lines[channel] = Line(socket, outlets[channel], windows[channel], limits, channel)
+            self.lines[channel] = Line(socket, outlets[channel], window, limits, channel)
             self._poll.register(self.lines[channel].fd, select.POLLIN)
             admit_ipv6(socket, endpoint)
             socket.connect(endpoint)

@@ -1,8 +1,7 @@
 """The gateway's end of the tunnel: one TCP port, CURVE-encrypted, closed to keys that are not in the ring.
 
 One thread owns the sockets. It decodes, checks and hands every message to a `TunnelHandler`, and sends what other
-threads have queued: control and e-stops first, then weights, then experience. Nothing that a peer sends raises out of
-the loop.
+threads have queued: control and e-stops, then weights, then experience. Nothing that a peer sends raises out of it.
 """
 
 from __future__ import annotations
