@@ -27,7 +27,8 @@ class Caller:
     """One thread calls it.
 
     An answer counts only if it comes in time, and only as the answer to the newest question. After one that did not
-    come it waits for none: it asks every `PROBE_S`, and goes on as usual once the newest of these was answered.
+    come it waits for none: it asks every `PROBE_S`, or less often if an answer may take longer, and goes on as usual
+    once the newest of these was answered.
     """
 
     def __init__(self, dial: Callable[[str], Socket], wait_s: float, clock: Callable[[], float] = time.monotonic):
@@ -55,13 +56,13 @@ class Caller:
         self._connect(meeting)
         if self._away and not self._has_answered():
             if self._clock() >= self._probe_at_s:
-                self._probe_at_s = self._clock() + PROBE_S
+                self._probe_at_s = self._clock() + max(PROBE_S, self._wait_s)
                 self._ask(ask, arrays)
             return None
         answer = self._await() if self._ask(ask, arrays) else None
         self._away = answer is None
         if self._away:
-            self._probe_at_s = self._clock() + PROBE_S
+            self._probe_at_s = self._clock() + max(PROBE_S, self._wait_s)
         return answer
 
     def _connect(self, meeting: Meeting) -> None:
