@@ -29,6 +29,7 @@ from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_client import RemoteDriver
 from user_sys.edge.driver_wire import LATCH
+from user_sys.edge.lateness import LatenessLog
 from user_sys.edge.lease_keeper import LeaseKeeper
 from user_sys.edge.loop import EpisodeSummary, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
@@ -206,7 +207,7 @@ class Session:
     def _episode(self) -> None:
         try:
             summary = run_episode(
-                self._driver,
+                LatenessLog(self._driver, self._config.robot),
                 self._pilot,
                 self._recorder,
                 source=Source.ONLINE,
