@@ -150,6 +150,11 @@ def against(row: Row, peer: str, target: float) -> Row:
     return Row(row.goal, name, row.unit, row.ours, figure, ratio, target, met, spread=spread)
 
 
+def reached(ratio: float, target: float | None, share: float | None = None) -> bool | None:
+    """Whether a goal is met: `ratio` is at its target, and all of the stated work was done. None without a target."""
+    return None if target is None else ratio >= target and (share is None or share >= WHOLE)
+
+
 def machine() -> str:
     """The machine in words: processor, cores, memory, kernel."""
     model = platform.machine()

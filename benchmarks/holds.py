@@ -1,4 +1,4 @@
-"""Where a robot's watchdog held it: in the midst of an episode, or between two of them, where nobody commands."""
+"""When a robot's watchdog held it: within an episode, or between two of them, when nothing commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-EVENT = "watchdog.hold"
+HOLD, LATE = "watchdog.hold", "command.late"
+CAUSE_S = 2.0  # the cause of a hold is logged with the next command; this long after the hold at most
 
 
 @dataclass(frozen=True)
@@ -17,27 +18,36 @@ class Holds:
     Attributes:
         within: from an episode's first observation to its last command: a command came late, and cut the episode off.
         between: after an episode's last command, until the next one's first observation.
+        causes: of those within, in the words of the session's log; empty for one of which it says nothing.
     """
 
     within: int
     between: int
+    causes: tuple[str, ...] = ()
 
 
 def count_holds(
-    driver_log: Path, episodes: Sequence[tuple[float, float]], counts: Callable[[float], bool] = lambda at: True
+    driver_log: Path,
+    episodes: Sequence[tuple[float, float]],
+    counts: Callable[[float], bool] = lambda at: True,
+    session_log: Path | None = None,
 ) -> Holds:
     """Counts them from the first to the last of `episodes`: unix times of their first observation and last command.
 
     Args:
         counts: whether a hold at that unix time is one to count.
+        session_log: has the causes.
     """
     begin, end = min(first for first, _ in episodes), max(last for _, last in episodes)
-    held = [at for at in _stamps(driver_log) if begin < at < end and counts(at)]
-    within = sum(any(first < at < last for first, last in episodes) for at in held)
-    return Holds(within, len(held) - within)
+    held = [at for at, _ in _lines(driver_log, HOLD) if begin < at < end and counts(at)]
+    within = [at for at in held if any(first < at < last for first, last in episodes)]
+    late = _lines(session_log, LATE) if session_log else []
+    causes = (next((line for told, line in late if 0 <= told - at < CAUSE_S), "") for at in within)
+    return Holds(len(within), len(held) - len(within), tuple(causes))
 
 
-def _stamps(log: Path) -> list[float]:
-    """Unix times of the log's lines that tell of a hold."""
-    lines = [line for line in log.read_text().splitlines() if EVENT in line]
-    return [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
+def _lines(log: Path, event: str) -> list[tuple[float, str]]:
+    """Unix times of the log's lines with this event, and what they say after the robot's name."""
+    lines = [line for line in log.read_text().splitlines() if event in line]
+    stamp = "%Y-%m-%d %H:%M:%S,%f"
+    return [(datetime.strptime(line[:23], stamp).timestamp(), line.partition(": ")[2]) for line in lines]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import OUT, Row
+from benchmarks.harness import OUT, Row, reached
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd
 from user_sys.algorithms.rlpd_config import RlpdConfig
@@ -49,14 +49,18 @@ PLOT = OUT / "weights-governor.png"
 
 
 def step_rows() -> list[Row]:
-    """Median step while pushing after every step, and once a second, against the step without pushes."""
+    """Median step while pushing after every step, and once a second, against the step without pushes.
+
+    The goal of 3% is for a push after every step. With the governor on, as it ships, steps pass without one: the row
+    has the share of those with one. Without the governor there is no goal, since it does not ship so.
+    """
     torch.set_num_threads(1)
     rows = []
     with Fleet() as fleet:
         for title, config, every_s, pairs, target in (
-            ("every step, governor on", GovernorConfig(), 0.0, PAIRS, 1 / 1.03),
-            ("every step, governor off", GovernorConfig(enabled=False), 0.0, PAIRS, None),
-            ("once a second, governor on", GovernorConfig(), 1.0, MANY_PAIRS, 1 / 1.01),
+            ("after every step", GovernorConfig(), 0.0, PAIRS, 1 / 1.03),
+            ("after every step, governor off", GovernorConfig(enabled=False), 0.0, PAIRS, None),
+            ("once a second", GovernorConfig(), 1.0, MANY_PAIRS, 1 / 1.01),
         ):
             with fleet.envoy(config) as envoy:
                 rows += _row(fleet, envoy, title, every_s, pairs, target)
@@ -160,11 +164,14 @@ def _row(fleet: Fleet, envoy: Envoy, title: str, every_s: float, pairs: int, tar
     for pair in range(pairs):
         for push in (pair % 2 == 0, pair % 2 == 1):
             (pushing if push else idle).append(half(fleet, envoy, due if push else lambda: False))
-    name = f"push {title}; bound: without pushes"
-    share = 2 * (envoy.published - published) / (fleet.steps - steps)
+    name = f"a push {title}; bound: without pushes"
+    pushed = 2 * (envoy.published - published) / (fleet.steps - steps)
+    share = None if every_s else pushed
     return [
-        Row(11, f"versions published for each step, {title}", "", share, None, None),
-        _half_row(f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target),
+        Row(11, f"share of steps with a push, a push {title}", "", pushed, None, None),
+        _half_row(
+            f"learner's median step, {name}", [h.step_ms for h in pushing], [h.step_ms for h in idle], target, share
+        ),
         _half_row(
             f"of it: its thread's own processor time, {name}", [h.own_ms for h in pushing], [h.own_ms for h in idle]
         ),
@@ -176,10 +183,13 @@ def _row(fleet: Fleet, envoy: Envoy, title: str, every_s: float, pairs: int, tar
     ]
 
 
-def _half_row(name: str, ours: list[float], bound: list[float], target: float | None = None) -> Row:
-    ratio = statistics.median(b / o for o, b in zip(ours, bound, strict=True))
-    met = None if target is None else ratio >= target
-    return Row(11, name, "ms", statistics.median(ours), statistics.median(bound), ratio, target, met)
+def _half_row(
+    name: str, ours: list[float], bound: list[float], target: float | None = None, share: float | None = None
+) -> Row:
+    ratios = [b / o for o, b in zip(ours, bound, strict=True)]
+    ratio, spread = statistics.median(ratios), (min(ratios), max(ratios))
+    figures = statistics.median(ours), statistics.median(bound), ratio, target, reached(ratio, target, share)
+    return Row(11, name, "ms", *figures, spread=spread, share=share)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,9 @@ import pytest
 
 from benchmarks import harness, page
 from benchmarks.__main__ import PROGRAMS
+from benchmarks.control import hold_row
 from benchmarks.harness import ROOT, Row, Run, compare, report
+from benchmarks.holds import count_holds
 from benchmarks.page import ResultError, keep, kept
 
 
@@ -83,6 +86,20 @@ def test_a_ratio_comes_with_its_range() -> None:
     rates = iter([1.0, *(float(n) for n in range(1, 8))])
     found = compare("rate", lambda: next(rates), lambda: 1.0)
     assert (found.ratio, found.spread) == (4.0, (1.0, 7.0))
+
+
+def test_each_hold_comes_with_its_cause(tmp_path: Path) -> None:
+    day = datetime(2026, 1, 1)
+    at = [(day + timedelta(seconds=second)) for second in (10, 20, 40)]
+    lines = [f"{when:%Y-%m-%d %H:%M:%S},000 I driver watchdog.hold robot=a: none\n" for when in at]
+    (tmp_path / "driver").write_text("".join(lines))
+    (tmp_path / "session").write_text(f"{at[0]:%Y-%m-%d %H:%M:%S},020 W s command.late robot=a: 28 ms waiting\n")
+    start = day.timestamp()
+    episodes = [(start + 5, start + 12), (start + 15, start + 25), (start + 45, start + 50)]
+    holds = count_holds(tmp_path / "driver", episodes, session_log=tmp_path / "session")
+    assert (holds.within, holds.between, holds.causes) == (2, 1, ("28 ms waiting", ""))
+    row = hold_row("loaded", holds, 2)
+    assert row.met is False and row.note == "28 ms waiting; no cause in the log"
 
 
 def test_make_bench_runs_every_program() -> None:
