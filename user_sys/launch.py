@@ -162,7 +162,7 @@ class Run:
         self._learners: list[str] = []
         self._policies = PolicyHost(config, folder, places, self._start)
         address = self._server.start() if self._server else ""
-        self.monitor = RunMonitor(card.name, address, config.learner.max_training_s)
+        self.monitor = RunMonitor(card.name, address, config.learner.max_training_s, folder=folder.path)
         history = (*_history(folder), earlier_s(self._metrics.path))
         self.monitor.seed_history(*history)
         self._hub.seed_history(*history)
@@ -285,6 +285,7 @@ class Run:
             now = time.monotonic()
             if now >= show_at:
                 show_at = now + 0.25
+                self._hub.warn(self.monitor.warning)
                 display.show(self.monitor.progress("training" if self.monitor.updates else "starting"))
             if now >= scalars_at:
                 scalars_at = now + SCALARS_EVERY_S

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from user_sys.learners import LEARNER
+from user_sys.errors import waiting_for_space
+from user_sys.learners import LEARNER, folder_of
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.metrics import read_metrics
 from user_sys.progress import Progress, RobotProgress, clock_time
 from user_sys.report import EpisodePoint
+from user_sys.topology import RunFolder
 from user_sys.weights.records import NO_VERSION
 
 LOST_AFTER_S = 5.0
 RATE_OVER_S = 10.0
 MAX_BETWEEN_REPORTS_S = 1.0
-STORE_FULL = "the experience store's disk is full: robots keep what they record on their own disks; free some space"
+STORE_FULL = "robots keep what they record in their outboxes, and hold when these are full"
+LEARNER_FULL = "training pauses until a checkpoint can be written"
 HELD = "training waits: an older version of the weights is ordered, and robots may not be further behind than \
 learner.publish.max_lead; `user-sys weights release` ends the order"
 
@@ -61,14 +64,23 @@ class RunMonitor:
         points: each autonomous online episode against training time.
     """
 
-    def __init__(self, run: str, address: str, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: str,
+        address: str,
+        budget_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path = Path(),
+    ) -> None:
+        """`folder`: the run's."""
+        self._folder = RunFolder(folder)
         self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
         self._started = clock()
         self._before_s = 0.0  # what earlier launches took
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
         self.robots_connected = 0
-        self._store_full = False
+        self._short: dict[str, str] = {}  # by process, what it waits for on a full disk
         self._held: dict[str, bool] = {}  # each learner: by a person's order
         self.unreadable: dict[str, int] = {}
         self.points: list[EpisodePoint] = []
@@ -120,9 +132,10 @@ class RunMonitor:
     def on_metrics(self, report: MetricsReport) -> None:
         if report.node == "gateway":
             self.robots_connected = int(report.scalars.get("robots", 0))
-            self._store_full = bool(report.scalars.get("store_full", 0))
+            self._note_disk(report, self._folder.store, STORE_FULL)
         if not report.node.startswith(LEARNER):
             return
+        self._note_disk(report, folder_of(self._folder.checkpoints, report.node), LEARNER_FULL)
         self._learned[report.node] = report.count
         self._held[report.node] = bool(report.scalars.get("held_by_order", 0))
         self.unreadable[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
@@ -133,6 +146,17 @@ class RunMonitor:
         if report.node == LEARNER:
             self.training_s = report.scalars.get("training_s", self.training_s)
             self._reported_at = self._clock()
+
+    def _note_disk(self, report: MetricsReport, path: Path, meanwhile: str) -> None:
+        self._short.pop(report.node, None)
+        if needed_bytes := report.scalars.get("disk_needed_bytes", 0):
+            words = waiting_for_space(path, needed_bytes, report.scalars.get("disk_free_bytes", 0))
+            self._short[report.node] = f"{words}; {meanwhile}"
+
+    @property
+    def warning(self) -> str:
+        """What a person should mend now; empty if there is nothing."""
+        return " | ".join(self._short.values()) or (HELD if any(self._held.values()) else "")
 
     def _training_now_s(self) -> float:
         """Training time between two of the learner's reports."""
@@ -179,7 +203,7 @@ class RunMonitor:
             staleness=self._staleness(),
             interventions=self.interventions,
             robots=tuple(self._views()),
-            warning=STORE_FULL if self._store_full else HELD if any(self._held.values()) else "",
+            warning=self.warning,
         )
 
     @property

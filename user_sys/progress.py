@@ -137,7 +137,7 @@ def plain_line(progress: Progress) -> str:
         f"steps {p.env_steps:,} ({p.env_steps_per_s:.0f}/s)",
         f"updates {p.updates:,} ({p.updates_per_s:.0f}/s)",
         f"policy {p.policy_version} ({p.staleness} behind)",
-        *(f"{r.name} {_control(r)}{_absence(r)}" for r in p.robots),
+        *(f"{r.name} {_control(r)}{_note(r)}" for r in p.robots),
         p.console,
     ]
     return " | ".join(part for part in parts if part)
@@ -208,5 +208,5 @@ def _control(robot: RobotProgress) -> str:
     return f"{robot.control} ({robot.operator})" if robot.operator else robot.control
 
 
-def _absence(robot: RobotProgress) -> str:
-    return f" ({robot.note})" if robot.control in ("lost", "missing") else ""
+def _note(robot: RobotProgress) -> str:
+    return f" ({robot.note})" if robot.note else ""

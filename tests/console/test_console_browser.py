@@ -229,12 +229,12 @@ def test_a_phone_drives_by_touch(page: Any, desk: Desk) -> None:
     until(lambda: not desk.authority.twist().any())
 
 
-def test_the_page_says_while_the_stores_disk_is_full(page: Any, desk: Desk) -> None:
-    desk.hub.feed(MetricsReport(node="gateway", count=1, scalars={"store_full": 1.0}))
-    page.wait_for_selector("#store-full:not([hidden])")
-    assert "disk is full" in page.inner_text("#store-full")
-    desk.hub.feed(MetricsReport(node="gateway", count=2, scalars={"store_full": 0.0}))
-    page.wait_for_selector("#store-full", state="hidden")
+def test_the_page_says_what_a_person_should_mend(page: Any, desk: Desk) -> None:
+    desk.hub.warn("waiting for disk space in runs/x/store: needs 5 MB, 0 MB free")
+    page.wait_for_selector("#warning:not([hidden])")
+    assert "waiting for disk space in runs/x/store" in page.inner_text("#warning")
+    desk.hub.warn("")
+    page.wait_for_selector("#warning", state="hidden")
 
 
 class FarDesk:

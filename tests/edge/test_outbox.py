@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.edge.outbox import ChunkTooLarge, Outbox, OutboxFull
+from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
 from user_sys.errors import StoreLocked
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
@@ -63,6 +63,23 @@ def test_acknowledged_segments_are_deleted_and_the_disk_is_bounded(tmp_path: Pat
         assert indexes(outbox) == list(range(2990, 3000))
         assert outbox.used_bytes <= 1 << 20
     assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= 1 << 20
+
+
+def test_what_must_be_recorded_at_the_end_has_room_in_a_full_outbox(tmp_path: Path) -> None:
+    with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
+        outbox.set_reserve()
+        reserved = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+        assert reserved >= RESERVE_BYTES
+        kept = 0
+        with pytest.raises(OutboxFull):
+            for _ in range(100):
+                outbox.append(packet(kept, size_kb=64))
+                kept += 1
+        outbox.use_reserve()
+        for index in range(kept, kept + 100):
+            outbox.append(packet(index, size_kb=64))
+        assert indexes(outbox) == list(range(kept + 100))
+        assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < reserved
 
 
 def test_a_full_outbox_says_so_drops_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -173,6 +176,48 @@ def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Si
         assert (columns["t_inference_ns"] <= columns["t_command_ns"]).all()
         assert (np.isfinite(columns["log_prob"]) == (columns["policy_version"] == 7)).all()
     assert len({chunk.header.seed for chunk in site.chunks()}) == len({c.header.episode for c in site.chunks()})
+
+
+@pytest.fixture
+def small_disk(site: Site) -> Iterator[Path]:
+    """The outbox's disk, of 20 MB."""
+    disk = site.state / "outbox"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("space_again", [False, True])
+def test_a_robot_whose_disk_is_full_holds_and_loses_no_step(site: Site, small_disk: Path, space_again: bool) -> None:
+    site.gateway()
+    site.driver()
+    session = site.session()
+    console = site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+    def holds() -> bool:
+        status: RobotStatus | None = None
+        while (message := console.receive(0.5)) is not None:
+            status = message if isinstance(message, RobotStatus) else status
+        return status is not None and f"waiting for disk space in {small_disk}: needs" in status.note
+
+    until(holds, "the robot says that it waits")
+    assert "recording.paused robot=fake-0 waiting for disk space in" in session.log
+    if space_again:
+        before = len(site.stored())
+        filler.unlink()
+        until(lambda: len(site.stored()) > before, "experience arrives again")
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(END_S) == 0
+    assert "unwritten" not in session.log
+    require_whole(site)
 
 
 def test_in_real_time_the_loop_goes_first_with_what_carries_its_words_and_nothing_else_does(tmp_path: Path) -> None:

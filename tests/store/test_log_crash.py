@@ -100,7 +100,7 @@ def check(path: Path, acknowledged: int) -> None:
     assert all(value == content(key) for key, value in found.items() if value != b"next")
     assert set(range(3, acknowledged)) - DROPPED <= set(found)
     assert before.items() <= found.items() or min(found) == 3
-    assert {path.suffix for path in path.iterdir()} <= {".seg", ""}, "leftovers are removed"
+    assert {path.suffix for path in path.iterdir()} <= {".seg", ".footer", ""}, "leftovers are removed"
 
 
 def readable(path: Path) -> dict[int, bytes]:

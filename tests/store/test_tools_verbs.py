@@ -124,6 +124,72 @@ def test_verify_says_what_a_damaged_record_without_an_index_was(run: Run, tmp_pa
     assert status == 1 and "by its own word" in text and "e1 lacks steps 0 to 3" in text
 
 
+def cut_off(path: Path, kept: int) -> tuple[list[tuple[str, int]], Path]:
+    """Cuts off a sealed segment of 60 chunks, six of each episode, after `kept` and half a chunk; what is lost."""
+    with StoreWriter.open(path) as writer:
+        for number in range(10):
+            for index in range(6):
+                writer.append(chunk(f"e{number}", index, end=index == 5).encode())
+        writer.rotate()
+        writer.append(chunk("later", end=True).encode())
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        offsets = reader.index.chunks.offset.tolist()
+        length = int(reader.index.chunks.length[kept])
+    file = segment_path(path, 0)
+    with file.open("r+b") as stream:
+        stream.truncate(offsets[kept] + length // 2)
+    return [(f"e{number // 6}", number % 6) for number in range(kept, 60)], file
+
+
+@pytest.mark.parametrize("kept", [56, 44, 2])
+def test_verify_names_all_that_a_sealed_segment_has_lost_with_its_end(run: Run, tmp_path: Path, kept: int) -> None:
+    lost, _ = cut_off(tmp_path / "store", kept)
+    status, text = run("verify", tmp_path / "store")
+    assert status == 1 and f"{kept} to 59" in text and "is cut off at byte" in text
+    named = [f"e{number // 6}, chunk {number % 6}, steps" in text for number in range(kept, 60)]
+    assert named == [True] * min(20, len(lost)) + [False] * (len(lost) - 20)
+    assert ("more chunks, which --json names" in text) is (len(lost) > 20)
+    verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
+    assert [(each["episode"], each["index"]) for each in verdict["findings"][0]["chunks"]] == lost
+    hit = {each["episode"]: each["what"] for each in verdict["episodes_hit"]}
+    assert hit == {f"e{n}": "gone" if n * 6 >= kept else "end" for n in range(kept // 6, 10)}
+    assert f"e{kept // 6} lost its end, from step {kept % 6 * 4} on" in text and ("e9 is gone" in text) is (kept < 54)
+    run("repair", tmp_path / "store")
+    assert run("verify", tmp_path / "store")[0] == 0
+    run("compact", tmp_path / "store")
+    with StoreReader.open(tmp_path / "store") as reader:
+        reader.refresh()
+        assert len(reader.index.chunks) == kept + 1
+
+
+def test_verify_names_what_a_missing_segment_held(run: Run, tmp_path: Path) -> None:
+    _, file = cut_off(tmp_path / "store", 59)
+    file.unlink()
+    verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
+    (finding,) = verdict["findings"]
+    assert (finding["sequence"], finding["last_sequence"], len(finding["chunks"])) == (0, 59, 60)
+    assert [each["what"] for each in verdict["episodes_hit"]] == ["gone"] * 10
+
+
+def test_verify_names_the_lost_records_also_if_what_said_their_content_is_lost(run: Run, tmp_path: Path) -> None:
+    _, file = cut_off(tmp_path / "store", 44)
+    file.with_suffix(".footer").write_bytes(b"torn")
+    status, text = run("verify", tmp_path / "store")
+    assert status == 1 and "44 to 59" in text
+    run("repair", tmp_path / "store")
+    assert run("verify", tmp_path / "store")[0] == 0
+
+
+def test_copies_of_footers_go_with_their_segments(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 8, sealed=True)
+    assert len(list(path.glob("*.footer"))) == len(list(path.glob("*.seg"))) - 1
+    run("label", path, "e1", "--delete")
+    run("compact", path)
+    sealed = {file.stem for file in path.glob("*.seg")}
+    assert {file.stem for file in path.glob("*.footer")} <= sealed
+
+
 def test_verify_of_nothing_is_one_line(run: Run, tmp_path: Path) -> None:
     status, text = run("verify", tmp_path)
     assert status == 2 and "is no store" in text and text.count("\n") == 1

@@ -365,11 +365,11 @@ def test_a_full_disk_stops_acknowledgements_and_loses_nothing(run: Path, monkeyp
         monkeypatch.setattr(site.gateway._writer, "flush", _full_while(full, site.gateway._writer.flush))  # type: ignore[union-attr]
         for index in range(20, 40):
             outbox.append(chunk(index))
-        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["store_full"] == 1, "people see it")  # type: ignore[attr-defined]
+        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["disk_needed_bytes"] > 0, "people see it")  # type: ignore[attr-defined]
         assert robot.chunks_pending == 20 and robot.state is TunnelState.OPEN
         full.clear()
         assert robot.drain(120) == 0
-        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["store_full"] == 0, "people see it")  # type: ignore[attr-defined]
+        until(lambda: (m := next_of(console, MetricsReport)) and m.scalars["disk_needed_bytes"] == 0, "people see it")  # type: ignore[attr-defined]
         robot.close()
     assert stored(run) == [("episode-0", index) for index in range(40)]
 

@@ -71,6 +71,7 @@ class RunView(msgspec.Struct, frozen=True):
         success: share of successes among the newest online episodes without a person's help; None before the first.
         helped: share of the newest online episodes that a person helped; None before the first.
         metrics: node to its newest scalars.
+        warning: what a person should mend now; empty if there is nothing.
     """
 
     run: str
@@ -85,6 +86,7 @@ class RunView(msgspec.Struct, frozen=True):
     helped: float | None
     robots: tuple[RobotView, ...]
     metrics: dict[str, dict[str, float]]
+    warning: str
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class ConsoleHub:
         self._env_steps = self._episodes = self._interventions = self._updates = 0
         self._success, self._helped, self._evaluation = Window(), Window(), Window()
         self._metrics: dict[str, dict[str, float]] = {}
+        self._warning = ""
         self._curves: dict[str, Curve] = {}
 
     def seed_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
@@ -165,6 +168,10 @@ class ConsoleHub:
                 case MetricsReport():
                     self._feed_metrics(report)
         self._tell(report)
+
+    def warn(self, warning: str) -> None:
+        """Shows what a person should mend now, in place of what was shown before; empty if there is nothing."""
+        self._warning = warning
 
     def expect(self, robot: str) -> None:
         """Says that a robot is to come in of which nothing else is known. Raises WireError: one robot too many."""
@@ -222,6 +229,7 @@ class ConsoleHub:
                 helped=self._helped.share,
                 robots=tuple(self._robot_view(robot, now_s) for robot in self._robots.values()),
                 metrics={node: dict(scalars) for node, scalars in self._metrics.items()},
+                warning=self._warning,
             )
 
     def curves(self) -> tuple[CurveView, ...]:

@@ -14,6 +14,7 @@ so a kill leaves either all of an episode to be sent or none.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import os
 import re
@@ -31,8 +32,8 @@ from crc32c import crc32c
 from user_sys.codec import decode_packet
 from user_sys.edge.dropped import WhenFull, mark, oldest_autonomous, read_dropped, write_dropped
 from user_sys.episode import ChunkHeader
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError
-from user_sys.store.files import NO_SPACE, REAL, Files, replace_durably, write_all
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError, waiting_for_space
+from user_sys.store.files import NO_SPACE, REAL, Files, free_bytes, replace_durably, write_all
 from user_sys.store.log import LogReader, LogWriter, RecordRef
 from user_sys.store.manifest import Entry
 from user_sys.store.segments import choose, list_segments
@@ -45,6 +46,7 @@ CHUNK = 1
 MAX_BYTES = 4 << 30
 MAX_SEGMENT_BYTES = 16 << 20
 SEGMENTS_PER_OUTBOX = 8
+RESERVE_BYTES = 16 << 20
 SMALL = 16  # a rewritten segment this many times smaller than a full one is joined to the next one to be rewritten
 JOINTS = 1000
 STREAM_BYTES = 16
@@ -91,7 +93,8 @@ class Outbox:
         self, path: Path, writer: LogWriter, reader: LogReader, max_bytes: int, when_full: WhenFull, files: Files
     ) -> None:
         self.path, self.max_bytes, self.damaged = path, max_bytes, 0
-        self._when_full, self._files = when_full, files
+        self._when_full, self._files, self._reserve = when_full, files, path / "reserve"
+        self._reserved = False
         self.stream = _read_or_make_stream(files, path / "stream")
         self._writer, self._reader = writer, reader
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
@@ -120,8 +123,10 @@ class Outbox:
         writer = LogWriter.open(path, segment_bytes=_segment_bytes(max_bytes), background=False, files=files)
         try:
             return cls(path, writer, LogReader.open(path, files=files), max_bytes, when_full, files)
-        except BaseException:
+        except BaseException as error:
             writer.close()
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise OutboxFull(waiting_for_space(path, 1 << 12, free_bytes(path))) from error
             raise
 
     # The recording thread
@@ -150,8 +155,10 @@ class Outbox:
                 try:
                     self._make_room(len(packet), marks)
                     self._unsynced.append(self._writer.append(CHUNK, packet, schema=marks))
+                except OutboxFull:
+                    raise
                 except StoreFull as error:
-                    raise OutboxFull(str(error)) from error
+                    raise self._disk_full(len(packet)) from error
                 self._last_unsynced = packet
             sequence = self._unsynced[-1].sequence
         if sync:
@@ -164,7 +171,7 @@ class Outbox:
             try:
                 self._writer.sync()
             except StoreFull as error:
-                raise OutboxFull(str(error)) from error
+                raise self._disk_full(self._writer.pending_bytes) from error
             with self._lock:
                 self._refs += self._unsynced
                 rotated = not self._sizes.keys() >= {ref.segment for ref in self._unsynced}
@@ -176,6 +183,32 @@ class Outbox:
         appended = self._appended
         if appended is not None:
             appended()
+
+    def _disk_full(self, needed_bytes: int) -> OutboxFull:
+        return OutboxFull(waiting_for_space(self.path, needed_bytes, free_bytes(self.path)))
+
+    def set_reserve(self) -> None:
+        """Sets `RESERVE_BYTES` of the disk aside, if it has them, for what must be recorded before a session ends."""
+        try:
+            fd = self._files.open(self._reserve, os.O_RDWR | os.O_CREAT)
+            try:
+                self._files.allocate(fd, 0, RESERVE_BYTES)
+                self._reserved = True
+            finally:
+                self._files.close(fd)
+        except OSError as error:
+            logger.warning("outbox.no_reserve path=%s: %s", self._reserve, error.strerror)
+            self._remove_reserve()
+
+    def use_reserve(self) -> None:
+        """Frees what `set_reserve` has set aside, for chunks beyond `max_bytes` too."""
+        self._remove_reserve()
+        self.max_bytes += RESERVE_BYTES
+
+    def _remove_reserve(self) -> None:
+        self._reserved = False
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(self._reserve)
 
     def _make_room(self, size: int, marks: int) -> None:
         """Deletes what is acknowledged, drops what may go; raises OutboxFull if there is still no room for `size`."""
@@ -339,7 +372,11 @@ class Outbox:
             del self._refs[: bisect.bisect_right(self._refs, sequence, key=lambda ref: ref.sequence)]
             if self._position >= 0:  # else it is closed, and the chunk is sent and acknowledged once more
                 body = struct.pack("<q", sequence)
-                write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
+                try:
+                    write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
+                except OSError as error:  # likewise, should this process end before the next acknowledgement
+                    if error.errno not in NO_SPACE:
+                        raise
 
     def set_aside(self, sequence: int, reason: str) -> None:
         """Keeps a chunk that the gateway will never take in ``refused/``, where a person finds it."""
@@ -363,6 +400,8 @@ class Outbox:
                 return
             self._writer.close()
             self._reader.close()
+            if self._reserved:
+                self._remove_reserve()
             with self._lock:  # an acknowledgement may come at this moment
                 self._files.close(self._position)
                 self._position = -1

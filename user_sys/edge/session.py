@@ -41,7 +41,7 @@ from user_sys.edge.scribe import Scribe
 from user_sys.edge.session_report import SessionReporter
 from user_sys.edge.stops import EmergencyStops
 from user_sys.episode import Source
-from user_sys.errors import UserSysError
+from user_sys.errors import StoreFull, UserSysError
 from user_sys.inference.address import read_address
 from user_sys.inference.remote import PolicyLink
 from user_sys.inference.wire import POLICY
@@ -176,6 +176,9 @@ class Session:
             self._weights.scalars,
         )
         self._note = ""
+        self._recording = ""  # why it is paused
+        self._reserve_used = False
+        outbox.set_reserve()
         self._waits, self._reporter = False, reporter  # for its first weights, as was told
         self._away = False  # the policy, as was told
         self._dropped_before = outbox.dropped.episodes
@@ -265,20 +268,30 @@ class Session:
     def _keep(self, packet: bytes) -> None:
         """Makes a chunk durable, in the scribe's thread.
 
-        With a full outbox it waits for room; once the scribe takes no more the robot holds, which people see.
+        With a full outbox it waits for room; once the scribe takes no more the robot holds, which people see. A session
+        that is to end writes what waits into the outbox's reserve.
         """
-        while not self.leaving.is_set():
+        while True:
             try:
                 self._outbox.append(packet)
+                break
             except OutboxFull as error:
-                self._note = f"recording paused: {error}"
-                self.leaving.wait(OUTBOX_RETRY_S)
-                continue
-            self._note = ""
-            return
-        self._outbox.append(packet)
+                if self._recording != str(error):
+                    log.error("recording.paused robot=%s %s", self._config.robot, error)
+                self._recording = str(error)
+                if self.leaving.wait(OUTBOX_RETRY_S):
+                    if self._reserve_used:
+                        raise
+                    self._reserve_used = True
+                    self._outbox.use_reserve()
+        if self._recording:
+            self._recording = ""
+            self._outbox.set_reserve()
+            log.warning("recording.goes_on robot=%s", self._config.robot)
 
     def _said(self) -> str:
+        if self._recording:
+            return f"recording paused: {self._recording}"
         if self._note:
             return self._note
         if not self._pilot.people_matter and self._pilot.awaits_weights:
@@ -343,18 +356,18 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: SessionConfig) -> None:
-    outbox = Outbox.open(config.state / "outbox", max_bytes=config.outbox.max_bytes, when_full=config.outbox.when_full)
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     leaving = threading.Event()
     stop_on_signals(leaving)
     with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
         _go_first(config, driver)
-        if not _await_driver(driver, leaving):
+        if not _await_driver(driver, leaving) or (outbox := _open_outbox(config, leaving)) is None:
             return
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
         )
-        with TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox, limits=config.tunnel) as client:
+        tunnel = TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox, limits=config.tunnel)
+        with outbox, tunnel as client:
             lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
             with (
                 EmergencyStops(config.robot, client, config.state / LATCH) as stops,
@@ -427,6 +440,21 @@ def _await_driver(driver: RemoteDriver, leaving: threading.Event) -> bool:
                 log.warning("session.waiting %s", said)
             leaving.wait(DRIVER_RETRY_S)
     return False
+
+
+def _open_outbox(config: SessionConfig, leaving: threading.Event) -> Outbox | None:
+    """Opens the outbox as soon as its disk has room; None: `leaving` was set first. Raises as `Outbox.open`."""
+    said = ""
+    while not leaving.is_set():
+        try:
+            bounds = config.outbox
+            return Outbox.open(config.state / "outbox", max_bytes=bounds.max_bytes, when_full=bounds.when_full)
+        except StoreFull as error:
+            if str(error) != said:
+                said = str(error)
+                log.error("session.waiting %s", said)
+            leaving.wait(OUTBOX_RETRY_S)
+    return None
 
 
 def _start(config: SessionConfig, recorded: int, count: int) -> int:

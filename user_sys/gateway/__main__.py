@@ -13,7 +13,7 @@ import msgspec
 from hal.errors import HalError
 from hal.signals import stop_on_signals
 from hal.undecodable import UNDECODABLE
-from user_sys.errors import RunError, UserSysError
+from user_sys.errors import RunError, StoreFull, UserSysError
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.service import Gateway
 from user_sys.logs import configure_logging
@@ -45,7 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        Gateway(_config(args.run / "config.yaml"), args.run).run(stop)
+        config = _config(args.run / "config.yaml")
+        while not stop.is_set():
+            try:
+                Gateway(config, args.run).run(stop)
+                return 0
+            except StoreFull as error:
+                logger.error("gateway.disk_full %s", error)
+                stop.wait(config.retry_s)
     except (UserSysError, HalError) as error:
         logger.error("gateway.failed %s: %s", type(error).__name__, error)
         return 2

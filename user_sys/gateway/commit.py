@@ -13,9 +13,10 @@ from functools import partial
 from typing import TypeVar
 
 from user_sys.episode import open_chunk
-from user_sys.errors import StoreFull, TunnelError, WireError
+from user_sys.errors import StoreFull, TunnelError, WireError, waiting_for_space
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.store.files import free_bytes
 from user_sys.store.labels import Label
 from user_sys.store.log import Ticket
 from user_sys.store.store import StoreWriter
@@ -139,6 +140,13 @@ class Committer:
         with self._changed:
             return sum(len(item.packet) for item in self._queue if isinstance(item, _Arrival))
 
+    def shortage(self) -> dict[str, float]:
+        """For the metrics: what is to be written and what the disk has room for; 0 while it is not full."""
+        if not self.totals.full:
+            return {"disk_needed_bytes": 0.0, "disk_free_bytes": 0.0}
+        needed = max(1, self.queued_bytes + self._writer.pending_bytes)
+        return {"disk_needed_bytes": float(needed), "disk_free_bytes": float(free_bytes(self._writer.path))}
+
     # The threads
 
     def _run(self) -> None:
@@ -226,10 +234,11 @@ class Committer:
                     logger.warning("commit.space_again")
                 self.totals.full = False
                 return done
-            except StoreFull as error:
+            except StoreFull:
                 if not self.totals.full:
-                    logger.error("commit.disk_full %s", error)
-                self.totals.full = True
+                    self.totals.full = True
+                    shortage = self.shortage().values()
+                    logger.error("commit.disk_full %s", waiting_for_space(self._writer.path, *shortage))
                 if self._stopping.wait(self._config.retry_s):
                     raise
 

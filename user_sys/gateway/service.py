@@ -170,7 +170,7 @@ class Gateway:
             "duplicates": totals.duplicates,
             "chunks_refused": totals.refused,
             "queued_bytes": self._committer.queued_bytes,
-            "store_full": totals.full,
+            **self._committer.shortage(),
             "store_bytes": self._keeper.totals.store_bytes,
             "store_shortfall_bytes": self._keeper.totals.shortfall_bytes,
             "episodes_dropped": self._keeper.totals.episodes_dropped,

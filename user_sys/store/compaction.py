@@ -19,7 +19,7 @@ from crc32c import crc32c
 
 from user_sys.errors import StoreCorrupt, StoreError
 from user_sys.store.files import NO_SPACE, Buffer, Files, write_all
-from user_sys.store.footer import Footer, read_footer
+from user_sys.store.footer import Footer, read_footer, read_footer_copy
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
     Damage,
@@ -31,7 +31,7 @@ from user_sys.store.frame import (
 )
 from user_sys.store.manifest import Catalog, Entry, Manifest
 from user_sys.store.sealing import Finished, Summarise, seal
-from user_sys.store.segments import TEMPORARY, SegmentName, choose, list_segments, read_header
+from user_sys.store.segments import TEMPORARY, SegmentName, choose, list_segments, read_header, remove_segment
 
 MAX_GENERATION = (1 << 16) - 1
 MAX_SPAN = (1 << 16) - 1
@@ -54,7 +54,7 @@ def drop_before(files: Files, path: Path, catalog: Catalog, segment: int) -> Non
     _switch(catalog, lambda old: old.from_number(segment))
     files.sync_folder(path)  # the names come off the disk only once the manifest that does not list them is there
     for name in doomed:
-        files.unlink(path / str(name))
+        remove_segment(files, path, name)
 
 
 def _switch(catalog: Catalog, change: Callable[[Manifest], Manifest]) -> None:
@@ -87,7 +87,7 @@ def rewrite(
         stack.callback(files.close, fd)
         try:
             finished = _Copy(files, fd, target).run(sources, keep, catalog.manifest)
-            entry = seal(files, finished, summarise)
+            entry = seal(files, path, finished, summarise)
         except BaseException:
             files.unlink(temporary)
             raise
@@ -95,7 +95,7 @@ def rewrite(
     _switch(catalog, lambda old: old.with_entry(entry))
     files.sync_folder(path)
     for name in names:
-        files.unlink(path / str(name))
+        remove_segment(files, path, name)
     return entry
 
 
@@ -115,14 +115,14 @@ class _Source:
 
     def __init__(self, files: Files, fd: int, name: SegmentName, footer: Footer) -> None:
         self.name, self.footer, self.header = name, footer, read_header(files, fd)
-        self._view = files.map(fd, footer.end)
+        self._view = files.map(fd, min(footer.end, files.size(fd)))
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls, files: Files, path: Path, name: SegmentName) -> Iterator[_Source]:
         fd = files.open(path / str(name), os.O_RDONLY)
         try:
-            footer = read_footer(files, fd, name)
+            footer = read_footer(files, fd, name) or read_footer_copy(files, path, name)
             if footer is None:
                 raise StoreCorrupt(f"{path / str(name)} has lost its footer; verify the log")
             yield cls(files, fd, name, footer)

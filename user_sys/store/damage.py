@@ -7,7 +7,8 @@ reports it as new. The records beside it are not touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,10 @@ def verify(path: Path, *, files: Files = REAL, advance: Callable[[int], object] 
         names = {name.number: name for name in choose(list_segments(path, files))[0]}
         known = _manifest(files, path)
         found = list(reader.damaged)
+        next_sequences: dict[int, int] = {}
         for batch in batches:
+            if len(batch.records):
+                next_sequences[batch.segment] = int(batch.records.sequence.max()) + 1
             generation = names[batch.segment].generation if batch.segment in names else 0
             for ref in batch.records:
                 if advance is not None:
@@ -54,14 +58,25 @@ def verify(path: Path, *, files: Files = REAL, advance: Callable[[int], object] 
                     size = record_bytes(ref.length)
                     found.append(Damage(ref.segment, ref.offset, size, str(error), ref.sequence, generation))
     try:
-        found += _around(files, path, sorted(names.values()), known)
+        found += _around(files, path, sorted(names.values()), known, next_sequences)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     quarantined = known.quarantined if known else ()
-    return sorted(
-        (damage for damage in set(found) if not any(range_.covers(damage) for range_ in quarantined)),
-        key=lambda damage: (damage.segment, damage.offset),
-    )
+    fresh = (damage for damage in set(found) if not any(range_.covers(damage) for range_ in quarantined))
+    return _joined(sorted(fresh, key=lambda damage: (damage.segment, not damage.length, damage.offset)))
+
+
+def _joined(damaged: Iterable[Damage]) -> list[Damage]:
+    """Records that were lost together, as at the end of a file that is cut off, as one damage."""
+    joined: list[Damage] = []
+    for damage in damaged:
+        last = joined[-1] if joined else damage
+        place = (last.segment, last.offset + last.length, last.generation, last.reason)
+        if joined and last.length and place == (damage.segment, damage.offset, damage.generation, damage.reason):
+            joined[-1] = replace(last, length=last.length + damage.length, last_sequence=damage.sequence)
+        else:
+            joined.append(damage)
+    return joined
 
 
 def _manifest(files: Files, path: Path) -> Manifest | None:
@@ -71,18 +86,29 @@ def _manifest(files: Files, path: Path) -> Manifest | None:
         return None  # which the reader has reported
 
 
-def _around(files: Files, path: Path, names: list[SegmentName], known: Manifest | None) -> Iterator[Damage]:
-    """What a reader does not look at: whether the files are the listed ones, and what follows the last record."""
+def _around(
+    files: Files, path: Path, names: list[SegmentName], known: Manifest | None, next_sequences: Mapping[int, int]
+) -> Iterator[Damage]:
+    """What a reader does not look at: whether the files are the listed ones, and what follows the last record.
+
+    Args:
+        next_sequences: by segment, the number after that of its last record that was found.
+    """
     listed = {entry.name: entry for entry in known.segments} if known else {}
     sealed = False
     for name in names:
         fd = files.open(path / str(name), os.O_RDONLY)
         try:
-            footer = footer_or_none(files, fd, name)
+            footer = footer_or_none(files, path, fd, name)
             sealed = sealed or footer is not None
             if footer is not None and name in listed and Entry.of(name, footer) != listed[name]:
                 reason = "the file is not the one that the manifest lists"
                 yield Damage(name.number, 0, 0, reason, -1, name.generation)
+            if footer is None and name in listed:
+                first = next_sequences.get(name.number, listed[name].first_sequence)
+                if (last := listed[name].next_sequence - 1) >= first:
+                    reason = "the records at the segment's end are gone, and so is what said which these were"
+                    yield Damage(name.number, files.size(fd), 0, reason, first, name.generation, last)
             if footer is None and name == names[-1] and name not in listed:
                 yield from _after_last(files, fd, name, known)
         finally:

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,14 @@ WRITE_BYTES = 256 << 10
 
 # A write that fails with one of these took nothing that a later attempt could not take.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def free_bytes(path: Path) -> int:
+    """What the disk of `path` has room for; 0 if it cannot be asked."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
 
 
 class Files:

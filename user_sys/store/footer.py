@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
 from user_sys.errors import StoreCorrupt
-from user_sys.store.files import Buffer, Files
+from user_sys.store.files import Buffer, Files, write_all
 from user_sys.store.frame import (
     FORMAT_VERSION,
     INDEX_KIND,
@@ -40,6 +43,7 @@ _COLUMNS = (("offset", "<u8"), ("sequence", "<u8"), ("length", "<u4"), ("schema"
 _ROW_BYTES = sum(np.dtype(code).itemsize for _, code in _COLUMNS)
 
 Column = npt.NDArray[np.int64]
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,18 +181,82 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
     raw = files.pread(fd, TRAILER_BYTES, at) if at >= SEGMENT_HEADER_BYTES else b""
     if raw[:8] != TRAILER_MAGIC:
         return None
-    if len(raw) < TRAILER_BYTES or place_crc(raw[: _TRAILER.size], name.number, name.generation, at) != int.from_bytes(
-        raw[_TRAILER.size :], "little"
-    ):
-        raise StoreCorrupt("the trailer is damaged")
-    _, version, count, end, summary_at, first, following, written, _ = _TRAILER.unpack_from(raw)
-    check_version(version, f"segment {name.number}")
-    if written != size or not SEGMENT_HEADER_BYTES <= end <= summary_at <= at:
+    trailer = _Trailer.decode(name, raw, at)
+    if trailer.size != size:
         raise StoreCorrupt("the trailer does not fit the file")
-    block = memoryview(files.pread(fd, at - end, end))
-    records = Records.decode(name.number, _unframed(name, INDEX_KIND, block, 0, end), count)
-    summary = _unframed(name, SUMMARY_KIND, block, summary_at - end, end)
-    return Footer(records, bytes(summary), end, first, following, size)
+    return trailer.footer(name, memoryview(files.pread(fd, at - trailer.end, trailer.end)))
+
+
+def copy_footer(files: Files, path: Path, name: SegmentName, footer: Sequence[Buffer]) -> None:
+    """Keeps a second footer in a file beside the segment, which tells what a segment held that has lost its end.
+
+    It is not synced, and only logged if it cannot be written: no record depends on it.
+    """
+    try:
+        fd = files.open(path / name.footer_copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(files, fd, footer, 0)
+        finally:
+            files.close(fd)
+    except OSError as error:
+        _logger.warning("store.footer-not-copied path=%s segment=%s: %s", path, name, error)
+
+
+def read_footer_copy(files: Files, path: Path, name: SegmentName) -> Footer | None:
+    """What `copy_footer` kept for the segment; None where that is missing, torn or damaged. Raises OSError."""
+    try:
+        fd = files.open(path / name.footer_copy, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        raw = memoryview(files.pread(fd, files.size(fd), 0))
+    finally:
+        files.close(fd)
+    block = raw[: -TRAILER_BYTES or None]
+    try:
+        trailer = _Trailer.decode(name, bytes(raw[len(block) :]))
+        if trailer.size - trailer.end != len(raw):
+            raise StoreCorrupt("the trailer does not fit the file")
+        return trailer.footer(name, block)
+    except StoreCorrupt as error:
+        _logger.warning("store.footer-copy-damaged path=%s segment=%s: %s", path, name, error)
+        return None
+
+
+class _Trailer(NamedTuple):
+    records: int
+    end: int
+    summary_at: int
+    first_sequence: int
+    next_sequence: int
+    size: int
+
+    @classmethod
+    def decode(cls, name: SegmentName, raw: bytes, at: int = -1) -> Self:
+        """Args:
+        at: where it stands in the segment's file; -1 where it says so itself.
+
+        Raises:
+            StoreCorrupt: it is damaged.
+        """
+        if len(raw) < TRAILER_BYTES:
+            raise StoreCorrupt("the trailer is damaged")
+        _, version, *fields, _ = _TRAILER.unpack_from(raw)
+        trailer = cls(*fields)
+        at = trailer.size - TRAILER_BYTES if at < 0 else at
+        checksum = int.from_bytes(raw[_TRAILER.size :], "little")
+        if at < 0 or place_crc(raw[: _TRAILER.size], name.number, name.generation, at) != checksum:
+            raise StoreCorrupt("the trailer is damaged")
+        check_version(version, f"segment {name.number}")
+        if not SEGMENT_HEADER_BYTES <= trailer.end <= trailer.summary_at <= at:
+            raise StoreCorrupt("the trailer does not fit the file")
+        return trailer
+
+    def footer(self, name: SegmentName, block: memoryview) -> Footer:
+        """`block`: what stands between the records and the trailer. Raises StoreCorrupt: it is damaged."""
+        records = Records.decode(name.number, _unframed(name, INDEX_KIND, block, 0, self.end), self.records)
+        summary = _unframed(name, SUMMARY_KIND, block, self.summary_at - self.end, self.end)
+        return Footer(records, bytes(summary), self.end, self.first_sequence, self.next_sequence, self.size)
 
 
 def _unframed(name: SegmentName, kind: int, block: memoryview, at: int, start: int) -> memoryview:

@@ -62,6 +62,7 @@ class Damage:
     Attributes:
         segment: its number; -1 for the manifest.
         sequence: of the record that is lost, where that is known; else -1.
+        last_sequence: of the last one, if several are lost together; else -1.
         generation: of the segment's file.
     """
 
@@ -71,6 +72,7 @@ class Damage:
     reason: str
     sequence: int = -1
     generation: int = 0
+    last_sequence: int = -1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from crc32c import crc32c
 from user_sys.errors import StoreCorrupt, StoreError, StoreGone
 from user_sys.store import manifest
 from user_sys.store.files import REAL, Files
-from user_sys.store.footer import Column, Footer, Records, read_footer
+from user_sys.store.footer import Column, Footer, Records, read_footer, read_footer_copy
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -259,13 +259,25 @@ class LogReader:
     def _footer(self, fd: int, name: SegmentName) -> Footer | None:
         try:
             footer = read_footer(self._files, fd, name)
-            reason = "it is listed as sealed and has no trailer"
+            reason = "it is sealed and has no trailer"
         except StoreCorrupt as error:
             footer, reason = None, str(error)
-        if footer is None and self._is_listed(name):
+        if footer is not None:
+            return footer
+        copy = read_footer_copy(self._files, self._path, name)
+        if copy is not None and self._sealed_meanwhile(fd, name):
+            return copy
+        if copy is not None or self._is_listed(name):
             size = self._files.size(fd)
             self._report(Damage(name.number, size, 0, f"the footer: {reason}", -1, name.generation))
-        return footer
+        return copy
+
+    def _sealed_meanwhile(self, fd: int, name: SegmentName) -> bool:
+        """Whether the file has the footer that it lacked a moment ago: the writer writes the copy after it."""
+        try:
+            return read_footer(self._files, fd, name) is not None
+        except StoreCorrupt:
+            return False
 
     def _scanned(self, fd: int, name: SegmentName) -> Footer:
         """What stands in for the damaged footer of a rewritten segment."""
@@ -456,7 +468,7 @@ class LogReader:
     def _index(self, name: SegmentName) -> Records:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
-            return (manifest.footer_or_none(self._files, fd, name) or self._scanned(fd, name)).records
+            return (manifest.footer_or_none(self._files, self._path, fd, name) or self._scanned(fd, name)).records
         finally:
             self._files.close(fd)
 

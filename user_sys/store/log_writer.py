@@ -260,7 +260,7 @@ class LogWriter:
         try:
             while self._finished and not self._failure:
                 finished = self._finished[0]
-                entry = seal(self._files, finished, self._summarise)
+                entry = seal(self._files, self._path, finished, self._summarise)
                 self._catalog.switch(functools.partial(_with_entries, entries=[entry], tail=self._present))
                 self._finished.popleft()
                 self._files.close(finished.fd)

@@ -20,7 +20,7 @@ from crc32c import crc32c
 from hal.undecodable import UNDECODABLE
 from user_sys.errors import StoreCorrupt
 from user_sys.store.files import Files, replace_file
-from user_sys.store.footer import Footer, read_footer
+from user_sys.store.footer import Footer, read_footer, read_footer_copy
 from user_sys.store.frame import FORMAT_VERSION, Damage, check_version
 from user_sys.store.segments import SegmentName, read_header
 
@@ -158,7 +158,7 @@ def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> Manifest
         fd = files.open(path / str(name), os.O_RDONLY)
         try:
             header = read_header(files, fd)
-            footer = footer_or_none(files, fd, name)
+            footer = footer_or_none(files, path, fd, name)
         finally:
             files.close(fd)
         if header is not None and not manifest.log_id:
@@ -169,13 +169,14 @@ def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> Manifest
     return manifest if manifest.log_id else msgspec.structs.replace(manifest, log_id=secrets.token_bytes(LOG_ID_BYTES))
 
 
-def footer_or_none(files: Files, fd: int, name: SegmentName) -> Footer | None:
-    """The segment's footer; None where it has none, or a damaged one, which `verify` and readers report."""
+def footer_or_none(files: Files, path: Path, fd: int, name: SegmentName) -> Footer | None:
+    """The segment's footer, or its copy if that is lost, which `verify` and readers report; None without either."""
     try:
-        return read_footer(files, fd, name)
+        footer = read_footer(files, fd, name)
     except StoreCorrupt as error:
         _logger.warning("store.footer-damaged segment=%s: %s", name, error)
-        return None
+        footer = None
+    return footer or read_footer_copy(files, path, name)
 
 
 class Catalog:

@@ -52,7 +52,7 @@ class OpenSegments:
         try:
             size = self._files.size(fd)
             if size < end:
-                raise StoreCorrupt(f"{self._path / str(name)} ends at {size}; a record should reach to {end}")
+                raise StoreCorrupt(f"{self._path / str(name)} is cut off at byte {size}")
             return OpenedSegment(self._files, fd, self._files.map(fd, size))
         except BaseException:
             self._files.close(fd)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from user_sys.store.files import Files
 from user_sys.store.frame import MAX_SEGMENT_BYTES, RECORD_HEADER_BYTES, Damage, SegmentHeader, SegmentScan, aligned
 from user_sys.store.manifest import Entry, Manifest, footer_or_none
 from user_sys.store.sealing import Finished, find_finished
-from user_sys.store.segments import TEMPORARY, SegmentName, choose, list_segments, read_header
+from user_sys.store.segments import (
+    FOOTER_SUFFIX,
+    SUFFIX,
+    TEMPORARY,
+    SegmentName,
+    choose,
+    list_segments,
+    parse_name,
+    read_header,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +70,15 @@ def recover(files: Files, path: Path, fresh: Manifest) -> Recovered:
     return recovery.found
 
 
+def _needless_copies(there: Iterable[str], chosen: Sequence[SegmentName], first: int) -> Iterator[str]:
+    """Copies of the footers of files that were dropped or rewritten; that of a missing file tells what it held."""
+    covered = {number for name in chosen for number in range(name.number, name.stop)}
+    for file in there:
+        name = parse_name(file.removesuffix(FOOTER_SUFFIX) + SUFFIX) if file.endswith(FOOTER_SUFFIX) else None
+        if name is not None and name not in chosen and (name.number < first or name.number in covered):
+            yield file
+
+
 class _Recovery:
     def __init__(self, files: Files, path: Path, fresh: Manifest) -> None:
         self._files, self._path, self._fresh, self.found = files, path, fresh, Recovered(fresh)
@@ -91,8 +110,9 @@ class _Recovery:
         # A rename that a killed process had not made durable must be, before anything relies on it: what it replaced
         # is deleted here, and what is appended is acknowledged by a sync of the file, not of its name.
         self._files.sync_folder(self._path)
-        temporaries = [name for name in self._files.listdir(self._path) if name.endswith(TEMPORARY)]
-        for doomed in [*map(str, leftovers), *temporaries]:
+        there = self._files.listdir(self._path)
+        temporaries = [name for name in there if name.endswith(TEMPORARY)]
+        for doomed in [*map(str, leftovers), *temporaries, *_needless_copies(there, chosen, first)]:
             self._files.unlink(self._path / doomed)
         return chosen
 
@@ -128,7 +148,7 @@ class _Recovery:
         """The entry of a segment that was sealed and not listed; None where it is not sealed."""
         fd = self._files.open(self._path / str(name), os.O_RDWR)
         try:
-            footer = footer_or_none(self._files, fd, name)
+            footer = footer_or_none(self._files, self._path, fd, name)
             if footer is None:
                 return None
             self._files.fsync(fd)  # its writer may have been killed before the sync that a manifest's entry relies on

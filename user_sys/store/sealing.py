@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from user_sys.store.files import Files, write_all
-from user_sys.store.footer import Footer, Records, encode_footer
+from user_sys.store.footer import Footer, Records, copy_footer, encode_footer
 from user_sys.store.frame import (
     RECORD_HEADER_BYTES,
     RecordRef,
@@ -43,10 +43,11 @@ class Finished:
     sequences: range
 
 
-def seal(files: Files, finished: Finished, summarise: Summarise | None) -> Entry:
+def seal(files: Files, path: Path, finished: Finished, summarise: Summarise | None) -> Entry:
     """Writes the footer and makes it durable; the manifest may list the segment from then on.
 
-    The sync is what a manifest that lists it relies on: else a power cut could leave a listed segment without footer.
+    The sync is what a manifest that lists it relies on: else a power cut could leave a listed segment without footer. A
+    log whose owner summarises its records keeps a copy of the footer beside the file.
 
     Raises:
         OSError: the footer could not be written. It may be tried again, unless it was the sync that failed.
@@ -56,8 +57,11 @@ def seal(files: Files, finished: Finished, summarise: Summarise | None) -> Entry
     summary = summary_of(files, fd, finished.end, records, summarise)
     if files.size(fd) > finished.end:
         files.ftruncate(fd, finished.end)
-    size = write_all(files, fd, encode_footer(name, records, summary, finished.end, finished.sequences), finished.end)
+    encoded = encode_footer(name, records, summary, finished.end, finished.sequences)
+    size = write_all(files, fd, encoded, finished.end)
     files.fdatasync(fd)
+    if summarise is not None:
+        copy_footer(files, path, name, encoded)
     footer = Footer(records, summary, finished.end, finished.sequences.start, finished.sequences.stop, size)
     return Entry.of(name, footer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -15,6 +16,7 @@ from user_sys.store.files import NO_SPACE, REAL, Files
 from user_sys.store.frame import SEGMENT_HEADER_BYTES, SegmentHeader, decode_segment_header
 
 SUFFIX = ".seg"
+FOOTER_SUFFIX = ".footer"
 TEMPORARY = ".tmp"
 _NAME = re.compile(r"(\d{10})(?:-(\d{5})\.(\d{5}))?\.seg")
 _logger = logging.getLogger(__name__)
@@ -31,6 +33,11 @@ class SegmentName(NamedTuple):
     def stop(self) -> int:
         """The number after the last that it stands for."""
         return self.number + self.span
+
+    @property
+    def footer_copy(self) -> str:
+        """The name of the file that holds its footer once more."""
+        return str(self).removesuffix(SUFFIX) + FOOTER_SUFFIX
 
     def __str__(self) -> str:
         rewritten = f"-{self.span:05d}.{self.generation:05d}" if self.generation else ""
@@ -68,6 +75,13 @@ def list_segments(path: Path, files: Files = REAL) -> list[SegmentName]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [parsed for name in names if (parsed := parse_name(name)) is not None]
+
+
+def remove_segment(files: Files, path: Path, name: SegmentName) -> None:
+    """Deletes a segment's file and the copy of its footer. Raises OSError."""
+    files.unlink(path / str(name))
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(path / name.footer_copy)
 
 
 def segment_numbers(path: Path, files: Files = REAL) -> list[int]:

@@ -79,7 +79,8 @@ function percent(share) {
 
 function showRun(view) {
   el("run").textContent = view.run;
-  el("store-full").hidden = !view.metrics.gateway?.store_full;
+  el("warning").textContent = view.warning;
+  el("warning").hidden = !view.warning;
   el("p-time").textContent = minutes(view.elapsed_s);
   el("p-trained").textContent = minutes(view.training_s) + (view.budget_s ? ` / ${minutes(view.budget_s)}` : "");
   el("p-episodes").textContent = short(view.episodes);

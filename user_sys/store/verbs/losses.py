@@ -5,16 +5,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hal.undecodable import UNDECODABLE
 from user_sys.codec import MAGIC
 from user_sys.episode import ChunkHeader
+from user_sys.errors import WireError
+from user_sys.store.block import decode_block
+from user_sys.store.files import REAL
+from user_sys.store.footer import read_footer_copy
 from user_sys.store.frame import RECORD_HEADER_BYTES, Damage
 from user_sys.store.index import Index
-from user_sys.store.segments import choose, list_segments
+from user_sys.store.segments import FOOTER_SUFFIX, SUFFIX, choose, list_segments, parse_name
 
 _PREFIX = struct.Struct("<4sII")  # of a packet: magic, bytes of the record, bytes of the layout
 _HEADER = msgspec.msgpack.Decoder(ChunkHeader)
@@ -37,6 +43,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequence: of the record; -1 where nobody knows.
+        last_sequence: of the last one, if several are lost together; else -1.
         surely: the chunks are those of the index; else they are what the damaged bytes say of themselves.
     """
 
@@ -44,6 +51,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     length: int
     sequence: int
+    last_sequence: int
     reason: str
     chunks: tuple[LostChunk, ...] = ()
     surely: bool = True
@@ -62,7 +70,33 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 def name_losses(path: Path, index: Index, damaged: Sequence[Damage]) -> list[Finding]:
     """What each of `damaged` took from the store at `path`, of which `index` knows all that is whole."""
     files = {name.number: path / str(name) for name in choose(list_segments(path))[0]}
-    return [_finding(damage, index, files) for damage in damaged]
+    return [
+        _finding(damage, index, files) if damage.segment < 0 or damage.segment in files else _missing(damage, path)
+        for damage in damaged
+    ]
+
+
+def _missing(damage: Damage, path: Path) -> Finding:
+    """What a segment held whose file is missing, as the copy of its footer says."""
+    footer = None
+    for file in path.glob(f"{damage.segment:010d}*{FOOTER_SUFFIX}"):
+        if (name := parse_name(file.name.removesuffix(FOOTER_SUFFIX) + SUFFIX)) is not None:
+            footer = read_footer_copy(REAL, path, name) or footer
+    found = Finding(segment=damage.segment, offset=0, length=0, sequence=-1, last_sequence=-1, reason=damage.reason)
+    if footer is None or not len(footer.records) or not footer.summary:
+        return found
+    try:
+        block = decode_block(footer.summary)
+    except WireError:
+        return found
+    names = [episode.episode for episode in block.episodes]
+    columns = (block.chunks[column].tolist() for column in ("episode", "index", "first_step", "steps"))
+    chunks = [
+        LostChunk(episode=names[episode], index=index, first_step=first_step, steps=steps)
+        for episode, index, first_step, steps in zip(*columns, strict=True)
+    ]
+    first, last = int(footer.records.sequence[0]), int(footer.records.sequence[-1])
+    return replace(found, sequence=first, last_sequence=last, chunks=tuple(chunks))
 
 
 def _finding(damage: Damage, index: Index, files: dict[int, Path]) -> Finding:
@@ -77,6 +111,7 @@ def _finding(damage: Damage, index: Index, files: dict[int, Path]) -> Finding:
         offset=damage.offset,
         length=damage.length,
         sequence=damage.sequence,
+        last_sequence=damage.last_sequence,
         reason=damage.reason,
         chunks=chunks,
         surely=surely,
@@ -95,6 +130,47 @@ def _indexed(damage: Damage, index: Index) -> Iterator[LostChunk]:
             first_step=int(chunks.first_step[row]),
             steps=int(chunks.steps[row]),
         )
+
+
+class EpisodeLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What damage took from one episode.
+
+    Attributes:
+        what: all that was stored of it (``gone``), its last steps (``end``), or others (``part``).
+        first_step: the first that is lost.
+        steps: how many are lost.
+    """
+
+    episode: str
+    what: Literal["gone", "end", "part"]
+    chunks: int
+    first_step: int
+    steps: int
+
+    def __str__(self) -> str:
+        words = {"gone": "is gone", "end": f"lost its end, from step {self.first_step} on", "part": "lost a part"}
+        return f"{self.episode} {words[self.what]}: {self.steps} steps in {self.chunks} chunks"
+
+
+def episode_losses(index: Index, findings: Sequence[Finding]) -> list[EpisodeLoss]:
+    """What `findings` mean for each episode, in the order in which they name them."""
+    lost: dict[str, dict[int, LostChunk]] = {}
+    for chunk in (chunk for finding in findings for chunk in finding.chunks):
+        lost.setdefault(chunk.episode, {})[chunk.index] = chunk
+    found = []
+    for episode, chunks in lost.items():
+        rows = index.chunks.episode == index.episodes.find(episode)
+        left = set(index.chunks.index[rows].tolist()) - chunks.keys()
+        found.append(
+            EpisodeLoss(
+                episode=episode,
+                what="gone" if not left else "end" if max(chunks) > max(left) else "part",
+                chunks=len(chunks),
+                first_step=min(chunk.first_step for chunk in chunks.values()),
+                steps=sum(chunk.steps for chunk in chunks.values()),
+            )
+        )
+    return found
 
 
 def _own_word(file: Path, damage: Damage) -> LostChunk | None:

@@ -22,8 +22,10 @@ from user_sys.store.frame import Damage
 from user_sys.store.segments import choose, list_segments
 from user_sys.store.store import StoreReader
 from user_sys.store.upkeep import disk_bytes
-from user_sys.store.verbs.losses import Finding, Gap, gaps, name_losses
+from user_sys.store.verbs.losses import EpisodeLoss, Finding, Gap, episode_losses, gaps, name_losses
 from user_sys.store.verbs.words import EXIT_DAMAGED, Advance, bytes_bar, size_text, tell, tell_json
+
+MAX_LINES = 20
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         findings: damage that is not quarantined, in order of place.
+        episodes_hit: what the findings took from each episode.
         gaps: chunks that are missing in the middle of episodes, whether damage took them or they never came.
         copies: where `repair` put what it set aside.
     """
@@ -42,6 +45,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     steps: int
     findings: tuple[Finding, ...]
+    episodes_hit: tuple[EpisodeLoss, ...]
     gaps: tuple[Gap, ...]
     copies: tuple[str, ...] = ()
 
@@ -60,6 +64,7 @@ def examine(path: Path, advance: Advance) -> tuple[Verdict, list[Damage]]:
         reader.refresh()
         index = reader.index
         found += _meaningless(path, reader.damaged, found)
+        findings = name_losses(path, index, found)
         verdict = Verdict(
             path=str(path),
             size_bytes=disk_bytes(path),
@@ -67,7 +72,8 @@ def examine(path: Path, advance: Advance) -> tuple[Verdict, list[Damage]]:
             episodes=len(index.episodes),
             chunks=int((~index.chunks.gone).sum()),
             steps=int(index.chunks.steps[~index.chunks.gone].sum()),
-            findings=tuple(name_losses(path, index, found)),
+            findings=tuple(findings),
+            episodes_hit=tuple(episode_losses(index, findings)),
             gaps=tuple(gaps(index)),
         )
     return verdict, found
@@ -147,6 +153,8 @@ def _show(verdict: Verdict) -> None:
         tell("nothing is damaged")
     else:
         Console().print(_table(verdict.findings))
+        for line in _bounded([str(loss) for loss in verdict.episodes_hit], "episodes"):
+            tell(line)
     named = {chunk.episode for finding in verdict.findings for chunk in finding.chunks}
     for gap in verdict.gaps:
         last = gap.first_step + gap.steps - 1
@@ -159,11 +167,18 @@ def _table(findings: Sequence[Finding]) -> Table:
     table = Table(*columns, "what is wrong, and what it held", box=None, header_style="bold")
     for each in findings:
         held = [f"{chunk}{'' if each.surely else ' (by its own word)'}" for chunk in each.chunks]
+        last = f" to {each.last_sequence}" if each.last_sequence > each.sequence else ""
         table.add_row(
             "manifest" if each.segment < 0 else str(each.segment),
             str(each.offset),
             str(each.length),
-            "?" if each.sequence < 0 else str(each.sequence),
-            Text("\n".join([each.reason, *held])),
+            "?" if each.sequence < 0 else f"{each.sequence}{last}",
+            Text("\n".join([each.reason, *_bounded(held, "chunks")])),
         )
     return table
+
+
+def _bounded(lines: list[str], what: str) -> list[str]:
+    """The first `MAX_LINES`, and how many there are more."""
+    more = len(lines) - MAX_LINES
+    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more {what}, which --json names"]
