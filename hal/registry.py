@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from hal.diary import DIARY, Diary, What
+from hal.audit import AUDIT, AuditLog, Event
 from hal.durable import replace_durably
 from hal.errors import LeaseError, RegistryError
 from hal.lease import Lease, LeaseTable
@@ -49,16 +49,17 @@ class Registry:
         clock: Callable[[], int] = time.monotonic_ns,
         lost_after_s: float = LOST_AFTER_S,
         wall: Callable[[], float] = time.time,
+        audit: AuditLog | None = None,
     ) -> None:
         """Knows again what it knew before a restart; what does not announce itself then is lost.
 
         Args:
             leases: who drives what; the registry is the only one to change it.
-            folder: of ``registry.json`` (what is known), ``orders.json`` (`hal.standing`) and ``drivers.jsonl``
-                (`hal.diary`).
+            folder: of ``registry.json`` (what is known) and ``orders.json`` (`hal.standing`).
             clock: nanoseconds that only grow.
             lost_after_s: a resource that is silent for longer is lost and its lease ends.
             wall: seconds since 1970, for people.
+            audit: by default that of `folder`.
 
         Raises:
             RegistryError: a file there is damaged.
@@ -66,7 +67,7 @@ class Registry:
         self._leases, self._clock = leases, clock
         self._path = folder / "registry.json"
         self._book = OrderBook(folder / "orders.json")
-        self._diary = Diary(folder / DIARY)
+        self._audit = audit or AuditLog(folder / AUDIT)
         self._lost_after_ns = round(lost_after_s * _NS)
         self._known = {record.name: record for record in read_registry(folder)}
         self._seen_ns = dict.fromkeys(self._known, clock())
@@ -228,13 +229,12 @@ class Registry:
         self._told = {name: (order.health, order.note) for name, order in self._orders.items()}
         for name, order in self._orders.items():
             if before.get(name) != self._told[name]:
-                self._diary.write(order.what, name, why=order.note)
+                self._audit.write(order.what, robot=name, person=order.by, reason=order.why)
             if order.health is Health.QUARANTINED:
                 self._revoke(name, order.note)
         for name in sorted(before.keys() - self._orders.keys()):
             self._faults.pop(name, None)
-            by = page.lifted.get(name, "")
-            self._diary.write("restored", name, why=f"by {by}" if by else "")
+            self._audit.write("restored", robot=name, person=page.lifted.get(name, ""))
 
     def _revoke(self, name: str, why: str) -> None:
         try:
@@ -244,17 +244,17 @@ class Registry:
             return
         self._ended(name, "revoked", why)
 
-    def _granted(self, lease: Lease, what: What) -> Lease:
+    def _granted(self, lease: Lease, what: Event) -> Lease:
         if self._held.get(lease.robot) != lease:
-            self._diary.write(what, lease.robot, holder=lease.holder, token=lease.token)
+            self._audit.write(what, robot=lease.robot, peer=lease.holder, token=lease.token)
         self._held[lease.robot] = lease
         self._keep()
         return lease
 
-    def _ended(self, name: str, what: What, why: str = "") -> None:
+    def _ended(self, name: str, what: Event, why: str = "") -> None:
         lease = self._held.pop(name, None)
         if lease is not None:
-            self._diary.write(what, name, holder=lease.holder, token=lease.token, why=why)
+            self._audit.write(what, robot=name, peer=lease.holder, token=lease.token, reason=why)
             if what == "revoked":
                 self._revoked.append((lease, why))
 

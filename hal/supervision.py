@@ -12,6 +12,7 @@ driving a robot.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 KILL_WAIT_S = 5.0  # how long a killed process may take to vanish
+MAX_LOG_BYTES = 16 << 20  # of a log, and of the older one that is kept beside it
 
 # Runs in the new process before the program itself: no code of ours runs between fork and exec of a process that has
 # threads. 1 is PR_SET_PDEATHSIG (linux/prctl.h), 9 is SIGKILL; a supervisor that died before the call is noticed too.
@@ -92,16 +94,18 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         restart: RestartPolicy | None = None,
+        max_log_bytes: int = MAX_LOG_BYTES,
     ) -> None:
         """Args:
         argv: program and arguments.
         env: variables that are added to this process's own.
-        log_path: where its output is appended; None throws it away.
+        log_path: where its output is appended; None throws it away. Beyond `max_log_bytes` it is put aside, as
+            ``NAME.1``, in the place of the one before.
         restart: how it is started again.
         """
         self._argv = tuple(argv)
         self._env = {**os.environ, **(env or {})}
-        self._log_path = log_path
+        self._log_path, self._max_log_bytes = log_path, max_log_bytes
         self._policy = restart or RestartPolicy()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -184,6 +188,7 @@ class Supervisor:
             logger.error("node.failed %s", self._status.error)
             return None
         while child.poll() is None:
+            self._bound_log()
             if self._stopping.wait(_POLL_S):
                 self._end(child)
                 break
@@ -212,6 +217,19 @@ class Supervisor:
         self._set(state=NodeState.RUNNING, pid=child.pid)
         logger.info("node.started pid=%d argv=%s", child.pid, self._argv)
         return child
+
+    def _bound_log(self) -> None:
+        """The process goes on to write to the same file, which it appends to: its content is copied away, not its name.
+
+        What it writes between the copy and the truncation is lost.
+        """
+        try:
+            if self._log_path is not None and self._log_path.stat().st_size > self._max_log_bytes:
+                with contextlib.suppress(OSError):  # as of a full disk: then the older half of the log is lost
+                    shutil.copy(self._log_path, self._log_path.with_name(f"{self._log_path.name}.1"))
+                os.truncate(self._log_path, 0)
+        except OSError as error:
+            logger.debug("node.log_not_bounded path=%s error=%s", self._log_path, error)
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         """Returns once the process is gone. One that hangs in a device outlives SIGKILL for as long as that lasts:

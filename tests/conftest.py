@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +16,8 @@ _UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, database=None, print_blob=True, **_UNHURRIED)
 settings.register_profile("explore", print_blob=True, **_UNHURRIED)
 settings.load_profile("repeatable")
+
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="user-sys-tests-")  # of audit logs that belong to no run
 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
 # Ctrl-C is meant to work.

@@ -90,10 +90,9 @@ def _reader_left() -> bool:
 def _configure_logging(verbose: int) -> None:
     import logging
 
-    from user_sys.logs import FORMAT
+    from user_sys.logs import configure_logging
 
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(format=FORMAT, level=level)
+    configure_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
 # The grammar ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hal.audit import AUDIT, AuditLog
 from hal.cards import sight
 from hal.discovery import discover
 from hal.placement_words import listed
@@ -148,7 +149,8 @@ class Run:
         ours = {name: f"for {folder.edge(name).resolve()}" for name in real}
         order = pressing_aside(self._client.send, ours)
         self._hub = ConsoleHub(card.name, order, specs, budget_s=config.learner.max_training_s)
-        self._server = _console_server(self._hub, config.console)
+        self._audit = AuditLog(folder.path / AUDIT)
+        self._server = _console_server(self._hub, config.console, self._audit)
         self._log = logger
         self._metrics = MetricsWriter(folder.path, "run")
         self._over = threading.Event()
@@ -199,6 +201,7 @@ class Run:
         finally:
             if self._server is not None:
                 self._server.stop()
+            self._audit.close()
             self._client.close()
             self._metrics.close()
 
@@ -464,12 +467,12 @@ class Run:
         self._cluster.stop(GATEWAY)
 
 
-def _console_server(hub: ConsoleHub, config: ConsoleConfig) -> ConsoleServer | None:
+def _console_server(hub: ConsoleHub, config: ConsoleConfig, audit: AuditLog) -> ConsoleServer | None:
     if not config.enabled:
         return None
     from user_sys.console.server import ConsoleServer  # FastAPI: half a second, which an error before need not wait for
 
-    return ConsoleServer(hub, port=config.port)
+    return ConsoleServer(hub, port=config.port, audit=audit.write)
 
 
 def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:

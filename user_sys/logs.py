@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 LAST_WORDS_BYTES = 4096
 FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
+AT_ONCE = 100  # lines of one message within
+WINDOW_S = 10.0
+MAX_MESSAGES = 4096
 
 
-def configure_logging(verbose: bool = False) -> None:
+class RepeatFilter(logging.Filter):
+    """Of each message (a format, whatever its arguments) `AT_ONCE` lines pass within `WINDOW_S`. The first line after
+    that tells how many were left out. Any thread may log."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, now = (record.name, str(record.msg)), self._clock()
+        if len(self._seen) > MAX_MESSAGES:
+            self._seen.clear()
+        since, count = self._seen.get(key, (now, 0))
+        if now - since >= WINDOW_S:
+            if count > AT_ONCE:
+                record.msg = f"{record.msg} ({count - AT_ONCE} lines like it were left out)"
+            since, count = now, 0
+        self._seen[key] = (since, count + 1)
+        return count < AT_ONCE
+
+
+def configure_logging(level: int = logging.INFO) -> None:
     """Sets the root logger up once; later calls change its level only."""
-    logging.basicConfig(format=FORMAT)
-    logging.getLogger().setLevel(logging.DEBUG if verbose else logging.INFO)
+    root = logging.getLogger()
+    if not root.handlers:
+        logging.basicConfig(format=FORMAT)
+        for handler in root.handlers:
+            handler.addFilter(RepeatFilter())
+    root.setLevel(level)
 
 
 def last_words(path: Path) -> str:

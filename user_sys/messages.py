@@ -120,6 +120,7 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
     ``release`` ends the operator's control: the robot holds. The console sends it when a page goes away.
     `sequence` grows with each order of a console. An ``e-stop`` travels on a channel of its own and is repeated under
     the same `press` until it is confirmed.
+    `address` is the computer of the person's browser, if the console knows it.
     """
 
     robot: str
@@ -128,6 +129,7 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
     twist: tuple[float, ...] = ()
     sequence: int = 0
     press: int = 0
+    address: str = ""
 
 
 class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,6 +17,7 @@ from console_desk import Desk, until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from hal.audit import AuditLog, read_audit, unaudited
 from user_sys.console.page import MAX_MESSAGES_HZ
 from user_sys.console.server import MAX_PAGES, ConsoleServer
 from user_sys.console.wire import MAX_MESSAGE_BYTES
@@ -113,9 +115,9 @@ def stop(socket: ClientConnection, operator: str = "bob", robot: str = "panda-0"
     return answer
 
 
-def serve() -> Iterator[Site]:
+def serve(log: AuditLog | None = None) -> Iterator[Site]:
     desk = Desk().start()
-    server = ConsoleServer(desk.hub)
+    server = ConsoleServer(desk.hub, audit=log.write if log else unaudited)
     try:
         yield Site(desk, server.start())
     finally:
@@ -264,6 +266,29 @@ def test_an_e_stop_that_cannot_be_sent_is_said_not_to_be_confirmed(site: Site) -
         site.desk.away = False
         assert stop(stops)["confirmed"]
         assert [order.press for order in site.desk.orders("e-stop")] == [7]
+
+
+def test_who_signs_in_and_who_is_refused_is_audited_and_an_order_names_its_address(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for site in serve(log):
+        with site.page("ana") as ana, site.stops() as stops:
+            assert stop(stops, "ana")["confirmed"]
+            assert ana.order("re-arm")["accepted"]
+        for _ in range(5):
+            assert httpx.get(f"http://{site.host}/", trust_env=False, timeout=60).status_code == 401
+        for order in ("e-stop", "re-arm"):
+            (given,) = site.desk.orders(order)
+            assert (given.operator, given.address) == ("ana", "127.0.0.1")
+    log.close()
+    told = [(e.event, e.person, e.address, e.count) for e in read_audit(tmp_path / "audit.jsonl")]
+    assert [each for each in told if each[0] == "refused"] == [
+        ("refused", "", "127.0.0.1", 1),
+        ("refused", "", "127.0.0.1", 4),
+    ]
+    assert [each for each in told if each[0] != "refused"] == [
+        ("sign-in", "ana", "127.0.0.1", 1),
+        ("sign-out", "ana", "127.0.0.1", 1),
+    ]
 
 
 def test_two_pages_never_share_a_name(site: Site) -> None:

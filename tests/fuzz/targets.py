@@ -21,7 +21,7 @@ import zmq
 from blake3 import blake3
 from msgspec.structs import replace
 
-from hal import diary, lease, registry, safety, standing
+from hal import audit, lease, registry, safety, standing
 from hal.errors import HalError
 from hal.resource import Kind, ResourceRecord
 from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
@@ -370,9 +370,9 @@ _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
         msgspec.json.encode((ResourceRecord(kind=Kind.ROBOT, name="r", model="m", node="n"),)),
     ),
     (
-        "diary.jsonl",
-        diary.read_diary,
-        msgspec.json.encode(diary.Entry(unix_s=1.0, what="granted", resource="r", holder="h", token=1)),
+        "audit.jsonl",
+        audit.read_audit,
+        msgspec.json.encode(audit.AuditEntry(time="t", event="granted", robot="r", peer="h", token=1)),
     ),
     (
         "gateway.json",

@@ -79,6 +79,20 @@ def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path
     assert supervisor.status() == NodeStatus(state=NodeState.STOPPED, last_exit=0)
 
 
+def test_the_log_of_a_process_that_writes_on_and_on_is_bounded(log: Path) -> None:
+    script = "import sys\nwhile True: sys.stdout.write('x' * 999 + chr(10)); sys.stdout.flush()"
+    older = log.with_name("node.log.1")
+    supervisor = Supervisor([sys.executable, "-c", script], log_path=log, max_log_bytes=1_000_000)
+    supervisor.start()
+    try:
+        eventually(older.exists)
+        first = older.stat().st_mtime_ns
+        eventually(lambda: older.stat().st_mtime_ns != first)
+    finally:
+        supervisor.stop()
+    assert older.stat().st_size > 1_000_000
+
+
 def test_a_process_that_has_ended_by_itself_is_started_however_soon_one_asks(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "print('up')"])
     ended, go_on = threading.Event(), threading.Event()

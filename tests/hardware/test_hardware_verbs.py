@@ -321,30 +321,30 @@ def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
     )
 
 
-def test_the_diary_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = told(capsys, "diary", "--run", run)
-    assert (entry["resource"], entry["what"], entry["holder"], entry["token"]) == (
+def test_the_audit_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (entry,) = told(capsys, "audit", "--run", run)
+    assert (entry["robot"], entry["event"], entry["peer"], entry["token"]) == (
         "far-0",
         "granted",
         "edge on cart",
         1,
     )
-    assert "edge on cart" in said(capsys, "diary", "far-0", "--run", run)
+    assert "edge on cart" in said(capsys, "audit", "far-0", "--run", run)
 
 
-def test_the_diary_of_a_robot_that_nobody_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_of_a_robot_that_no_one_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = create(RunConfig(runs=tmp_path, guests=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999")
-    assert said(capsys, "diary", "far-7", "--run", folder.path) == "nobody has had far-7 yet\n"
-    assert told(capsys, "diary", "far-7", "--run", folder.path) == []
-    assert said(capsys, "diary", "--run", folder.path) == "nobody has had a robot yet\n"
+    assert said(capsys, "audit", "far-7", "--run", folder.path).endswith("audit.jsonl has no entry of far-7\n")
+    assert told(capsys, "audit", "far-7", "--run", folder.path) == []
+    assert said(capsys, "audit", "--run", folder.path).endswith("audit.jsonl has no entry\n")
 
 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
         (["quarantine", "far-9", "--run", "{run}"], "knows no far-9; there is far-0"),
-        (["diary", "near-0", "--run", "{run}"], "knows no near-0; there is far-0"),
-        (["diary", "near-0", "--run", "{run}", "--json"], "knows no near-0; there is far-0"),
+        (["audit", "near-0", "--run", "{run}"], "knows no near-0; there is far-0"),
+        (["audit", "near-0", "--run", "{run}", "--json"], "knows no near-0; there is far-0"),
         (["restore", "far-0", "--run", "{run}"], "far-0 is neither quarantined nor draining"),
         (["drain", "far-0", "--run", "nowhere"], "nowhere is not a run folder"),
         (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),

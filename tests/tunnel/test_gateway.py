@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
+from hal.audit import read_audit
 from hal.errors import LeaseError
 from hal.lease import LeaseTable
 from hal.spec import ArraySpec, RobotSpec
@@ -16,6 +17,7 @@ from user_sys.edge.outbox import Outbox
 from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
+from user_sys.gateway.orders import ANSWER_S, OrderAudit
 from user_sys.gateway.service import LEASE_EVERY_S, LEASES_AT_ONCE, is_loopback, read_address
 from user_sys.gateway.turns import Turns
 from user_sys.messages import (
@@ -30,6 +32,7 @@ from user_sys.messages import (
     OperatorCommand,
     OperatorReply,
     Preview,
+    RobotStatus,
     StopRun,
     WatchRequest,
     WeightsApplied,
@@ -383,6 +386,58 @@ def _full_while(full: threading.Event, flush):  # type: ignore[no-untyped-def]
     return attempt
 
 
+def test_orders_of_people_are_audited_with_the_robots_answer(run: Path) -> None:
+    with serving(run) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        for robot_name, order, address in (("panda-0", "e-stop", "10.0.0.9"), ("panda-9", "reset", "")):
+            console.send(OperatorCommand(robot=robot_name, operator="ana", order=order, address=address))  # type: ignore[arg-type]
+        command = next_of(robot, OperatorCommand)
+        assert isinstance(command, OperatorCommand)
+        robot.send(OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=True))
+        for _ in range(2):  # as a status that is repeated
+            robot.send(status("panda-0", authority="stopped", operator="ana"))
+        robot.send(status("panda-0", authority="human", operator="at the robot"))
+        log = run / "audit.jsonl"
+        until(lambda: "at the robot" in log.read_text(), "what was reported last is audited")
+    told = [(e.event, e.robot, e.person, e.order, e.outcome) for e in read_audit(log) if e.robot]
+    assert sorted(told) == [
+        ("authority", "panda-0", "ana", "stopped", ""),
+        ("authority", "panda-0", "at the robot", "human", ""),
+        ("order", "panda-0", "ana", "e-stop", "done"),
+        ("order", "panda-9", "ana", "reset", "refused: panda-9 is not connected"),
+    ]
+    assert next(e.address for e in read_audit(log) if e.order == "e-stop") == "10.0.0.9"
+
+
+def status(robot: str, authority: str = "policy", operator: str = "", **other: object) -> RobotStatus:
+    fields: dict[str, object] = {
+        "phase": "policy",
+        "episode": "e0",
+        "step": 1,
+        "policy_version": 3,
+        "real_time": True,
+        "outbox_chunks": 0,
+        "control_hz": 10.0,
+        "safety_interventions": 0,
+        **other,
+    }
+    return RobotStatus(robot=robot, authority=authority, operator=operator, **fields)  # type: ignore[arg-type]
+
+
+def test_an_order_that_no_robot_answers_is_audited_as_such() -> None:
+    now, entries = [0.0], []
+    orders = OrderAudit(lambda event, **facts: entries.append((event, facts)), lambda: now[0])
+    orders.given(OperatorCommand(robot="panda-0", operator="ana", order="e-stop"), "10.0.0.9")
+    orders.given(OperatorCommand(robot="panda-0", operator="ana", order="drive"), "10.0.0.9")
+    orders.expire()
+    assert entries == []
+    now[0] = ANSWER_S + 0.1
+    orders.expire()
+    ((event, facts),) = entries
+    assert event == "order" and facts["outcome"] == f"no answer within {ANSWER_S:g} s"
+    assert (facts["person"], facts["address"], facts["order"]) == ("ana", "10.0.0.9", "e-stop")
+
+
 def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:
     with serving(run) as site:
         first = site.address
@@ -399,7 +454,7 @@ def test_a_second_gateway_changes_nothing_beside_the_store_and_one_with_damaged_
     with StoreWriter.open(run / "store"):
         with pytest.raises(StoreLocked):
             Gateway(CONFIG, run)
-        assert (run / "leases.json").read_bytes() == before and not (run / "drivers.jsonl").exists()
+        assert (run / "leases.json").read_bytes() == before and not (run / "audit.jsonl").exists()
     (run / "leases.json").write_bytes(b"{")
     with pytest.raises(LeaseError, match="cannot be read"):
         Gateway(CONFIG, run)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from tunnel_kit import QUICK, Site, hello, prepare, serving, until
+import zmq
+from tunnel_kit import CONFIG, QUICK, Site, hello, prepare, serving, until
 
+from hal.audit import read_audit
 from user_sys.errors import Refused
 from user_sys.tunnel import keys_cli
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.gatekeeper import NO_HANDSHAKE
 from user_sys.tunnel.keys import KeyPair, fingerprint, load_keypair, new_keypair
 
 
@@ -80,6 +86,26 @@ def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> 
         until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once")
 
 
+def test_connections_without_a_key_are_audited_with_their_address_and_count(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path, replace(CONFIG, tunnel=replace(QUICK, handshake_s=0.5))) as site:
+        port = urlsplit(site.address.endpoint).port
+        half_open = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        for _ in range(4):
+            with socket.create_connection(("127.0.0.1", port)) as garbage:
+                garbage.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as keyless:
+            keyless.linger = 0
+            keyless.connect(site.address.endpoint)
+            until(lambda: site.gateway.server.counters["handshakes_failed"] >= 4, "the last was turned away")
+        site.client("panda-0").close()
+        for connection in half_open:
+            connection.close()
+    refused = [e for e in read_audit(tmp_path / "audit.jsonl") if e.event == "refused"]
+    assert {(e.address, e.reason) for e in refused} == {("127.0.0.1", NO_HANDSHAKE)}
+    assert sum(e.count for e in refused) == 8
+
+
 def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: Path) -> None:
     pairs = prepare(tmp_path)
     stranger = new_keypair()
@@ -93,7 +119,7 @@ def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: P
         keys(tmp_path, "revoke", "panda-1")
         until(lambda: "revoked" in (tmp_path / "audit.jsonl").read_text(), "the revocation is noted")
     noted = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    found = {(line["event"], line.get("peer"), line["key"]): line for line in noted}
+    found = {(line["event"], line.get("peer"), line.get("key")): line for line in noted}
     assert found["opened", "panda-0", fingerprint(pairs["panda-0"].public)]["role"] == "robot"
     assert found["refused", None, fingerprint(stranger.public)]["reason"] == "this key is not allowed"
     assert (

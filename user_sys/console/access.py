@@ -16,6 +16,8 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
 
+from hal.audit import Audit, unaudited
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TOKEN_BYTES = 24
 COOKIE = "user_sys_console"
@@ -45,10 +47,12 @@ class Gate:
         app: what is guarded.
         token: the secret in the address.
         port: where the server listens.
+        audit: is told who is refused, and why.
     """
 
-    def __init__(self, app: App, token: str, port: int) -> None:
+    def __init__(self, app: App, token: str, port: int, audit: Audit = unaudited) -> None:
         self._app = app
+        self._audit = audit
         self._token = token
         # A browser shows a host's cookies to all its ports. So the name is of this port, lest consoles overwrite each
         # other's, and the cookie is another secret than the token, gone with this server.
@@ -64,6 +68,7 @@ class Gate:
             return
         status, reason = refusal
         client = scope.get("client") or ("?",)
+        self._audit("refused", role="console", address=client[0], reason=reason)
         _log.warning("console.refused client=%s path=%r: %s", client[0], scope["path"][:80], reason)
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403

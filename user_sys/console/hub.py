@@ -242,11 +242,20 @@ class ConsoleHub:
             known = self._robots.get(robot)
             return known.pictures.get(camera) if known else None
 
-    def order(self, robot: str, operator: str, order: Order, twist: tuple[float, ...] = (), press: int = 0) -> None:
+    def order(
+        self,
+        robot: str,
+        operator: str,
+        order: Order,
+        twist: tuple[float, ...] = (),
+        press: int = 0,
+        address: str = "",
+    ) -> None:
         """Sends a person's order to a robot; the answer comes back as an `OperatorReply`.
 
         Args:
             press: names one press of the e-stop; a repeat has the same number.
+            address: of the person's browser, for the audit log.
 
         Raises:
             AuthorityError: there is no such robot, or no connection to the gateway.
@@ -255,7 +264,13 @@ class ConsoleHub:
         if order not in ("drive", "e-stop"):
             _log.info("console.order robot=%s operator=%r order=%s", robot, operator, order)
         command = OperatorCommand(
-            robot=robot, operator=operator, order=order, twist=twist, sequence=next(self._sequence), press=press
+            robot=robot,
+            operator=operator,
+            order=order,
+            twist=twist,
+            sequence=next(self._sequence),
+            press=press,
+            address=address,
         )
         if self._send(command) is False:
             raise AuthorityError("the console has no connection to the gateway")

@@ -38,6 +38,7 @@ class _Socket(ABC):
     """One accepted WebSocket with its two tasks: one reads, one writes."""
 
     def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
+        self.address = socket.client.host if socket.client else ""
         self._socket = socket
         self._hub = hub
         self._wake = asyncio.Event()
@@ -173,7 +174,7 @@ class Page(_Socket):
             case wire.Order(robot=robot, order=order):
                 if order == "take-over":
                     self._drives.add(robot)
-                self._attempt(robot, order, lambda: self._hub.order(robot, self.operator, order))
+                self._attempt(robot, order, lambda: self._hub.order(robot, self.operator, order, address=self.address))
             case wire.Drive(robot=robot, move=move, gripper=gripper):
                 self._attempt(robot, "drive", lambda: self._hub.drive(robot, self.operator, move, gripper))
             case wire.Seen(pictures=pictures):
@@ -268,6 +269,6 @@ class StopSocket(_Socket):
                 del self._asked[next(iter(self._asked))]
             self._asked[robot, press] = None
         try:
-            self._hub.order(robot, operator, "e-stop", press=press)
+            self._hub.order(robot, operator, "e-stop", press=press, address=self.address)
         except UserSysError as error:
             self.push(wire.Stopped(robot, press, False, str(error)))

@@ -19,6 +19,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
+from hal.audit import Audit, unaudited
 from user_sys.console import wire
 from user_sys.console.access import LOOPBACK, TOKEN_BYTES, Gate
 from user_sys.console.hub import ConsoleHub, Picture, Report
@@ -50,19 +51,23 @@ class ConsoleServer:
         host: a loopback address or name.
         port: 0 takes any free one.
         token: the secret in the address; drawn at random unless given.
+        audit: is told who signs in and out, and who is refused.
 
     Raises:
         ConfigError: `host` is not loopback.
     """
 
-    def __init__(self, hub: ConsoleHub, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
+    def __init__(
+        self, hub: ConsoleHub, host: str = "127.0.0.1", port: int = 0, token: str = "", audit: Audit = unaudited
+    ) -> None:
         if host not in LOOPBACK:
             raise ConfigError(f"console.host: {host!r} is not this machine; use 127.0.0.1, and an SSH tunnel to it")
         self._hub = hub
         self._host = host
         self._port = port
         self._token = token or secrets.token_urlsafe(TOKEN_BYTES)
-        self._pages = _Pages(hub)
+        self._audit = audit
+        self._pages = _Pages(hub, audit)
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -98,7 +103,7 @@ class ConsoleServer:
 
     def _config(self, port: int) -> uvicorn.Config:
         return uvicorn.Config(
-            Gate(build_app(self._pages), self._token, port),
+            Gate(build_app(self._pages), self._token, port, self._audit),
             loop="asyncio",
             lifespan="off",
             log_config=None,
@@ -137,8 +142,8 @@ def build_app(pages: _Pages) -> FastAPI:
 class _Pages:
     """All open pages. `heard` runs in the threads that feed the hub; everything else in the server's event loop."""
 
-    def __init__(self, hub: ConsoleHub) -> None:
-        self._hub = hub
+    def __init__(self, hub: ConsoleHub, audit: Audit) -> None:
+        self._hub, self._audit = hub, audit
         self._open: set[Page] = set()
         self._stops: set[StopSocket] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,7 +170,8 @@ class _Pages:
             await page.run()
         finally:
             self._open.discard(page)
-            _log.info("console.left operator=%r", page.operator)
+            if page.operator:
+                self._audit("sign-out", person=page.operator, address=page.address)
 
     async def serve_stops(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -214,7 +220,8 @@ class _Pages:
         wish = wish or f"guest-{secrets.token_hex(2)}"
         taken = {other.operator for other in self._open if other is not page}
         name = next(n for n in (wish, *(f"{wish}-{i}" for i in range(2, MAX_PAGES + 2))) if n not in taken)
-        _log.info("console.entered operator=%r formerly=%r", name, page.operator)
+        formerly = f"formerly {page.operator}" if page.operator else ""
+        self._audit("sign-in", person=name, address=page.address, outcome="done", reason=formerly)
         return name
 
     def _watch(self) -> None:

@@ -45,6 +45,7 @@ class Tick:
         outcome: the task's verdict on the period.
         held: control periods since the tick before in which the watchdog held the robot.
         stopped: the e-stop is latched.
+        stopped_by: who pressed it; empty if it is not latched.
         hand: what a person does at an input device of the robot's own computer; None while no hand is on one.
     """
 
@@ -58,6 +59,7 @@ class Tick:
     held: int
     stopped: bool
     hand: TeleopInput | None = None
+    stopped_by: str = ""
 
 
 class DriverPort(Protocol):
@@ -261,6 +263,7 @@ class Driver:
             held=0,
             stopped=self.kernel.emergency is not None,
             hand=self._hand(),
+            stopped_by="" if self.kernel.emergency is None else self.kernel.emergency.by,
         )
 
     def _hand(self) -> TeleopInput | None:

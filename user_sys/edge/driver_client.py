@@ -164,6 +164,7 @@ class RemoteDriver:
             outcome=reply.outcome,
             held=reply.held,
             stopped=reply.stopped,
+            stopped_by=reply.stopped_by,
             hand=_hand(reply, arrays),
         )
 

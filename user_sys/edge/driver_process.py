@@ -278,6 +278,7 @@ def _reply(tick: Tick, held: int) -> tuple[Reply, dict[str, Array]]:
         source=outcome.source,
         held=held,
         stopped=tick.stopped,
+        stopped_by=tick.stopped_by,
         hand="" if tick.hand is None else "twist" if tick.hand.target is None else "target",
     )
     arrays = {**tick.observation, **{FRAME + name: frame.image for name, frame in tick.frames.items()}}

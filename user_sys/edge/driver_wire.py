@@ -85,6 +85,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "rule"
     held: int = 0
     stopped: bool = False
+    stopped_by: str = ""
     hand: Literal["", "twist", "target"] = ""
 
     @property

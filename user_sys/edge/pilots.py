@@ -200,7 +200,7 @@ class SessionPilot:
         if pressed is not None:
             self.authority.emergency_stop(pressed.operator)
         if tick.stopped and self.authority.state is not State.STOPPED:
-            self.authority.emergency_stop("the driver", "latched")
+            self.authority.emergency_stop(tick.stopped_by, "latched")
         self._obey()  # afterwards: a re-arm is newer than the tick
         self.authority.at_the_robot(tick.hand)
         state = self.authority.tick()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hal.audit import AUDIT, AuditLog
 from hal.signals import stop_on_signals
 from user_sys.config import load
 from user_sys.errors import Refused, WireError
@@ -47,7 +48,6 @@ from user_sys.messages import (
     WeightsReceived,
     WeightsRequest,
 )
-from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
@@ -93,7 +93,7 @@ class Relay:
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._keys = config, keys
         self._upstream, self._upstream_key = upstream, upstream_key
-        self._audit = AuditLog(folder / "audit.jsonl")
+        self._audit = AuditLog(folder / AUDIT)
         self.server = TunnelServer(
             config.endpoint, keys, ring, self, config.tunnel, config.name, self._audit.write, self._cloud_unix_ns
         )
@@ -132,6 +132,7 @@ class Relay:
                 if time.monotonic() >= next_report:
                     next_report = time.monotonic() + REPORT_S
                     self._weights.look_for_order()
+                    self._audit.flush()
                     self.uplink.send(self._report())
         finally:
             self._close()

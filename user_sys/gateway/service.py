@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from hal.audit import AUDIT, AuditLog
 from hal.durable import replace_durably
 from hal.errors import HalError, LeaseError
 from hal.lease import Lease, LeaseTable
@@ -23,6 +24,7 @@ from user_sys.errors import RunError
 from user_sys.gateway.commit import Committer
 from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.desks import WeightsDesks
+from user_sys.gateway.orders import OrderAudit
 from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.turns import Turns
@@ -51,7 +53,6 @@ from user_sys.messages import (
 )
 from user_sys.robot_cards import keep_card
 from user_sys.store.store import StoreWriter
-from user_sys.tunnel.audit import AuditLog
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import Peer, TunnelServer
 from user_sys.tunnel.wire import AnyMessage, Payload
@@ -91,15 +92,15 @@ class Gateway:
         endpoint = _endpoint(config.endpoint, run_dir)
         self._lock = threading.Lock()
         self._writer = StoreWriter.open(run_dir / "store")  # first: who gets it is alone with the files beside it too
+        self._audit = AuditLog(run_dir / AUDIT)
         try:
             self._leases = LeaseTable(run_dir / "leases.json", config.lease_ttl_s)
-            self._registry = Registry(self._leases, run_dir)
+            self._registry = Registry(self._leases, run_dir, audit=self._audit)
         except HalError:
             self._writer.close()
             raise
         self._steps_before = self._writer.steps
         ring = Keyring(run_dir / "keys")
-        self._audit = AuditLog(run_dir / "audit.jsonl")
         self.server = TunnelServer(endpoint, self._keys, ring, self, config.tunnel, NAME, self._audit.write)
         self._committer = Committer(self._writer, self.server.answer, self.server.release, config)
         self._keeper = StoreKeeper(run_dir / "store", self._writer, self._committer, config.retention, config.upkeep_s)
@@ -107,6 +108,7 @@ class Gateway:
         self._weights = WeightsDesks(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
+        self._orders = OrderAudit(self._audit.write)
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
         self._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S)
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # each robot's newest lease, and the session that has it
@@ -160,6 +162,8 @@ class Gateway:
             self.server.send(lease.robot, LeaseRefusal(robot=lease.robot, reason=reason, token=lease.token))
         self._weights.look_for_order()
         self._postman.round()
+        self._orders.expire()
+        self._audit.flush()
         self._tell_consoles(self._report())
 
     def _report(self) -> MetricsReport:
@@ -239,11 +243,18 @@ class Gateway:
             case WatchRequest():
                 self.server.send(message.robot, message)
             case StopRun():
+                self._audit.write(
+                    "order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
+                )
                 self._stop(message)
             case RobotStatus():
                 self._count_faults(message)
+                self._orders.reported(message)
                 self._tell_consoles(message)
-            case OperatorReply() | EpisodeReport() | MetricsReport():
+            case OperatorReply():
+                self._orders.answered(message)
+                self._tell_consoles(message)
+            case EpisodeReport() | MetricsReport():
                 self._tell_consoles(message)
 
     def _count_faults(self, status: RobotStatus) -> None:
@@ -265,6 +276,7 @@ class Gateway:
             self.server.send(console.name, message)
 
     def _pass_order(self, console: Peer, order: OperatorCommand) -> None:
+        self._orders.given(order, console.address)
         if not self._is_robot(order.robot) or not self.server.send(order.robot, order):
             reason = f"{order.robot} is not connected"
             reply = OperatorReply(
@@ -275,6 +287,7 @@ class Gateway:
                 reason=reason,
                 press=order.press,
             )
+            self._orders.answered(reply)
             self.server.send(console.name, reply)
 
     def _robots(self) -> list[Peer]:

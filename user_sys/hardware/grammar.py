@@ -33,7 +33,7 @@ def add_hardware(verbs: Any) -> None:
             _add_run(order)
     _add_explain(orders)
     _add_people(orders)
-    _add_diary(orders)
+    _add_audit(orders)
 
 
 def _add_explain(orders: Any) -> None:
@@ -66,13 +66,15 @@ def _add_people(orders: Any) -> None:
         order.set_defaults(runs=(VERBS, f"{name}_main"))
 
 
-def _add_diary(orders: Any) -> None:
-    summary = "who got, lost or gave back a run's robots, when and why"
-    diary = orders.add_parser("diary", help=summary, description=f"Tells {summary}.")
-    diary.add_argument("name", nargs="?", default="", metavar="ROBOT", help="this one only")
-    diary.add_argument("--run", type=Path, required=True, metavar="RUN", help="run folder, such as runs/latest")
-    diary.add_argument("--json", action="store_true", help="for other programs")
-    diary.set_defaults(runs=(VERBS, "diary_main"))
+def _add_audit(orders: Any) -> None:
+    summary = "who ordered what, signed in, connected, was refused, or drove a robot"
+    audit = orders.add_parser("audit", help=summary, description=f"Tells {summary}.")
+    audit.add_argument("name", nargs="?", default="", metavar="ROBOT", help="this one only")
+    audit.add_argument(
+        "--run", type=Path, metavar="RUN", help="run folder, such as runs/latest (default: what belongs to no run)"
+    )
+    audit.add_argument("--json", action="store_true", help="for other programs")
+    audit.set_defaults(runs=(VERBS, "audit_main"))
 
 
 def _add_run(order: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hal.diary import DIARY, read_diary
+from hal.audit import AUDIT, machine_audit, read_audit
 from hal.discovery import Change, Discoverer, Discovery, Event, Probe, discover
 from hal.doctor import Finding, Machine, Verdict, examine
 from hal.errors import PlacementError
@@ -144,22 +144,25 @@ def restore_main(args: Namespace) -> int:
     return 0
 
 
-def diary_main(args: Namespace) -> int:
-    """``user-sys hardware diary [ROBOT] --run RUN``: one line an entry, oldest first."""
-    folder = RunFolder(_run_folder(args.run))
-    entries = [e for e in read_diary(folder.path / DIARY) if args.name in ("", e.resource)]
-    if args.name and not entries:
+def audit_main(args: Namespace) -> int:
+    """``user-sys hardware audit [ROBOT] [--run RUN]``: one line an entry, oldest first."""
+    folder = None if args.run is None else RunFolder(_run_folder(args.run))
+    path = machine_audit() if folder is None else folder.path / AUDIT
+    entries = [e for e in read_audit(path) if args.name in ("", e.robot)]
+    if args.name and folder is not None and not entries:
         _require_known(args, folder)
     if args.json:
         _print_json(msgspec.to_builtins(entries))
         return 0
     if not entries:
-        Console().print(Text(f"nobody has had {args.name or 'a robot'} yet"))
+        Console().print(Text(f"{path} has no entry" + (f" of {args.name}" if args.name else "")), soft_wrap=True)
         return 0
-    table = Table("when", "robot", "what", "who", "token", "why", box=None)
-    for entry in entries:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.unix_s))
-        row = (when, entry.resource, entry.what, entry.holder, str(entry.token or ""), entry.why)
+    table = Table("time (UTC)", "event", "robot", "who", "from", "order", "outcome", "", box=None)
+    for e in entries:
+        who = e.person or " ".join(filter(None, (e.peer, e.key if not e.peer else "")))
+        token = f"token {e.token}" if e.token else ""
+        notes = "; ".join(filter(None, (token, e.reason, f"{e.count} times" if e.count > 1 else "")))
+        row = (e.time[:19].replace("T", " "), e.event, e.robot, who, e.address, e.order, e.outcome, notes)
         table.add_row(*map(Text, row))
     Console().print(table)
     return 0

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 import zmq
 from blake3 import blake3
 
+from hal.audit import unaudited
 from hal.errors import SpecError
 from hal.spec import RobotSpec
 from user_sys.codec import decode_packet
@@ -54,7 +55,6 @@ from user_sys.inference.wire import (
     encode,
 )
 from user_sys.policies.policy import Policy
-from user_sys.tunnel.audit import unaudited
 from user_sys.tunnel.floods import FloodGuard
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.keys import KeyPair, Keyring
@@ -161,7 +161,7 @@ class PolicyServer:
                 self._send(routing_id, answer)
             self._receive()
             if broken := self._floods.check(lambda: not readable(self._router)):
-                self.counters["floods"] += broken
+                self.counters["floods"] += len(broken)
                 self._log.warn("flood", "policy.flood: a connection sent more than a message may have; it was broken")
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S

@@ -41,6 +41,9 @@ class _Watched:
         quota: how many bytes the kernel lets it receive in all.
         session: of which it is a part.
         announced: whether libzmq has reported it.
+        address: of its peer.
+        known: whether a message of it was handed on, or it has been part of a session.
+        broken: it was ended here, and libzmq is about to report that.
     """
 
     first: int | None
@@ -49,6 +52,9 @@ class _Watched:
     quota: int = 0
     session: bytes = b""
     announced: bool = True
+    address: str = ""
+    known: bool = False
+    broken: bool = False
 
 
 class FloodGuard:
@@ -84,9 +90,13 @@ class FloodGuard:
             return
         self._watch(descriptor)
 
-    def gone(self, descriptor: int) -> None:
-        """libzmq has given up a connection."""
-        self._watched.pop(descriptor, None)
+    def gone(self, descriptor: int) -> str | None:
+        """libzmq has given up a connection. Returns the address of one that never sent a whole message, empty if that
+        is unknown; None for others."""
+        watched = self._watched.pop(descriptor, None)
+        if watched is None:
+            return ""
+        return None if watched.known or watched.broken else watched.address
 
     def heard(self, frames: Sequence[zmq.Frame]) -> None:
         """A whole message was handed on, its routing id first."""
@@ -94,6 +104,7 @@ class FloodGuard:
         watched = self._watched.get(descriptor)
         if watched is None:
             return
+        watched.known = True
         watched.complete += sum([len(frame) + FRAME_OVERHEAD_BYTES for frame in frames[1:]])
         if watched.quota - watched.complete < (1 - RENEWED_SHARE) * watched.limit:
             self._renew(descriptor, watched)
@@ -103,7 +114,7 @@ class FloodGuard:
         if descriptor not in self._watched:  # libzmq's threads may be late in reporting it
             self._watch(descriptor, announced=False)
         if (watched := self._watched.get(descriptor)) is not None:
-            watched.session, watched.limit = session, self._member_bytes
+            watched.known, watched.session, watched.limit = True, session, self._member_bytes
             self._renew(descriptor, watched)
 
     def dismiss(self, session: bytes) -> None:
@@ -113,8 +124,10 @@ class FloodGuard:
                 watched.session, watched.limit = b"", self._stranger_bytes
                 self._renew(descriptor, watched)
 
-    def check(self, quiet: Callable[[], bool]) -> int:
-        """Breaks the connections that exceed their limit; says how many. Does nothing if it did something just now.
+    def check(self, quiet: Callable[[], bool]) -> list[str]:
+        """Breaks the connections that exceed their limit; returns their peers' addresses.
+
+        Does nothing if it did something just now.
 
         `quiet` says whether nothing complete waits to be handed on. What has come is measured before it is asked, so
         that no message counts as unfinished which was completed meanwhile. Where strangers exceed their common bound,
@@ -122,18 +135,17 @@ class FloodGuard:
         """
         now = time.monotonic()
         if now < self._next_check_s:
-            return 0
+            return []
         held = all(watched.first is not None for watched in self._watched.values())
         self.check_every_s = HELD_CHECK_S if held else CHECK_S
         self._next_check_s = now + self.check_every_s
-        unfinished = {d: self._unfinished(d, watched) for d, watched in list(self._watched.items())}
-        unfinished = {d: size for d, size in unfinished.items() if d in self._watched}
+        unfinished = {d: self._unfinished(d, watched) for d, watched in self._watched.items() if not watched.broken}
         endless = [d for d, size in unfinished.items() if size > self._watched[d].limit]
         broken = {*self._greediest(unfinished), *(endless if endless and quiet() else ())}
         for descriptor in broken:
-            del self._watched[descriptor]
+            self._watched[descriptor].broken = True
             _break(descriptor)
-        return len(broken)
+        return [self._watched[descriptor].address for descriptor in broken]
 
     def _greediest(self, unfinished: dict[int, int]) -> list[int]:
         """Of those that are not part of a session, the ones without which they keep their common bound."""
@@ -150,7 +162,9 @@ class FloodGuard:
         with looked_at(descriptor) as found:
             if found is None:
                 return
-            watched = _Watched(first_sequence(found[0]), self._stranger_bytes, announced=announced)
+            watched = _Watched(
+                first_sequence(found[0]), self._stranger_bytes, announced=announced, address=_address(found[0])
+            )
         self._watched[descriptor] = watched
         self._renew(descriptor, watched)
         if watched.first is None:
@@ -159,8 +173,7 @@ class FloodGuard:
     def _renew(self, descriptor: int, watched: _Watched) -> None:
         """Lets a connection receive its limit beyond what was handed on."""
         with looked_at(descriptor) as found:
-            if found is None:
-                self.gone(descriptor)
+            if found is None:  # libzmq is about to report that it is gone
                 return
             connection, state = found
             watched.complete = min(watched.complete, state.received_bytes)
@@ -172,12 +185,20 @@ class FloodGuard:
         """How many bytes of a connection libzmq has read and not handed on."""
         with looked_at(descriptor) as found:
             if found is None:
-                self.gone(descriptor)
                 return 0
             state = found[1]
         if state.received_bytes >= watched.quota:  # it may be held although something was handed on since
             self._renew(descriptor, watched)
         return state.received_bytes - state.unread_bytes - watched.complete
+
+
+def _address(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        return ""
 
 
 def _break(descriptor: int) -> None:

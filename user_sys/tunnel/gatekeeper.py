@@ -6,20 +6,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from urllib.parse import SplitResult, urlsplit
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from user_sys.tunnel.audit import Audit
+from hal.audit import Audit
 from user_sys.tunnel.floods import FloodGuard
-from user_sys.tunnel.keys import Keyring
+from user_sys.tunnel.keys import Keyring, fingerprint
+from user_sys.tunnel.local import LOOPBACK
 from user_sys.tunnel.sockets import ZAP_DOMAIN, Socket
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 MAX_TOPICS = 1024
+NO_HANDSHAKE = "it completed no handshake: no key, not this protocol, for another gateway's key, or silent"
 _CONNECTIONS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -62,9 +65,10 @@ class Gatekeeper:
         self._told: dict[int, Callable[[int], None]] = {
             zmq.EVENT_LISTENING: floods.listening,
             zmq.EVENT_ACCEPTED: floods.accepted,
-            zmq.EVENT_DISCONNECTED: floods.gone,
         }
         self._ring, self._counters, self._log, self._router, self._audit = ring, counters, log, router, audit
+        self._floods = floods
+        self._by_key = Counter[str]()  # connections by address that are about to end, since their key was refused
         self.zap: Socket = context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
@@ -81,7 +85,8 @@ class Gatekeeper:
             if not known:
                 self._counters["keys_refused"] += 1
                 where, why = address.decode(errors="replace"), "this key is not allowed"
-                self._audit("refused", public=public, address=where, reason=why)
+                self._keys_refused_at(where)
+                self._audit("refused", key=fingerprint(public) if public else "", address=where, reason=why)
                 self._log.warn(f"key:{public}", f"tunnel.refused key={public or 'none'} address={where} reason={why}")
             status = (b"200", b"OK") if known else (b"400", b"this key is not allowed")
             self.zap.send_multipart([version, request, *status, public.encode(), b""])
@@ -92,11 +97,36 @@ class Gatekeeper:
         """
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
-            if (tell := self._told.get(int(event["event"]))) is not None:
-                tell(int(event["value"]))
+            what, descriptor = int(event["event"]), int(event["value"])
+            if what == zmq.EVENT_DISCONNECTED:
+                self._left(descriptor, urlsplit(bytes(event["endpoint"]).decode()))
+                continue
+            if (tell := self._told.get(what)) is not None:
+                tell(descriptor)
                 continue
             self._counters["handshakes_failed"] += 1
             self._log.warn("handshake", "tunnel.handshake_failed: not this protocol, or for another gateway's key")
+
+    def _left(self, descriptor: int, here: SplitResult) -> None:
+        """A connection is over. One that never completed its handshake is audited, unless its key was.
+
+        libzmq may close what is no handshake before its address could be asked for: from a loopback port it is known.
+        """
+        address = self._floods.gone(descriptor)
+        if address is None or here.scheme != "tcp":  # Unix sockets lie in a folder of this user
+            return
+        address = address or (here.hostname if here.hostname in LOOPBACK else None) or "unknown"
+        if address not in self._by_key:
+            self._audit("refused", address=address, reason=NO_HANDSHAKE)
+        elif self._by_key[address] > 1:
+            self._by_key[address] -= 1
+        else:
+            del self._by_key[address]
+
+    def _keys_refused_at(self, address: str) -> None:
+        if address not in self._by_key and len(self._by_key) >= MAX_TOPICS:
+            self._by_key.clear()
+        self._by_key[address] += 1
 
     def close(self) -> None:
         self._router.disable_monitor()

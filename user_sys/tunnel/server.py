@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 import zmq
 
+from hal.audit import Audit, Event, unaudited
 from user_sys.errors import RunError, TunnelError, WireError
 from user_sys.messages import (
     OLDEST_PROTOCOL,
@@ -30,11 +31,10 @@ from user_sys.messages import (
     Welcome,
 )
 from user_sys.tunnel.admission import objection, other_version, require_allowed
-from user_sys.tunnel.audit import Audit, Event, unaudited
 from user_sys.tunnel.floods import FloodGuard
 from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.gauges import ChannelGauges
-from user_sys.tunnel.keys import KeyPair, Keyring, Role
+from user_sys.tunnel.keys import KeyPair, Keyring, Role, fingerprint
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.listen import bind, open_router
 from user_sys.tunnel.local import widen
@@ -274,7 +274,9 @@ class TunnelServer:
 
     def _check_floods(self) -> None:
         if broken := self._floods.check(lambda: not readable(self._router)):
-            self.counters["floods"] += broken
+            self.counters["floods"] += len(broken)
+            for address in broken:
+                self._audit("refused", address=address, reason="it sent more than a message may have")
             self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
 
     def _tick(self) -> None:
@@ -348,7 +350,7 @@ class TunnelServer:
         self._turn_away(routing_id, entry.name if entry else "?", public, str(frames[-1].get("Peer-Address")), why)
 
     def _turn_away(self, routing_id: bytes, name: str, public: str, address: str, why: str) -> None:
-        self._audit("refused", public=public, peer=name, address=address, reason=why)
+        self._audit("refused", key=fingerprint(public), peer=name, address=address, reason=why)
         self._log.warn(f"refused:{public}", f"tunnel.refused peer={name} key={public} reason={why}")
         send_frames(self._router, [routing_id, *encode(Envelope(Refusal(reason=why)))])
 
@@ -474,7 +476,8 @@ class TunnelServer:
             self._handler.peer_closed(peer, reason)
 
     def _tell_audit(self, event: Event, peer: Peer, reason: str = "") -> None:
-        self._audit(event, public=peer.public_key, peer=peer.name, role=peer.role, address=peer.address, reason=reason)
+        key = fingerprint(peer.public_key)
+        self._audit(event, key=key, peer=peer.name, role=peer.role, address=peer.address, reason=reason)
 
     # Sending
 

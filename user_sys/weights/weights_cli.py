@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hal.audit import audit_order
 from hal.placement_words import listed
 from hal.standing import MAX_WORDS_CHARS, who_orders
 from user_sys.errors import RunError
@@ -102,6 +103,7 @@ def _give(args: Namespace, version: int, told: str) -> str:
     by, reason = (shorten(words, MAX_WORDS_CHARS) for words in (who_orders(args.by), args.reason))
     order = Order(serial=serial, version=version, by=by, reason=reason, given_unix_ns=time.time_ns(), run=run)
     shelf.give(load_signer(key).sign(order))
+    audit_order(by, f"weights of {args.learner}: {told}", run=args.run, reason=reason)
     robots = "every robot" if len(_learners(args)) == 1 else f"every robot of {args.learner}"
     later = "" if is_written(RunFolder(args.run).store) else ". The run's gateway does not run: the next one obeys"
     return f"{robots} is to {told}{later}"

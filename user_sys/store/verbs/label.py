@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hal.audit import audit_order
 from hal.standing import who_orders
 from user_sys.episode import Phase
 from user_sys.errors import StoreError, StoreLocked
@@ -47,6 +48,10 @@ def label_main(args: argparse.Namespace) -> int:
     count = len(args.episodes)
     episodes = f"{count} episodes" if count > 1 else args.episodes[0]
     tell(f"{episodes}: {len(labels)} labels stored" + (" by the process that writes the store" if by_gateway else ""))
+    run, said = args.path.resolve().parent, ", ".join(f"{key} {value}" for key, value in _said(args))
+    for name in args.episodes:
+        order = f"label {name}: {said}"
+        audit_order(who_orders(args.by), order, run=run if (run / "config.yaml").exists() else None)
     for name in open_ended:
         tell(f"{name}: its end is not stored; the last reward changes once it is")
     return 0
@@ -76,6 +81,13 @@ def _labels(args: argparse.Namespace, episode: str, index: Index) -> list[Label]
     if args.delete or args.restore:
         labels.append(DeleteLabel(deleted=args.delete, **said))
     return labels or ([NoteLabel(**said)] if args.note else [])
+
+
+def _said(args: argparse.Namespace) -> list[tuple[str, object]]:
+    """What was asked for, as option and value."""
+    names = ("success", "keep_reward", "reward", "phase", "steps", "delete", "restore", "undo", "note")
+    given = {name: getattr(args, name) for name in names}
+    return [(name, value) for name, value in given.items() if value not in (None, False, "")]
 
 
 def _newest(index: Index, episode: str) -> int:
