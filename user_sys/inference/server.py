@@ -160,9 +160,7 @@ class PolicyServer:
                 self._jobs[robot] -= 1
                 self._send(routing_id, answer)
             self._receive()
-            if broken := self._floods.check(lambda: not readable(self._router)):
-                self.counters["floods"] += len(broken)
-                self._log.warn("flood", "policy.flood: a connection sent more than a message may have; it was broken")
+            self._gate.check_floods(lambda: not readable(self._router))
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._ring.refresh()

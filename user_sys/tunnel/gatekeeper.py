@@ -107,6 +107,14 @@ class Gatekeeper:
             self._counters["handshakes_failed"] += 1
             self._log.warn("handshake", "tunnel.handshake_failed: not this protocol, or for another gateway's key")
 
+    def check_floods(self, quiet: Callable[[], bool]) -> None:
+        """See `FloodGuard.check`."""
+        if broken := self._floods.check(quiet):
+            self._counters["floods"] += len(broken)
+            self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
+            for address in broken:
+                self._audit("refused", address=address, reason="it sent more than a message may have")
+
     def _left(self, descriptor: int, here: SplitResult) -> None:
         """A connection is over. One that never completed its handshake is audited, unless its key was.
 

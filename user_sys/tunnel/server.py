@@ -257,7 +257,7 @@ class TunnelServer:
                 if monitor in ready:
                     self._gate.watch()
                 self._receive()
-                self._check_floods()
+                self._gate.check_floods(lambda: not readable(self._router))
                 retry_s = self._flush()
                 if time.monotonic() >= next_tick:
                     self._tick()
@@ -271,13 +271,6 @@ class TunnelServer:
             self._failure = error
         finally:
             self._close_sockets()
-
-    def _check_floods(self) -> None:
-        if broken := self._floods.check(lambda: not readable(self._router)):
-            self.counters["floods"] += len(broken)
-            for address in broken:
-                self._audit("refused", address=address, reason="it sent more than a message may have")
-            self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
 
     def _tick(self) -> None:
         self._gate.authenticate()
