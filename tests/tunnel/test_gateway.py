@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
@@ -435,6 +436,17 @@ def test_an_order_that_no_robot_answers_is_audited_as_such() -> None:
     ((event, facts),) = entries
     assert event == "order" and facts["outcome"] == f"no answer within {ANSWER_S:g} s"
     assert (facts["person"], facts["address"], facts["order"]) == ("ana", "10.0.0.9", "e-stop")
+
+
+def test_the_repeats_of_an_e_stop_are_audited_once_an_outcome() -> None:
+    entries: list[object] = []
+    orders = OrderAudit(lambda event, **facts: entries.append((facts["outcome"], facts["address"])))
+    press = OperatorCommand(robot="panda-0", operator="ana", order="e-stop", press=7, address="10.0.0.9")
+    reply = OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=False, reason="away", press=7)
+    for accepted in (False, False, True, True):
+        orders.given(press, "")
+        orders.answered(msgspec.structs.replace(reply, accepted=accepted))
+    assert entries == [("refused: away", "10.0.0.9"), ("done", "10.0.0.9")]
 
 
 def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(run: Path) -> None:

@@ -27,6 +27,7 @@ SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
 MAX_OUT = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 MAX_MESSAGES_HZ = 60
+FLOOD_PAUSE_S = 1.0  # in which nothing is read: a page that floods anew at once costs little
 MAX_STOPS_HZ = 20
 MAX_ASKED = 1024
 BAD_MESSAGE = 1008
@@ -162,6 +163,8 @@ class Page(_Socket):
 
     async def _take(self, text: str) -> None:
         if self._turns.wait_s("") > 0:
+            self._release()
+            await asyncio.sleep(FLOOD_PAUSE_S)
             raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
         self._turns.take("")
         message = wire.decode(text)
