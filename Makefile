@@ -73,7 +73,7 @@ format: $(INSTALLED_DEV)  ## mend what ruff can
 types: $(INSTALLED_DEV)  ## mypy, strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED_DEV)  ## every benchmark, one after the other, with a summary (ARGS="--quick": do they work? ARGS="store tunnel": these)
+bench: $(INSTALLED_DEV) $(INSTALLED_BENCH)  ## every benchmark, one after the other, with a summary (ARGS="--quick": do they work? ARGS="store tunnel": these)
 	@.ci/check-egl
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -122,7 +122,7 @@ $(INSTALLED_ROS2): pyproject.toml .ci/set-up $(wildcard tests/robots/ros2_interf
 
 # Without the peers the benchmarks run all the same, and say which are missing.
 $(INSTALLED_BENCH): .ci/set-up
-	@.ci/set-up --bench && touch $@ || echo "bench-store: the peers cannot be installed here; going on without them"
+	@.ci/set-up --bench && touch $@ || echo "the peers of the store and of the demo cannot be installed here; going on without them"
 
 $(INSTALLED_DEV): $(PINS)
 	@.ci/set-up $(RUN_EXTRAS),dev

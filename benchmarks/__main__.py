@@ -65,7 +65,6 @@ PROGRAMS = (
     Program("estop", 8, quick="--presses 10 --leaves 2"),
     Program("pushes", 8, quick="--seconds 50 --runs 1"),
     Program("demo", 30, quick="--arms panda --seeds 0 --peer-limit-s 20"),
-    Program("learning", 8, quick="--limit-s 20"),
     Program("two_sites", 8),
     Program("gpu_push", 3, quick="--smoke"),
 )

@@ -1,238 +1,193 @@
-"""The demo's peer: plain RLPD in one process, without tunnel or fleet: acting and training take turns.
+"""The demo's peer: plain RLPD in one process, without tunnel or fleet; acting and training take turns (goal 12).
 
-    python -m benchmarks.learning --model panda --task lift --seeds 0 1 2
+    python -m benchmarks.learning --arms panda --seeds 0 1 2
 
-It says what the algorithm needs by itself: seconds, environment steps and updates until 95 of 100 evaluation episodes
-succeed, each deterministic and from a start not trained on. Evaluations are not counted as training time. Robot,
-safety kernel, algorithm, its settings and the replay buffer are the demo's; applied actions are learned from.
+All settings are the demo's (`configs/demo*.yaml`): robot, demonstrations, algorithm, sampler, the rule by which
+training ends, its time limit, and the evaluation. Robot, safety kernel, episode loop, recorder, store and replay buffer
+are the product's. Cameras are off, since the policy reads none. What a plain loop has to choose is how many steps it
+takes for each update: as many as the demo does (`--steps-per-update`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 
-from benchmarks.harness import Row, report
-from hal.safety import SafetyKernel
-from hal.spec import Array
-from user_sys.algorithms.rlpd import Rlpd
-from user_sys.compose import RobotConfig, build_station
-from user_sys.edge.driver import Driver, Tick
-from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
-from user_sys.learner.learner_config import LearnerConfig
-from user_sys.policies.mlp import MlpPolicy
-from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.features import Features
-from user_sys.replay.mix import DemoOnline
-from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
+from benchmarks.harness import ROOT, Row, report
+from user_sys.compose import build_station, make_policy
+from user_sys.config import load
+from user_sys.edge.demonstrations import demonstrate
+from user_sys.edge.driver import Tick
+from user_sys.edge.local import local_driver
+from user_sys.edge.loop import EpisodeSummary, run_episode
+from user_sys.edge.pilots import PolicyPilot
+from user_sys.edge.recorder import Decision, Recorder
+from user_sys.episode import Source
+from user_sys.evaluate import EvaluationConfig, evaluate
+from user_sys.learner.share import Share
 from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.topology import RunConfig
 
-GOAL, LIMIT_S = 12, 300.0
-DEMONSTRATIONS, DEMONSTRATION_NOISE = 20, 0.1
-DEMONSTRATION_SEED, EVALUATION_SEED = 7_000_000, 9_000_000
-STEPS_PER_UPDATE = 1.75  # what the asynchronous demo shows: acting is faster than training
-PUBLISH_EVERY, EVALUATE_EVERY = 100, 500
-GLANCE, EPISODES, WANTED = 20, 100, 95
-
-
-class Arm:
-    """A robot behind its safety kernel, and the episode that it is in."""
-
-    def __init__(self, model: str, task: str) -> None:
-        station = build_station(RobotConfig(name="plain", task=task, options={"model": model}), cameras=False)
-        assert station.expert is not None
-        self.spec, self.expert, self._task = station.robot.spec, station.expert, station.task
-        self._ticks: list[Tick] = []
-        self._driver = Driver(station.robot, station.task, SafetyKernel(self.spec, self._world_ns))
-        self._driver.connect()
-
-    def _world_ns(self) -> int:
-        """The world stands still while the loop trains: an observation does not grow stale by that."""
-        return self._ticks[-1].t_capture_ns if self._ticks else 0
-
-    def reset(self, seed: int) -> None:
-        self._ticks = [self._driver.reset(seed)]
-
-    @property
-    def observation(self) -> dict[str, Array]:
-        return dict(self._ticks[-1].observation)
-
-    @property
-    def success(self) -> bool:
-        return bool(self._ticks[-1].outcome.success)
-
-    def step(self, action: Array) -> bool:
-        """Whether the episode is over."""
-        self._ticks.append(self._driver.command(action))
-        return self._ticks[-1].outcome.terminated or len(self._ticks) > self._task.max_steps
-
-    def chunk(self, name: str, source: Source) -> Chunk:
-        """The episode so far, as a store would give it back."""
-        before, after = self._ticks[:-1], self._ticks[1:]
-        n, neutral = len(after), np.array(self.spec.neutral, np.float32)
-        columns: dict[str, Array] = {
-            feature: np.stack([tick.observation[feature] for tick in before]) for feature in before[0].observation
-        }
-        columns[APPLIED] = np.stack([neutral if tick.applied is None else tick.applied for tick in after])
-        columns["reward"] = np.array([tick.outcome.reward for tick in after], np.float32)
-        columns["terminated"] = np.array([tick.outcome.terminated for tick in after])
-        columns |= {"phase": np.full(n, Phase.POLICY, np.uint8), "policy_version": np.zeros(n, np.int64)}
-        header = ChunkHeader(
-            episode=name, index=0, first_step=0, steps=n, robot="plain", embodiment=self.spec.embodiment, task="t",
-            sentence="", source=source, seed=0, started_unix_ns=0, end=EpisodeEnd(steps=n, success=self.success),
-        )  # fmt: skip
-        return Chunk(header, columns, dict(after[-1].observation))
-
-    def close(self) -> None:
-        self._driver.close()
+CONFIGS = {arm: ROOT / "configs" / f"{name}.yaml" for arm, name in
+           (("panda", "demo"), ("so101", "demo-so101"), ("ur5e", "demo-ur5e"))}  # fmt: skip
+STEPS_PER_UPDATE = 7.0  # as the demo's runs show on two cores
 
 
 @dataclass(frozen=True)
 class Result:
-    """`successes` of 100 episodes after `seconds` of training, evaluations not counted."""
+    """`successes` of `episodes` evaluations after `seconds` of acting and training; `done`: the rule ended it."""
 
     seconds: float
     steps: int
     updates: int
     successes: int
+    episodes: int
+    done: bool
+
+    @property
+    def words(self) -> str:
+        end = "" if self.done else "at the limit, "
+        return f"{end}{self.successes} of {self.episodes} after {self.seconds:.0f} s"
 
 
 class PlainLoop:
-    """Acting and training in turns, in one thread."""
+    """Acting and training in turns, in one thread. A context manager."""
 
-    def __init__(self, model: str, task: str, seed: int, config: LearnerConfig) -> None:
-        self._config, self._seed = config, 1_000 * seed
-        self._arm, self._test = Arm(model, task), Arm(model, task)
-        spec = self._arm.spec
-        self._learner = Rlpd(config.algorithm, spec, seed=seed)
-        self._policy, self._judge = MlpPolicy(spec, seed=seed), MlpPolicy(spec, seed=seed)
-        self._experience = contextlib.ExitStack()
-        folder = Path(self._experience.enter_context(tempfile.TemporaryDirectory()))
-        self._store = self._experience.enter_context(StoreWriter.open(folder))
-        reader = self._experience.enter_context(StoreReader.open(folder))
-        self._replay = self._experience.enter_context(
-            ReplayBuffer(reader, Features.of(spec), cache_bytes=config.cache_bytes)
-        )
-        mix = DemoOnline(spec.embodiment, config.demo_fraction)
-        steps = Transitions(discount=config.algorithm.discount)
-        self._sampler = Sampler(self._replay, mix, steps, config.batch_size, seed=seed)
-        self._batch = self._sampler.empty_batch()
-        self._steps, self._owed, self._count = 0, 0.0, 0
-        self._demonstrate()
-        self._arm.reset(self._seed)
+    def __init__(self, config: RunConfig, seed: int, steps_per_update: float) -> None:
+        torch.set_num_threads(config.learner.threads)
+        torch.set_flush_denormal(True)
+        robot = config.robots[0]
+        self._robot = replace(robot, options={**robot.options, "cameras": []})
+        self._config, self._seed, self._owed_a_step = config, seed, 1 / steps_per_update
+        self._steps = self._updates = 0
+        self._owed, self._published_s = 0.0, 0.0
 
-    def run(self, limit_s: float) -> Result:
-        """Trains until the goal or `limit_s`."""
-        spent, updates = 0.0, 0
-        while True:
-            started = time.perf_counter()
-            self._train(updates, EVALUATE_EVERY)
-            updates += EVALUATE_EVERY
-            spent += time.perf_counter() - started
-            glance, last = self._evaluate(GLANCE), spent >= limit_s
-            print(f"  {spent:6.1f} s  {self._steps:6d} steps  {updates:6d} updates  {glance}/{GLANCE}", flush=True)
-            successes = self._evaluate(EPISODES) if last or glance >= GLANCE * WANTED / EPISODES else 0
-            if last or successes >= WANTED:
-                return Result(spent, self._steps, updates, successes)
+    def __enter__(self) -> PlainLoop:
+        config = self._config
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._store = stack.enter_context(StoreWriter.open(folder))
+            reader = stack.enter_context(StoreReader.open(folder))
+            self._station = build_station(self._robot)
+            spec = self._station.robot.spec
+            features = config.policy.features
+            self._share = Share(
+                config.learner, spec, reader, features=features, seed=self._seed, device="cpu", ranks=None
+            )
+            stack.callback(self._share.close)
+            self._policy = make_policy(config.policy, spec, self._seed)
+            self._stack = stack.pop_all()
+        return self
 
-    def close(self) -> None:
-        self._arm.close()
-        self._test.close()
-        self._experience.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-    def _train(self, done: int, updates: int) -> None:
-        for update in range(done, done + updates):
-            self._learner.update(self._sampler.sample(self._batch))
-            if update % PUBLISH_EVERY == 0:
-                self._policy.load(self._learner.policy_weights())
-            self._owed += STEPS_PER_UPDATE * (update >= self._config.warmup_updates)
-            while self._owed >= 1.0:
-                self._act()
+    def run(self, limit_s: float | None = None) -> Result:
+        """Trains by the demo's rule and evaluates. `limit_s`: at most; None is the demo's limit."""
+        limit_s = self._config.learner.max_training_s if limit_s is None else limit_s
+        for _ in self._demonstrations():
+            pass
+        self._share.follow()
+        began_s, target = time.monotonic(), self._config.target
+        outcomes: deque[bool] = deque(maxlen=target.episodes)
+        done = False
+        while self._updates < self._config.learner.warmup_updates:
+            self._update()
+        for success in self._episodes():
+            outcomes.append(success)
+            done = len(outcomes) == target.episodes and sum(outcomes) >= target.success * target.episodes
+            if done or time.monotonic() - began_s > limit_s:
+                break
+        seconds = time.monotonic() - began_s
+        judged = EvaluationConfig(episodes=self._config.evaluation.episodes, video_episodes=0)
+        weights = self._share.weights()
+        found = [
+            bool(summary.success)
+            for summary in evaluate(
+                self._robot, self._config.policy, weights, judged, lambda picture: None, seed=self._seed
+            )
+        ]
+        return Result(seconds, self._steps, self._updates, sum(found), len(found), done)
 
-    def _act(self) -> None:
-        self._owed -= 1.0
-        self._steps += 1
-        if self._arm.step(self._policy.act(self._arm.observation, "", deterministic=False).actions[0]):
-            self._count += 1
-            self._keep(self._arm.chunk(f"online-{self._count}", Source.ONLINE))
-            self._arm.reset(self._seed + self._count)
+    def _demonstrations(self) -> Iterator[EpisodeSummary]:
+        config = self._config
+        return demonstrate(self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed)
 
-    def _keep(self, chunk: Chunk) -> None:
-        self._store.append(chunk.encode())
+    def _episodes(self) -> Iterator[bool]:
+        """Without end: whether each succeeded."""
+        station, chunks = self._station, list[bytes]()
+        task = station.task
+        record = Recorder(station.robot.spec, station.name, task.name, task.sentence, chunks.append)
+        pilot = PolicyPilot(lambda: (self._policy, 0), task.sentence, task.max_steps, deterministic=False)
+        with local_driver(station, self._robot) as driver:
+            for number in itertools.count():
+                start = 1_000_000 * self._seed + number
+                summary = run_episode(driver, pilot, record, source=Source.ONLINE, seed=start, listeners=[self._train])
+                self._keep(chunks)
+                chunks.clear()
+                self._share.follow()
+                yield bool(summary.success)
+
+    def _keep(self, chunks: Sequence[bytes]) -> None:
+        for chunk in chunks:
+            self._store.append(chunk)
         self._store.sync()
-        self._replay.refresh()
 
-    def _evaluate(self, episodes: int) -> int:
-        self._judge.load(self._learner.policy_weights())
-        successes = 0
-        for episode in range(episodes):
-            self._test.reset(EVALUATION_SEED + self._seed + episode)
-            while not self._test.step(self._judge.act(self._test.observation, "", deterministic=True).actions[0]):
-                pass
-            successes += self._test.success
-        return successes
+    def _train(self, tick: Tick, decision: Decision | None) -> None:
+        self._steps += 1
+        self._owed += self._owed_a_step
+        while self._owed >= 1.0:
+            self._owed -= 1.0
+            self._update()
 
-    def _demonstrate(self) -> None:
-        kept, start = 0, DEMONSTRATION_SEED + self._seed
-        while kept < DEMONSTRATIONS:
-            expert = self._arm.expert(start, DEMONSTRATION_NOISE)
-            self._arm.reset(start)
-            while not self._arm.step(expert(self._arm.observation)):
-                pass
-            if self._arm.success:
-                self._keep(self._arm.chunk(f"demo-{kept}", Source.DEMO))
-                kept += 1
-            start += 1
+    def _update(self) -> None:
+        self._share.update()
+        self._updates += 1
+        if (now_s := time.monotonic()) - self._published_s >= self._config.learner.publish.every_s:
+            self._published_s = now_s
+            self._policy.load(self._share.weights())
 
 
-def rows_of(model: str, task: str, seed: int, result: Result) -> list[Row]:
-    """The cost of the goal; where it was not reached, how far the loop came, and no time."""
-    name = f"plain RLPD, {model}, {task}, seed {seed}"
-    share = Row(
-        GOAL,
-        f"{name}: success after {result.seconds:.0f} s of training",
-        "share",
-        result.successes / EPISODES,
-        None,
-        None,
-    )
-    reached = result.successes >= WANTED
-    end = "to 95%" if reached else "until the limit, 95% not reached"
+def train(arm: str, seed: int, steps_per_update: float, limit_s: float | None = None) -> Result:
+    with PlainLoop(load(RunConfig, CONFIGS[arm]), seed, steps_per_update) as loop:
+        return loop.run(limit_s)
+
+
+def rows_of(arm: str, seed: int, result: Result) -> list[Row]:
+    name = f"plain RLPD, {arm}, seed {seed}"
     return [
-        share,
-        *([Row(GOAL, f"{name}: training to 95%", "s", result.seconds, None, None)] if reached else []),
-        Row(GOAL, f"{name}: environment steps {end}", "steps", result.steps, None, None),
-        Row(GOAL, f"{name}: updates {end}", "updates", result.updates, None, None),
+        Row(12, f"{name}: success", "share", result.successes / result.episodes, None, None, note=result.words),
+        Row(12, f"{name}: acting and training", "s", result.seconds, None, None),
+        Row(12, f"{name}: environment steps", "steps", float(result.steps), None, None),
+        Row(12, f"{name}: updates", "updates", float(result.updates), None, None),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="panda", choices=["panda", "so101", "ur5e"])
-    parser.add_argument("--task", default="lift", choices=["lift", "reach"])
+    parser.add_argument("--arms", nargs="+", default=["panda"], choices=list(CONFIGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    parser.add_argument("--steps-per-update", type=float, default=STEPS_PER_UPDATE)
+    parser.add_argument("--limit-s", type=float, help="of training; the demo's if left out")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     rows: list[Row] = []
-    for seed in options.seeds:
-        print(f"seed {seed}", flush=True)
-        loop = PlainLoop(options.model, options.task, seed, LearnerConfig())
-        rows += rows_of(options.model, options.task, seed, loop.run(options.limit_s))
-        loop.close()
-    report("learning", rows)
+    for arm, seed in itertools.product(options.arms, options.seeds):
+        result = train(arm, seed, options.steps_per_update, options.limit_s)
+        print(f"{arm}, seed {seed}: {result.words}", flush=True)
+        rows += rows_of(arm, seed, result)
+    report("learning", rows, reduced="" if options.limit_s is None else f"{options.limit_s:g} s of training at most")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from sim.rendering import make_cameras
 from sim.robot import ARMS, SimRobot, SimRobotConfig
 from sim.scenes import make_task
 
-GOAL = 12  # the demo, whose robot this is
+GOAL = 0  # of the simulation none is stated
 PERIODS = 300
 SUBSTEPS = 50
 

@@ -103,5 +103,6 @@ def test_each_hold_comes_with_its_cause(tmp_path: Path) -> None:
 
 
 def test_make_bench_runs_every_program() -> None:
+    by_demo = {"learning"}  # which runs it as a peer
     reporting = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "    report(" in path.read_text()}
-    assert reporting <= {program.module for program in PROGRAMS}
+    assert reporting - by_demo <= {program.module for program in PROGRAMS}

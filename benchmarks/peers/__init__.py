@@ -54,18 +54,23 @@ class Peer:
             self.close()
             raise
 
-    def _hear(self) -> float:
-        ready, _, _ = select.select([self._answers], [], [], DEADLINE_S)
+    def _hear(self, deadline_s: float = DEADLINE_S) -> float:
+        ready, _, _ = select.select([self._answers], [], [], deadline_s)
         line = self._answers.readline() if ready else ""
         if not line:
             raise PeerFailed(f"see {self._log}")
         return float(line)
 
-    def round(self) -> float:
+    def round(self, deadline_s: float = DEADLINE_S) -> float:
         """One figure, in the peer's own unit. Blocks for as long as it measures. Raises PeerFailed."""
         assert self._process.stdin is not None
         self._process.stdin.write("round\n")
-        return self._hear()
+        return self._hear(deadline_s)
+
+    @property
+    def last_line(self) -> str:
+        """Of its log; empty if it wrote nothing."""
+        return (self._log.read_text().splitlines() or [""])[-1]
 
     def close(self) -> None:
         """Ends the process."""

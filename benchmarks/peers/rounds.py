@@ -26,6 +26,11 @@ def serve(measure: Callable[[], float]) -> None:
             answers.write(f"{measure()}\n")
 
 
+def say(line: str) -> None:
+    """To the peer's log, flushed."""
+    print(line, flush=True)
+
+
 def rate(sample: Callable[[], object]) -> float:
     """Transitions a second, when one call gives a batch."""
     start, calls = time.perf_counter(), 0
