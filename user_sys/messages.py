@@ -131,6 +131,11 @@ class OperatorCommand(Message, frozen=True, kw_only=True, tag="operator"):
     press: int = 0
     address: str = ""
 
+    @property
+    def signed(self) -> str:
+        """Who gives it, and from where."""
+        return f"{self.operator} at {self.address}" if self.address else self.operator
+
 
 class OperatorReply(Message, frozen=True, kw_only=True, tag="operator-reply"):
     """Whether an order took effect, to the operator who gave it. An ``e-stop`` is accepted once the driver has it."""

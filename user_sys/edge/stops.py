@@ -91,13 +91,13 @@ class EmergencyStops:
 
     def _stop(self, driver: RemoteDriver, press: OperatorCommand, turn: int) -> None:
         try:
-            driver.emergency_stop(press.operator, turn)
+            driver.emergency_stop(press.signed, turn)
         except HalError as error:
             first = self._waiting is None or _key(self._waiting[0]) != _key(press)
             self._waiting = press, turn
             if first:
                 log.error("e-stop.undelivered %s; trying again", error)
-                self._write_latch(press.operator)
+                self._write_latch(press.signed)
             self._reply(press, accepted=False, reason=str(error))
             return
         self._waiting = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from user_sys.episode import open_chunk
+from user_sys.episode import PackedChunk, open_chunk
 from user_sys.errors import StoreFull, TunnelError, WireError, waiting_for_space
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
@@ -25,6 +25,7 @@ from user_sys.tunnel.wire import Payload
 
 logger = logging.getLogger(__name__)
 
+MAX_AHEAD_S = 86_400.0  # of a chunk's times before this computer's clock
 STOP_TIMEOUT_S = 30.0
 WAIT_S = 0.5
 
@@ -214,6 +215,7 @@ class Committer:
             chunk = open_chunk(arrival.packet)
             if chunk.header.robot != arrival.peer.name:
                 raise WireError(f"{arrival.peer.name} sent a chunk of {chunk.header.robot[:80]!r}")
+            _require_past(chunk)
             if self._patiently(lambda: self._writer.append(arrival.packet, chunk)):
                 totals.chunks += 1
                 totals.steps += chunk.header.steps
@@ -249,3 +251,16 @@ class Committer:
             self._release(peer, len(packets), sum(map(len, packets)))
         for durable in group.said:
             durable.set_result(None)
+
+
+def _require_past(chunk: PackedChunk) -> None:
+    """Raises WireError: it was recorded in the future. Samplers by age would take no other step any more."""
+    captured = chunk.column("t_capture_ns")
+    newest_ns = chunk.header.started_unix_ns
+    if captured is not None and len(captured):
+        newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
+    ahead_s = newest_ns / 1e9 - time.time()
+    if ahead_s > MAX_AHEAD_S:
+        raise WireError(
+            f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
+        )

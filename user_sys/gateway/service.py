@@ -27,6 +27,7 @@ from user_sys.gateway.desks import WeightsDesks
 from user_sys.gateway.orders import OrderAudit
 from user_sys.gateway.postman import Postman
 from user_sys.gateway.previews import PreviewRelay
+from user_sys.gateway.reports import Report, ReportBounds
 from user_sys.gateway.turns import Turns
 from user_sys.gateway.upkeep import StoreKeeper
 from user_sys.messages import (
@@ -108,7 +109,7 @@ class Gateway:
         self._weights = WeightsDesks(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
-        self._orders = OrderAudit(self._audit.write)
+        self._orders, self._bounds = OrderAudit(self._audit.write), ReportBounds()
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
         self._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S)
         self._granted: dict[str, tuple[bytes, Lease]] = {}  # each robot's newest lease, and the session that has it
@@ -182,7 +183,7 @@ class Gateway:
             **self._weights.scalars(),
             "peers_refused": sum(self.server.counters[key] for key in ("keys_refused", "hellos_refused", "malformed")),
         }
-        scalars |= self.server.scalars()
+        scalars |= {"reports_refused": self._bounds.refused, **self.server.scalars()}
         steps = self._steps_before + totals.steps
         return MetricsReport(node=NAME, count=steps, scalars={key: float(value) for key, value in scalars.items()})
 
@@ -247,15 +248,18 @@ class Gateway:
                     "order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
                 )
                 self._stop(message)
-            case RobotStatus():
-                self._count_faults(message)
-                self._orders.reported(message)
-                self._tell_consoles(message)
+            case RobotStatus() | EpisodeReport() | MetricsReport():
+                if (report := self._bounds.bounded(message, peer.role)) is not None:
+                    self._take_report(report)
             case OperatorReply():
                 self._orders.answered(message)
                 self._tell_consoles(message)
-            case EpisodeReport() | MetricsReport():
-                self._tell_consoles(message)
+
+    def _take_report(self, report: Report) -> None:
+        if isinstance(report, RobotStatus):
+            self._count_faults(report)
+            self._orders.reported(report)
+        self._tell_consoles(report)
 
     def _count_faults(self, status: RobotStatus) -> None:
         before = self._faults.get(status.robot, 0)
