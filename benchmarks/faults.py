@@ -175,7 +175,7 @@ def main() -> None:
         lead(args.lead[0], int(args.lead[1]))
     sys.path.insert(0, str(PEERS))
     with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as runtime:
-        os.environ["USER_SYS_RUNTIME_DIR"] = runtime
+        os.environ["USER_SYS_TEST_FOLDER"] = runtime
         report(f"faults-{args.driver}", rows(args.driver, args.rate, args.pairs))
 
 

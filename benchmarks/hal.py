@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.command:
         command_for_ever(args.command)
     with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as runtime:
-        os.environ["USER_SYS_RUNTIME_DIR"] = runtime
+        os.environ["USER_SYS_TEST_FOLDER"] = runtime
         rows = [*kernel_rows(), *fault_rows(), *attack_rows(args.rounds)]
         for name in DRIVERS:
             rows += hold_rows(name) if name in ("fake", "sim", *installed_drivers()) else []

@@ -20,11 +20,20 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from hal.lease import runtime_folder
+from hal.errors import LeaseError
+from hal.machine import (
+    COMMAND,
+    FOLDER,
+    GROUP_COMMAND,
+    TEST_FOLDER,
+    require_own,
+    runtime_folder,
+    test_folder,
+    unfit,
+)
 from hal.station import installed_drivers, load_driver
 
 MIN_FREE_BYTES = 5_000_000_000
@@ -32,7 +41,6 @@ MIN_SHARED_BYTES = 200_000_000  # Ray's object store lies there
 MIN_RTPRIO = 20
 MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
-MAX_SOCKET_FOLDER_BYTES = 60  # a robot's name and a suffix follow; a socket's path has at most 107 bytes
 MAX_DRAWING_S = 60.0
 MAX_DEVICES = 64  # of one sort
 _STA_UNSYNC = 0x40  # adjtimex(2)
@@ -97,7 +105,7 @@ class Machine:
 
 def examine(machine: Machine) -> Iterator[Finding]:
     """Every check, in the order in which a person would look. Takes a second or two."""
-    checks = (_drivers, _libraries, _gpus, _devices, _cameras, _clock, _realtime, _drawing, _ports, _disk, _runtime)
+    checks = (_drivers, _libraries, _gpus, _devices, _cameras, _clock, _realtime, _drawing, _ports, _disk, _place)
     for check in checks:
         try:
             yield from check(machine)
@@ -352,27 +360,26 @@ def _disk(machine: Machine) -> Iterator[Finding]:
         yield _problem("disk", f"/dev/shm has {size:.0f} MB; Ray needs more", "in a container: --shm-size=1g")
 
 
-def _runtime(_: Machine) -> Iterator[Finding]:
-    folder = runtime_folder()
-    if len(os.fsencode(str(folder))) > MAX_SOCKET_FOLDER_BYTES:
-        yield _problem(
-            "sockets", f"the path {folder} is too long for sockets", "set USER_SYS_RUNTIME_DIR to a shorter one"
-        )
-        return
-    owner = _owner(folder)
-    if owner is not None and (owner.st_uid != os.getuid() or owner.st_mode & 0o022):
-        yield _problem("sockets", f"others may write {folder}", "set USER_SYS_RUNTIME_DIR to a folder of your own")
-        return
-    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        mend = "set USER_SYS_RUNTIME_DIR to a folder of your own"
-        yield _problem("sockets", f"nothing can be made in {there}, where local sockets and locks would lie", mend)
-        return
-    yield _ok("sockets", f"local sockets and locks lie in {folder}")
-
-
-def _owner(folder: Path) -> Any:
+def _place(_: Machine) -> Iterator[Finding]:
+    """Where locks and e-stops of this computer's robots are kept."""
+    if (folder := test_folder()) is not None:
+        says = f"{TEST_FOLDER} is set: locks and e-stops lie in {folder}, where nothing else finds them"
+        yield _problem("place", says, f"unset {TEST_FOLDER}, which is for tests")
+    elif reason := unfit():
+        says = f"{reason}: simulated robots work, real ones are refused"
+        yield _advice("place", says, f"{COMMAND}; for one group only: {GROUP_COMMAND}")
+    elif _in_container() and FOLDER.stat().st_dev == Path("/").stat().st_dev:
+        says = f"this is a container, and {FOLDER} is its own: programs outside do not find its locks and e-stops"
+        yield _problem("place", says, f"mount the computer's: -v {FOLDER}:{FOLDER}")
+    else:
+        yield _ok("place", f"locks and e-stops of this computer's robots are kept in {FOLDER}")
     try:
-        return folder.lstat()
-    except FileNotFoundError:
-        return None
+        require_own(runtime_folder())
+    except FileNotFoundError:  # it is made when it is needed
+        return
+    except LeaseError as error:
+        yield _problem("sockets", f"local sockets cannot be made: {error}", f"remove {runtime_folder()}")
+
+
+def _in_container() -> bool:
+    return any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))

@@ -12,11 +12,11 @@ A restarted table gives each lease that it finds a full time to live anew, so th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
-import re
-import stat
+import pwd
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,18 +25,36 @@ from typing import Self
 
 import msgspec
 
-from hal.durable import replace_durably
+from hal.durable import make_folder_durably, replace_durably
 from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.machine import (
+    MAX_NAME_CHARS,
+    TEST_FOLDER,
+    RobotPlace,
+    changing,
+    open_shared,
+    overwrite,
+    require_name,
+    robot_place,
+    robot_places,
+    test_folder,
+    try_lock,
+)
 from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 10.0
-MAX_NAME_CHARS = 128
-DEVICE = "device."  # how the names of locks begin that keep a device, and not a robot; no robot is called so
-CHOSEN = "chosen."  # and of those that keep a robot for a run, while a driver process of it may have the robot's own
+MAX_HOLDER_CHARS = 500
+_HOLDER_BYTES = 4096
+_TOKEN_BYTES = 32
+_TAKE_WITHIN_S = 0.01
 _NS = 1_000_000_000
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
+
+
+def lease_clock_ns() -> int:
+    """Nanoseconds that no setting of the clock changes, and that go on while the computer sleeps."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +114,7 @@ class LeaseTable:
             SpecError: a name that is empty, too long or not printable.
             OSError: the table cannot be written; nothing was given out.
         """
-        _check_name(robot)
+        require_name(robot)
         if not holder.strip() or len(holder) > MAX_NAME_CHARS or not holder.isprintable():
             raise SpecError(f"a lease's holder must be a printable name, got {holder[:80]!r}")
         self.expire()
@@ -189,18 +207,18 @@ class LeaseTable:
 
 
 class Fence:
-    """The driver process's memory of the newest token; survives its restart. One thread calls it."""
+    """The driver process's memory of the newest token. All drivers of a robot on this computer share the file, which
+    survives a restart. One thread calls it."""
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         """Args:
-            paths: files that hold the token, each written at every new one: one that lasts, and one that the drivers
-                of this robot share on this machine, whichever run they belong to. None keep the token in memory.
+            path: `hal.machine.RobotPlace.fence`; None keeps the token in memory, for tests.
 
         Raises:
-            LeaseError: a file cannot be read.
+            LeaseError: the file cannot be read.
         """
-        self._paths = paths
-        self._newest = max(map(_read_token, paths), default=0)
+        self._path = path
+        self._newest = _read_token(path)
 
     @property
     def newest(self) -> int:
@@ -217,50 +235,76 @@ class Fence:
             return
         if token <= self._newest:
             raise StaleToken(f"token {token} is too old: this robot has been driven under token {self._newest}")
-        for path in self._paths:
-            replace_durably(path, str(token).encode())
+        if self._path is not None:
+            make_folder_durably(self._path.parent)
+            with changing(self._path) as (handle, _):
+                overwrite(handle, f"{token}\n".encode(), _TOKEN_BYTES)
         self._newest = token
 
 
-class MachineLock:
-    """Keeps two driver processes of one machine off the same robot. The lock ends with the process, however it ends."""
+class _Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a lock's file: the process that has the lock, or had it last."""
 
-    def __init__(self, robot: str, holder: str = "", runtime_dir: Path | None = None) -> None:
-        """`holder` tells the one who is refused what holds the robot; `runtime_dir` defaults to `runtime_folder()`."""
-        _check_name(robot)
-        self._robot = robot
-        self._holder = holder
-        self._folder = runtime_dir
+    pid: int
+    user: str
+    what: str
+
+
+class MachineLock:
+    """A lock that one process of this computer has at a time. It ends with the process, however that ends."""
+
+    def __init__(self, path: Path, holder: str = "", label: str = "") -> None:
+        """Args:
+        path: the lock's file, in a folder of `hal.machine`.
+        holder: tells others for what the lock is taken.
+        label: of what is locked, for messages; by default the file's name.
+        """
+        self._path, self._holder, self._label = path, holder, label or path.stem
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Takes the lock; harmless where it is already taken by this object. Never waits.
+        """Takes the lock; harmless if this object has it. Never waits.
 
         Raises:
-            LeaseHeld: another process has it; names its pid and holder.
-            LeaseError: the runtime folder is not ours alone.
+            LeaseHeld: another process has it; names its pid, user and purpose.
+            LeaseError: the file is not fit for a lock.
         """
         if self._handle is not None:
             return
-        folder = self._folder or runtime_folder()
-        _make_private(folder)
-        handle = os.open(folder / f"{self._robot}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _lock(handle):
-            owner = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "another process"
-            os.close(handle)
-            raise LeaseHeld(f"{self._robot} is driven on this machine by {owner}")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"pid {os.getpid()} {self._holder}".strip().encode(), 0)
+        _warn_of_test_folder()
+        try:
+            handle = self._locked_file()
+        except OSError as error:
+            raise LeaseError(f"the lock {self._path} cannot be opened: {error.strerror}") from error
+        holder = _Holder(pid=os.getpid(), user=_user(), what=self._holder[:MAX_HOLDER_CHARS])
+        try:
+            overwrite(handle, msgspec.json.encode(holder), _HOLDER_BYTES, sync=False)
+        except OSError as error:  # as of a full disk: the lock counts all the same
+            logger.warning("lock.unsigned path=%s error=%s", self._path, error)
         self._handle = handle
 
+    def _locked_file(self) -> int:
+        """The open and locked file. It is opened again if it was removed meanwhile, or two would lock two files."""
+        while True:
+            handle = open_shared(self._path)
+            if not try_lock(handle, _TAKE_WITHIN_S):  # `held` has it for some microseconds
+                os.close(handle)
+                raise LeaseHeld(f"{self._label} is driven on this machine by {self.owner() or 'another process'}")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.lstat(self._path)):
+                    return handle
+            os.close(handle)
+
     def held(self) -> bool:
-        """Whether some living process has the lock, this one included. Never waits, takes nothing."""
+        """Whether a living process has the lock, this one included. Never waits, takes nothing."""
         if self._handle is not None:
             return True
         try:
-            handle = os.open((self._folder or runtime_folder()) / f"{self._robot}.lock", os.O_RDWR | os.O_CLOEXEC)
+            handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
+        except OSError:  # it cannot be seen: whether it is free is not known
+            return True
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
@@ -270,17 +314,17 @@ class MachineLock:
             os.close(handle)
 
     def owner(self) -> str:
-        """Who has it, in words, e.g. ``pid 4711 for runs/demo/edge/panda-0``; empty where nobody does. Never waits."""
+        """The process that has it, e.g. ``pid 4711 of ana for runs/demo/edge/panda-0``; empty if none. Never waits."""
         if not self.held():
             return ""
         try:
-            said = ((self._folder or runtime_folder()) / f"{self._robot}.lock").read_text(errors="replace").strip()
-        except OSError:  # released, and removed by a person
-            return ""
-        return said or "another process"
+            holder = msgspec.json.decode(self._path.read_bytes(), type=_Holder)
+        except (OSError, *UNDECODABLE):  # another user's, or about to be written
+            return "another process"
+        return f"pid {holder.pid} of {holder.user} {holder.what}".strip()
 
     def release(self) -> None:
-        """Gives the lock back; harmless where it is not taken. The file stays, or two could lock two files."""
+        """Gives the lock back; harmless if it is not taken. The file stays, or two could lock two files."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -293,44 +337,37 @@ class MachineLock:
         self.release()
 
 
-def _lock(handle: int) -> bool:
-    """Takes the lock exclusively. Tried three times, since `MachineLock.held` has it for some microseconds."""
-    for _ in range(3):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.005)
-    return False
+def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
+    """The lock of a robot on this computer; raises as `hal.machine.robot_place` does."""
+    return MachineLock(robot_place(robot, simulated=simulated).lock, holder, robot)
 
 
-def runtime_folder() -> Path:
-    """Where this user's locks and sockets live: USER_SYS_RUNTIME_DIR, else under XDG_RUNTIME_DIR, else under /tmp."""
-    if chosen := os.environ.get("USER_SYS_RUNTIME_DIR"):
-        return Path(chosen)
-    if session := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(session) / "user-sys"
-    return Path(f"/tmp/user-sys-{os.getuid()}")
+def driver_of(robot: str) -> str:
+    """The process that drives `robot` on this computer, real or simulated by this user, in words; empty if none."""
+    places = [place for place in robot_places() if place.name == robot and place.uid in (None, os.getuid())]
+    return next((owner for place in places if (owner := MachineLock(place.lock).owner())), "")
 
 
-def driven(runtime_dir: Path | None = None) -> dict[str, str]:
-    """The robots that programs of this machine, and user, drive now, and by whom; see `MachineLock.owner`."""
-    names = [path.name.removesuffix(".lock") for path in (runtime_dir or runtime_folder()).glob("*.lock")]
-    robots = [name for name in names if _NAME.fullmatch(name) and not name.startswith((DEVICE, CHOSEN))]
-    owners = {name: MachineLock(name, runtime_dir=runtime_dir).owner() for name in robots}
-    return {name: owner for name, owner in owners.items() if owner}
+def driven() -> list[RobotPlace]:
+    """The robots that are driven on this computer now: real ones, and simulated ones of all users."""
+    return [place for place in robot_places() if MachineLock(place.lock).held()]
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise LeaseError(f"{folder} must be a folder that only this user may write; set USER_SYS_RUNTIME_DIR")
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"uid {os.getuid()}"
 
 
-def _check_name(robot: str) -> None:
-    if not _NAME.fullmatch(robot):
-        raise SpecError(f"{robot[:80]!r} is not a robot's name (letters, digits, '.', '_', '-')")
+def _warn_of_test_folder() -> None:
+    folder = test_folder()
+    if folder is not None and folder not in _warned:
+        _warned.add(folder)
+        logger.warning("machine.test_folder %s=%s: its locks and e-stops are no computer's", TEST_FOLDER, folder)
+
+
+_warned: set[Path] = set()
 
 
 def _read_table(path: Path | None) -> _Table:
@@ -345,10 +382,18 @@ def _read_table(path: Path | None) -> _Table:
     return table
 
 
-def _read_token(path: Path) -> int:
-    if not path.exists():
+def _read_token(path: Path | None) -> int:
+    if path is None:
         return 0
     try:
-        return int(path.read_bytes())
+        handle = open_shared(path, create=False)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); see who drives the robot") from error
+    try:
+        return int(os.pread(handle, _TOKEN_BYTES, 0).strip() or b"0")
     except (OSError, ValueError) as error:
         raise LeaseError(f"the fencing token in {path} cannot be read ({error}); see who drives the robot") from error
+    finally:
+        os.close(handle)

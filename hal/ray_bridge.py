@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ import msgspec
 
 from hal.cards import sight
 from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
-from hal.lease import MachineLock
+from hal.lease import robot_lock
 from hal.ray_address import require_cluster, require_token
 from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
 from hal.ray_places import GROUP_MARK, Bundle, cluster_records, node_names
@@ -90,8 +90,8 @@ class RobotKeeper:
     """Has a robot's lock on its computer, from when a job gets the robot until its driver process takes over. Where its
     process dies meanwhile, Ray starts it anew, and it has the lock again before anybody asks for it."""
 
-    def __init__(self, robot: str, holder: str) -> None:
-        self._lock = MachineLock(robot, holder)
+    def __init__(self, robot: str, holder: str, simulated: bool) -> None:
+        self._lock = robot_lock(robot, holder, simulated=simulated)
         self.take()
 
     def take(self) -> str:
@@ -216,8 +216,8 @@ class Cluster:
         call = self._seated(self._ray.remote(num_cpus=0)(content_of), seat).remote(str(path))
         return lambda wait_s: (self._said(call) or "") if self._wait([call], wait_s) else None
 
-    def keep_robots(self, seats: Mapping[str, Seat], holder: str) -> dict[str, str]:
-        """Takes the locks of these robots on their computers, until `hand_over`.
+    def keep_robots(self, seats: Mapping[str, Seat], holder: str, simulated: Collection[str]) -> dict[str, str]:
+        """Takes the locks of these robots on their computers, until `hand_over`. `simulated`: the names of those.
 
         Returns:
             The robots that somebody else drives, outside of the cluster, and who; none is kept where there is one.
@@ -225,7 +225,7 @@ class Cluster:
         keepers = {}
         for robot, seat in seats.items():
             actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RobotKeeper)
-            keepers[robot] = self._seated(actor, seat).remote(robot, holder)
+            keepers[robot] = self._seated(actor, seat).remote(robot, holder, robot in simulated)
         self._keepers += keepers.values()
         calls = {robot: keeper.take.remote() for robot, keeper in keepers.items()}
         self._wait(list(calls.values()), LOOK_TIMEOUT_S)

@@ -20,21 +20,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from hal.durable import remove_durably, replace_durably
-from hal.errors import SpecError
+from hal.errors import LeaseError, SpecError
+from hal.latch import EmergencyStop, Latch, press
 from hal.motion import NO_REASON, ActionLimits, Reason, StateLimits
 from hal.robot import Observation, StopLevel
 from hal.spec import STATE, Array, RobotSpec
-from hal.undecodable import UNDECODABLE
 
 __all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
 
@@ -72,14 +69,6 @@ class Verdict:
         return self.explain()
 
 
-class EmergencyStop(msgspec.Struct, frozen=True, kw_only=True):
-    """Who pressed the e-stop, when and why."""
-
-    by: str
-    why: str
-    unix_ns: int
-
-
 class SafetyKernel:
     """Filters the actions of one robot. One thread calls it; `filter`, `hold` and `tick` never block and never raise.
 
@@ -103,16 +92,18 @@ class SafetyKernel:
             spec: of the robot that is guarded.
             clock: nanoseconds on the clock of the observations' ``t_capture_ns``.
             latch_path: where the e-stop's latch survives a restart; with None for both it is kept in memory only.
-            shared_latch: a second place of it, which all who drive this robot on this machine share: the next run's
-                driver too finds the robot stopped.
+            shared_latch: the latch that all programs of this computer share (`hal.machine.RobotPlace.latch`): a press
+                there is seen while this kernel works, and the next driver finds the robot stopped.
 
         Raises:
             SpecError: the limits contradict the specs, so that nothing could be enforced.
         """
         self.spec, self.reduced = spec, False
         self._clock = clock
-        self._latch_paths = tuple(path for path in (latch_path, shared_latch) if path is not None)
-        self._shared_latch = shared_latch
+        self._shared = Latch(shared_latch) if shared_latch is not None else None
+        kept = Latch(latch_path) if latch_path is not None else None
+        self._latches = tuple(latch for latch in (kept, self._shared) if latch is not None)
+        self._seen: EmergencyStop | None = None  # what the shared latch said last
         self._action = ActionLimits(spec)
         self._joints = StateLimits(spec)
         if not 0 < spec.limits.reduced_speed <= 1:
@@ -205,49 +196,69 @@ class SafetyKernel:
         """Latches the e-stop; pressing it again keeps the first record. Takes effect before anything can fail."""
         if self._stopped is not None:
             return
-        self._stopped = EmergencyStop(by=by, why=why, unix_ns=time.time_ns())
+        self._stopped = press(by, why)
         logger.warning("estop.latched by=%s why=%s", by, why)
         self._persist(self._stopped)
 
     def pressed_elsewhere(self) -> bool:
-        """Whether somebody else has latched the e-stop in the shared place since: `heed_latch` takes that up. For each
-        control period: it looks into a folder of this machine, which takes microseconds, and at no other latch."""
-        return self._stopped is None and self._shared_latch is not None and os.path.exists(self._shared_latch)
+        """Whether another program has pressed in the shared latch since the last look; `heed_latch` takes that up.
+
+        It takes microseconds: for each control period.
+        """
+        if self._shared is None or (found := self._shared.read()) is None:
+            return False
+        return self._seen is None or not found.is_press_of(self._seen)
 
     def heed_latch(self) -> None:
-        """Takes up an e-stop that is latched on the disk: from before the start, or by somebody else since."""
-        if self._stopped is not None:
+        """Takes up an e-stop that is latched on the disk: from before the start, or by another program since."""
+        found = [stop for latch in self._latches if (stop := latch.read()) is not None]
+        self._seen = self._shared.read() if self._shared is not None else None
+        if self._stopped is None and found:
+            self._stopped = found[0]
+            logger.warning("estop.latched by=%s why=%s", found[0].by, found[0].why)
+            self._persist(found[0])
+
+    def acknowledge(self, driver: str) -> None:
+        """Notes in the shared latch that `driver` has stopped the robot, for the program that pressed there."""
+        if self._shared is None or self._seen is None or self._seen.acknowledged:
             return
-        found = next((latch for path in self._latch_paths if (latch := _read_latch(path)) is not None), None)
-        if found is not None:
-            self._stopped = found
-            logger.warning("estop.latched by=%s why=%s", found.by, found.why)
-            self._persist(found)
+        try:
+            self._shared.acknowledge(self._seen, driver)
+            self._seen = self._shared.read()
+        except (OSError, LeaseError) as error:  # the robot is stopped; `user-sys stop` reports that it had no answer
+            logger.error("estop.not_acknowledged path=%s error=%s", self._shared.path, error)
 
     def _persist(self, stopped: EmergencyStop) -> None:
         """Writes the latch wherever it is missing."""
-        for path in self._latch_paths:
+        for latch in self._latches:
             try:
-                if not path.exists():
-                    replace_durably(path, msgspec.json.encode(stopped))
-            except OSError as error:  # the robot is stopped all the same; only a restart would forget it
-                logger.error("estop.not_persisted path=%s error=%s", path, error)
+                if latch.read() is None:
+                    latch.press(stopped)
+            except (OSError, LeaseError) as error:  # the robot is stopped all the same; a restart would forget it
+                logger.error("estop.not_persisted path=%s error=%s", latch.path, error)
+        self._seen = self._shared.read() if self._shared is not None else None
 
     def rearm(self, person: str) -> None:
-        """Lifts the e-stop in the name of `person`; harmless where none is latched.
+        """Lifts the e-stop in the name of `person`; harmless where none is latched. A press by another program that
+        this kernel has not seen yet stands, and `emergency` tells it.
 
         Raises:
             SpecError: no person is named.
-            OSError: the latch could not be removed from the disk; the robot stays stopped.
+            OSError, LeaseError: the latch could not be removed from the disk; the robot stays stopped.
         """
         if not person.strip():
             raise SpecError("only a named person can re-arm a robot: give the name")
-        for path in self._latch_paths:
-            if path.exists():
-                remove_durably(path)
+        if self._shared is not None and self.pressed_elsewhere():
+            self._stopped = None
+            self.heed_latch()
+            return
+        for latch in self._latches:
+            latch.clear(self._seen if latch is self._shared else latch.read())
         self._stopped = None
-        self.settle()
-        logger.warning("estop.rearmed by=%s", person)
+        self.heed_latch()  # it may have been pressed while the latch was being cleared
+        if self._stopped is None:
+            self.settle()
+            logger.warning("estop.rearmed by=%s", person)
 
     def _read_state(self, observation: Observation | None, now: int) -> tuple[Array, Reason]:
         """The state vector as float64, and why it cannot be used."""
@@ -288,22 +299,6 @@ def _require_times(spec: RobotSpec) -> None:
         )
     if limits.watchdog_periods < 2:  # the first is the command's own
         raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; it is at least 2")
-
-
-def latch_emergency(path: Path, by: str, why: str) -> None:
-    """Presses the e-stop of a robot whose kernel cannot be told: it finds the latch at its start. Raises OSError."""
-    replace_durably(path, msgspec.json.encode(EmergencyStop(by=by, why=why, unix_ns=time.time_ns())))
-
-
-def _read_latch(path: Path) -> EmergencyStop | None:
-    """The latch on the disk. A file that cannot be read is a latch too: it is there because someone pressed."""
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=EmergencyStop)
-    except (OSError, *UNDECODABLE) as error:
-        logger.error("estop.latch_unreadable path=%s error=%s", path, error)
-        return EmergencyStop(by="unknown", why=f"the latch in {path} cannot be read", unix_ns=0)
 
 
 def _describe_misfit(action: object, spec: RobotSpec) -> str:

@@ -54,7 +54,7 @@ class Launch:
 
     def processes(self) -> dict[int, str]:
         """Command lines of all living processes that were started by it, directly or not: their environment tells."""
-        mark = f"USER_SYS_RUNTIME_DIR={self.runtime}".encode()
+        mark = f"USER_SYS_TEST_FOLDER={self.runtime}".encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -87,7 +87,7 @@ def user_sys(
     """
     runtime = runtime or Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
     out, err = runtime / "out", runtime / "err"
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_RUNTIME_DIR": str(runtime), **(env or {})}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_TEST_FOLDER": str(runtime), **(env or {})}
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
             [str(python), "-m", "user_sys.cli", *map(str, argv)],

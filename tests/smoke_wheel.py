@@ -108,7 +108,7 @@ def read(path: Path) -> str:
 @contextmanager
 def process(folder: Path, *command: object) -> Iterator[None]:
     """Ended by SIGTERM at the end; must then leave with status 0."""
-    environment = {**os.environ, "USER_SYS_RUNTIME_DIR": str(folder / "r")}
+    environment = {**os.environ, "USER_SYS_TEST_FOLDER": str(folder / "r")}
     running = subprocess.Popen([str(part) for part in command], cwd=folder, env=environment)
     try:
         yield

@@ -16,7 +16,7 @@ import pytest
 from run_kit import until, user_sys
 
 from hal.errors import PlacementError, RegistryError
-from hal.lease import MachineLock, driven
+from hal.lease import driven, robot_lock
 from hal.resource import Health, Kind, ResourceRecord, local_node
 from hal.standing import OrderBook
 from user_sys import candidates
@@ -34,7 +34,7 @@ GB = 10**9
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "runtime"))
     monkeypatch.setattr(candidates, "AGAIN_S", 0.0)
     yield tmp_path / "runtime"
 
@@ -194,7 +194,7 @@ def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
             "a is driven by pid "
         )
         assert " run one and b is driven by " in str(waits.value)
-        assert not MachineLock("chosen.c").held() and not driven(), "it holds nothing, and nothing moves"
+        assert Claims("another").take(["c"]) and not driven(), "it holds nothing, and nothing moves"
 
 
 def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> None:
@@ -213,7 +213,7 @@ def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> No
 
 def test_a_robot_that_another_program_drives_is_passed_over() -> None:
     config = run_of("a", "b", "c", needs=[NeedConfig(kind="robot", count=2)])
-    with MachineLock("a", "user-sys edge"), Here(config, "one") as one:
+    with robot_lock("a", "user-sys edge", simulated=True), Here(config, "one") as one:
         one.take(refuse_to_wait)
         assert [robot.name for robot in one.config.robots] == ["b", "c"]
 
@@ -231,7 +231,7 @@ def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> Non
 
 def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_waits_for_it() -> None:
     every = run_of("a", "b", needs=())
-    with MachineLock("a", "user-sys edge"), Here(every, "every") as waiting:
+    with robot_lock("a", "user-sys edge", simulated=True), Here(every, "every") as waiting:
         waiting.take(refuse_to_wait)
         notes = [record.note for record in available(every, [robot("a"), robot("b")])]
     assert notes[0].endswith("user-sys edge") and notes[1].endswith("run every")
@@ -281,7 +281,9 @@ def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.Mo
             until_then.close()
 
         three.take(say)
-        assert three.gpus == ("GPU-0",) and re.search(r"gpu-0 is used by pid \d+ run one and .*gpu-1 is used", said[0])
+        assert three.gpus == ("GPU-0",) and re.search(
+            r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used", said[0]
+        )
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         with Here(config, "four") as four:
             four.take(refuse_to_wait)
@@ -295,7 +297,9 @@ def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
     with Here(both, "one") as one, Here(run_of("b", needs=[needs[0]]), "two") as two:
         one.take(refuse_to_wait)
         assert (one.gpus, one.policy_gpus) == (("GPU-0",), ("GPU-1",))
-        with pytest.raises(Waits, match=r"gpu-0 is used by pid \d+ run one and .*gpu-1 is used by pid \d+ run one"):
+        with pytest.raises(
+            Waits, match=r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used by pid \d+ of \S+ run one"
+        ):
             two.take(refuse_to_wait)
 
 
@@ -308,9 +312,10 @@ def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
 
 
 def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
-    first, second = Claims("run one"), Claims("run two")
+    first, second, third = Claims("run one"), Claims("run two"), Claims("run three")
     assert first.take(["b"]) and not second.take(["a", "b"])
-    assert not MachineLock("chosen.a").held()
+    assert third.take(["a"])
+    third.release()
     first.release()
     assert second.take(["a", "b"])
     second.release()
@@ -332,16 +337,21 @@ logging: {wandb: {mode: disabled}}
 
 
 @pytest.mark.timeout(3600)
-def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(tmp_path: Path) -> None:
+def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lab.yaml").write_text(LAB)
     runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
-    others = Claims("run other", runtime)
-    with MachineLock("a", "user-sys edge", runtime), ExitStack() as stack:
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(runtime))
+    others = Claims("run other")
+    with robot_lock("a", "user-sys edge", simulated=True), ExitStack() as stack:
         stack.callback(others.release)
         assert others.take(["b"])
         launch = stack.enter_context(user_sys(tmp_path, "train", "lab.yaml", "--name", "lab", runtime=runtime))
         until(lambda: "waits, and holds nothing meanwhile" in launch.out, "it waits")
-        assert re.search(r"Only one is free, c: a is driven by pid \d+ user-sys edge, b is driven by", launch.out)
+        assert re.search(
+            r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out
+        )
         assert "crane cannot be chosen: no driver 'nowhere'" in launch.out
         assert not (tmp_path / "runs").exists(), "nothing is made before"
         others.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ SAID = [
 
 @pytest.mark.slow
 def test_a_run_gets_its_robots_and_its_compute_or_neither(tmp_path: Path) -> None:
-    env = {**os.environ, "USER_SYS_RUNTIME_DIR": str(tmp_path)}
+    env = {**os.environ, "USER_SYS_TEST_FOLDER": str(tmp_path)}
     done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == SAID
@@ -51,7 +52,7 @@ def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
 
 def scenario(folder: Path) -> None:
     from hal.errors import PlacementError
-    from hal.lease import MachineLock
+    from hal.lease import driver_of, robot_lock
     from hal.ray_bridge import start_local
     from hal.resource import Health, local_node
     from user_sys.compose import RobotConfig
@@ -70,7 +71,7 @@ def scenario(folder: Path) -> None:
         def free() -> bool:
             records = {record.name: record for record in cluster.records()}
             unused = all(records[name.removeprefix("robot:")].health is Health.READY for name in arms)
-            unlocked = not any(MachineLock(name.removeprefix("robot:")).held() for name in arms)
+            unlocked = not any(driver_of(name.removeprefix("robot:")) for name in arms)
             return unused and unlocked and records[local_node()].cores == 2
 
         first, second = Gang(cluster, job(2), "one", folder), Gang(cluster, job(2), "two", folder)
@@ -91,10 +92,11 @@ def scenario(folder: Path) -> None:
         print(SAID[2])
         first.give_back()
         eventually(free)
-        with MachineLock("panda-0", "user-sys edge"), pytest.raises(Waits) as waits:
+        with robot_lock("panda-0", "user-sys edge", simulated=True), pytest.raises(Waits) as waits:
             second.take(say)
         assert str(waits.value).endswith(
-            f" panda-0 is driven by pid {os.getpid()} user-sys edge. It would fit if panda-0 were free."
+            f" panda-0 is driven by pid {os.getpid()} of {getpass.getuser()} user-sys edge. "
+            "It would fit if panda-0 were free."
         )
         eventually(free)
         print(SAID[3])
@@ -108,14 +110,14 @@ def scenario(folder: Path) -> None:
             ),
         )
         chooser, other = Gang(cluster, lab, "four", folder), Gang(cluster, lab, "five", folder)
-        with MachineLock("panda-0", "user-sys edge"):
+        with robot_lock("panda-0", "user-sys edge", simulated=True):
             chooser.take(say)
             assert [robot.name for robot in chooser.config.robots] == ["panda-1", "panda-2", "lone"]
-            assert list(chooser.robots) == ["panda-1", "panda-2"] and MachineLock("panda-1").held()
+            assert list(chooser.robots) == ["panda-1", "panda-2"] and driver_of("panda-1")
         print(SAID[4])
         with pytest.raises(Waits) as waits:
             other.take(say)
-        assert f" lone is driven by pid {os.getpid()} run four." in str(waits.value)
+        assert f" lone is driven by pid {os.getpid()} of {getpass.getuser()} run four." in str(waits.value)
         chooser.give_back()
         eventually(free)
         other.take(say)

@@ -88,7 +88,7 @@ class Site:
 
     def _standing(self, argv: list[str], log: Path) -> Popen[bytes]:
         """Starts it anew where a busy machine did not let it come up in the time that Ray gives itself."""
-        env = {**node_environment(self.token), "USER_SYS_RUNTIME_DIR": str(self.head.runtime)}
+        env = {**node_environment(self.token), "USER_SYS_TEST_FOLDER": str(self.head.runtime)}
         for _ in range(START_TRIES):
             with log.open("wb") as out:
                 node = Popen(argv, stdout=out, stderr=STDOUT, env=env, start_new_session=True)

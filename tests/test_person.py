@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes], str]]:
     settings = ["--console.port", "0", "--logging.wandb.mode", "disabled", "--target.success", "0"]
     with printed.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *settings], stdout=out, stderr=out, env={**os.environ, "USER_SYS_RUNTIME_DIR": str(runtime)}
+            [*command, *settings], stdout=out, stderr=out, env={**os.environ, "USER_SYS_TEST_FOLDER": str(runtime)}
         )
     try:
         found = until(

@@ -19,7 +19,8 @@ import msgspec
 from hal.cards import UUID, VISIBLE
 from hal.discovery import Discovery
 from hal.errors import LeaseHeld, PlacementError, SpecError
-from hal.lease import CHOSEN, MachineLock
+from hal.lease import MachineLock, driver_of
+from hal.machine import require_name, shared_file
 from hal.placement import Placement, place
 from hal.placement_words import listed
 from hal.ray_bridge import Cluster
@@ -119,13 +120,19 @@ def in_use(record: ResourceRecord) -> ResourceRecord:
     if not claim or record.health is not Health.READY:
         return record
     try:
-        owner = MachineLock(f"{CHOSEN}{claim}").owner() or MachineLock(claim).owner()
+        owner = _claim_lock(claim).owner() or driver_of(claim)
     except SpecError:  # found by a probe, under a name that no robot of a run can have
         return record
     except OSError as error:  # the folder of locks is another user's, say
         trouble = f"whether it is used from here cannot be seen: {error}"
         return msgspec.structs.replace(record, trouble=record.trouble or trouble)
     return taken(record, owner) if owner else record
+
+
+def _claim_lock(claim: str, holder: str = "") -> MachineLock:
+    """Taken while a run of this user has the robot or GPU. Raises SpecError: not a name for a lock."""
+    require_name(claim)
+    return MachineLock(shared_file(f"chosen.{os.getuid()}.{claim}.lock"), holder, claim)
 
 
 def claim_on(record: ResourceRecord) -> str:
@@ -183,14 +190,14 @@ class Claims:
     Its driver processes lock the robots besides, each when it starts. A claim ends with this process, however it ends.
     """
 
-    def __init__(self, holder: str, runtime_dir: Path | None = None) -> None:
-        """`holder` says to others whose they are; `runtime_dir` as for `hal.lease.MachineLock`."""
-        self._holder, self._folder = holder, runtime_dir
+    def __init__(self, holder: str) -> None:
+        """`holder` says to others whose they are."""
+        self._holder = holder
         self._locks: list[MachineLock] = []
 
     def take(self, names: Iterable[str]) -> bool:
         """All of what has these names (`claim_on`), or none: False where another run has some. Never waits."""
-        locks = [MachineLock(f"{CHOSEN}{name}", self._holder, self._folder) for name in sorted(names)]
+        locks = [_claim_lock(name, self._holder) for name in sorted(names)]
         try:
             for lock in locks:
                 lock.acquire()
@@ -204,7 +211,7 @@ class Claims:
     def take_each(self, robots: Iterable[str]) -> None:
         """Those of `robots` that nobody has; for a run whose driver processes wait for the others, each for its own."""
         for robot in robots:
-            if not MachineLock(robot, runtime_dir=self._folder).held():
+            if not driver_of(robot):
                 self.take([robot])
 
     def release(self) -> None:

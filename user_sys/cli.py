@@ -299,12 +299,21 @@ def _add_stop(verbs: Any) -> None:
         "stop",
         help="press the e-stop of robots that this computer drives",
         description="Presses the e-stop of each ROBOT, or of every robot that this computer drives, whatever program "
-        "drives it. A person re-arms it at a run's console.",
+        "and user drives it, and reports which driver acknowledged. Exit status 1: a robot is not known or gave no "
+        "answer, or nothing is driven. A person re-arms it at a run's console, or with `user-sys rearm`.",
     )
     verb.add_argument("robots", nargs="*", metavar="ROBOT", help="a robot's name (default: all that are driven)")
     verb.add_argument("--by", default=None, metavar="NAME", help="who presses (default: who is logged in)")
     verb.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the e-stop and logged")
     verb.set_defaults(runs=("user_sys.edge.press", "stop_main"))
+    verb = verbs.add_parser(
+        "rearm",
+        help="lift the e-stop of a robot that nothing drives",
+        description="Lifts the latched e-stop of ROBOT. While a run drives it, its console does that instead.",
+    )
+    verb.add_argument("robot", metavar="ROBOT", help="the robot's name")
+    verb.add_argument("--by", default=None, metavar="NAME", help="who re-arms (default: who is logged in)")
+    verb.set_defaults(runs=("user_sys.edge.press", "rearm_main"))
 
 
 def _add_weights(verbs: Any) -> None:

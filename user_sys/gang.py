@@ -263,7 +263,8 @@ class Gang:
         self.robots = dict(zip(names, self._held.seats(), strict=True))
         if far := [why for seat in self._held.seats() if (why := self._out_of_reach(seat))]:
             raise RunError(far[0])
-        driven = self.cluster.keep_robots(self.robots, self._name)
+        simulated = [robot.name for robot in self._listed.robots if robot.simulated]
+        driven = self.cluster.keep_robots(self.robots, self._name, simulated)
         if driven:
             self._driven |= driven
             self._give_back_robots()

@@ -83,19 +83,24 @@ class LeaseRequest(Message, frozen=True, kw_only=True, tag="lease-request"):
     """A session asks to drive `robot`, or renews when `token` is the one it holds.
 
     `floor` is the newest token that the robot's driver has seen: what is granted must be greater.
+    `asked_ns` is when it was sent, by the sender's `hal.lease.lease_clock_ns`.
     """
 
     robot: str
     holder: str
     token: int = 0
     floor: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    asked_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease-grant"):
+    """`asked_ns` is that of the request: the lease lasts for `ttl_s` from then on, however late this arrives."""
+
     robot: str
     holder: str
     token: int
     ttl_s: float
+    asked_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class LeaseRefusal(Message, frozen=True, kw_only=True, tag="lease-refusal"):

@@ -20,6 +20,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("LATCH_DEADLINE_S", "PERIOD_DEADLINE_S"):
         monkeypatch.setattr(driver_client, name, END_S)
     folder = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

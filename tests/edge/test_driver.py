@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hal.camera import Frame
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.latch import Latch
 from hal.robot import StopLevel
 from hal.safety import Reason, SafetyKernel
 from hal.teleoperator import TeleopInput
@@ -100,7 +101,7 @@ def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path:
 
     driver.kernel.rearm("ada")
     tick = driver.command(RIGHT)
-    assert not tick.stopped and len(robot.commands) == 1 and not latch.exists()
+    assert not tick.stopped and len(robot.commands) == 1 and Latch(latch).read() is None
     driver.close()
 
 
@@ -110,7 +111,7 @@ def test_the_robot_is_stopped_before_the_disk_is_waited_for(tmp_path: Path) -> N
 
     class Watching(WatchedRobot):
         def stop(self, level: StopLevel) -> None:
-            latched.append(latch.exists())
+            latched.append(Latch(latch).read() is not None)
             super().stop(level)
 
     robot = Watching()

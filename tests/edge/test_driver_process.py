@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import signal
 import subprocess
 import sys
@@ -234,7 +235,8 @@ def test_of_two_runs_with_one_arm_one_waits_and_is_told_why_and_the_first_ones_z
     ):
         zombie.attach()
         assert zombie.command(STILL).applied is not None
-        second.says(f"robot.waiting fake-0 is driven on this machine by pid {driver.process.pid} for {tmp_path}")
+        owner = f"pid {driver.process.pid} of {getpass.getuser()} for {tmp_path}"
+        second.says(f"robot.waiting fake-0 is driven on this machine by {owner}")
         with pytest.raises(LeaseHeld, match=f"fake-0 is driven on this machine for {tmp_path}"):
             waiting.describe()
         waiting.token = 6

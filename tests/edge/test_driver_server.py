@@ -15,9 +15,10 @@ from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
 
 from hal.camera import Frame
 from hal.errors import HalError, StaleObservation, StaleToken
-from hal.lease import Fence, MachineLock
+from hal.latch import Latch, press
+from hal.lease import Fence, robot_lock
 from hal.robot import Observation, Robot, StopLevel
-from hal.safety import EARLY_S, Reason, SafetyKernel, latch_emergency
+from hal.safety import EARLY_S, Reason, SafetyKernel
 from hal.spec import ACTION, CameraSpec
 from hal.station import Station
 from robots.fake import FakeCamera, FakeTask
@@ -55,7 +56,10 @@ class Site:
         self.homing = Homing()
         self.driver = Driver(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
         station = Station(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
-        self.server = DriverServer(self.driver, station, Fence(), endpoint("fake-0"), clock)
+        self.lease_ns = 0
+        self.server = DriverServer(
+            self.driver, station, Fence(None), endpoint("fake-0"), clock, lease_clock=lambda: self.lease_ns
+        )
         self.client, self.anyone = RemoteDriver("fake-0", token=1), RemoteDriver("fake-0")
 
     def pass_ns(self, ns: int) -> list[StopLevel]:
@@ -68,7 +72,7 @@ class Site:
 
 @pytest.fixture
 def site(runtime: Path) -> Iterator[Site]:
-    with MachineLock("fake-0"):
+    with robot_lock("fake-0", simulated=True):
         made = Site()
         made.driver.connect()
         serving = threading.Thread(target=made.server.run)
@@ -249,23 +253,23 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) 
 
 def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
-    latch_emergency(tmp_path / "e-stop.json", "ada", "the driver did not answer")
+    Latch(tmp_path / "e-stop.json").press(press("ada", "the driver did not answer"))
     assert not site.client.hold().stopped
     site.client.attach()
     assert site.client.hold().stopped
-    assert site.client.rearm("ada") and not (tmp_path / "e-stop.json").exists()
+    assert site.client.rearm("ada") and Latch(tmp_path / "e-stop.json").read() is None
 
 
 def test_a_press_beside_the_session_is_heeded_in_the_next_control_period(site: Site, tmp_path: Path) -> None:
     shared = tmp_path / "shared.json"
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared)
     assert site.client.command(RIGHT).applied is not None
-    latch_emergency(shared, "ada", "from another terminal")
+    Latch(shared).press(press("ada", "from another terminal"))
     tick = site.client.command(RIGHT)
     assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
-    assert site.client.rearm("ada") and not shared.exists()
+    assert site.client.rearm("ada") and Latch(shared).read() is None
     site.robot.stops.clear()
-    latch_emergency(shared, "ada", "while the session is silent")
+    Latch(shared).press(press("ada", "while the session is silent"))
     assert set(site.pass_ns(2 * PERIOD_NS)) == {StopLevel.SAFE}
 
 
@@ -289,3 +293,44 @@ def test_an_order_under_an_older_token_is_refused_and_counted(site: Site) -> Non
     with pytest.raises(StaleToken, match="token 1 is too old"):
         site.client.hold()
     assert site.driver.kernel.counts["token"] == 1 and site.robot.commands == []
+
+
+def test_a_lease_that_has_run_out_has_the_robot_held_until_it_is_renewed(site: Site) -> None:
+    site.client.token, site.client.lease_until_ns = 2, 100
+    assert site.client.command(RIGHT).applied is not None
+    site.lease_ns = 100
+    tick = site.client.command(RIGHT)
+    assert tick.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
+    with pytest.raises(HalError, match="the lease of fake-0 has run out"):
+        site.client.reset(0)
+    site.anyone.renew(2, 200)
+    assert site.client.command(RIGHT).applied is not None, "no successor came, and the holder goes on"
+
+
+def test_a_command_that_names_no_lease_does_not_move_the_robot(site: Site) -> None:
+    with RemoteDriver("fake-0", token=2) as newer:
+        newer.lease_until_ns = 0
+        assert newer.command(RIGHT).applied is None and site.robot.commands == []
+
+
+def test_a_lease_under_an_older_token_is_not_renewed(site: Site) -> None:
+    with RemoteDriver("fake-0") as newer:
+        newer.renew(2, 100)
+        with pytest.raises(StaleToken):
+            site.anyone.renew(1, 10**18)
+        site.lease_ns = 100
+        assert newer.command(RIGHT).applied is None and site.robot.commands == []
+
+
+def test_a_lease_that_runs_out_on_the_way_to_a_start_ends_that_and_a_renewal_is_taken_meanwhile(site: Site) -> None:
+    site.client.token, site.client.lease_until_ns = 2, 100
+    thread, ended = resetting(site)
+    site.anyone.renew(2, 200)
+    site.lease_ns = 150
+    site.homing.under_way.clear()
+    assert site.homing.under_way.wait(END_S) and thread.is_alive()
+    site.lease_ns = 200
+    thread.join(END_S)
+    (error,) = ended
+    assert isinstance(error, HalError) and "on the way to a start" in str(error)
+    until(lambda: StopLevel.HOLD in site.pass_ns(2 * PERIOD_NS), "it is held")

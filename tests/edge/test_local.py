@@ -11,16 +11,15 @@ from edge_kit import STILL, WatchedRobot
 
 import user_sys.edge.local
 from hal.errors import EmergencyStopped, LeaseHeld
-from hal.lease import MachineLock
+from hal.latch import Latch, press
+from hal.lease import driver_of, robot_lock
+from hal.machine import robot_place
 from hal.robot import Robot, StopLevel
-from hal.safety import latch_emergency
 from hal.spec import Array
 from hal.station import Station, StationRequest
 from robots.fake import FakeTask, make_station
 from user_sys.compose import RobotConfig
-from user_sys.edge.driver_wire import shared_latch
 from user_sys.edge.local import Pace, ending_between_periods, give_up_stopped, local_driver
-from user_sys.edge.press import press
 from user_sys.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -83,25 +82,23 @@ def watched() -> tuple[WatchedRobot, Station]:
 def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_sys.edge.local, "LOCK_WITHIN_S", 0.0)
     robot, station = watched()
-    with MachineLock("arm-0", "for run demo"):
+    with robot_lock("arm-0", "for run demo", simulated=False):
         with pytest.raises(LeaseHeld, match="by pid .* for run demo"), local_driver(station, REAL):
             robot.command(STILL)
         with local_driver(station, SIMULATED) as driver:
             assert driver.command(STILL).applied is not None, "another simulation of the same name is another robot"
     with local_driver(station, REAL):
-        assert MachineLock("arm-0").held()
-    assert not MachineLock("arm-0").held()
+        assert driver_of("arm-0")
+    assert not driver_of("arm-0")
 
 
 def test_a_robot_that_a_person_stopped_is_not_moved_by_another_command() -> None:
     robot, station = watched()
-    latch = shared_latch("arm-0", simulated=False)
-    assert latch is not None
-    latch_emergency(latch, "ada", "smoke")
-    with pytest.raises(EmergencyStopped, match=f"stopped by ada: re-arm it at the console .* delete {latch}"):
+    Latch(robot_place("arm-0", simulated=False).latch).press(press("ada", "smoke"))
+    with pytest.raises(EmergencyStopped, match="stopped by ada: re-arm it at the console .* `user-sys rearm arm-0`"):
         with local_driver(station, REAL):
             robot.command(STILL)
-    assert robot.commands == [] and not MachineLock("arm-0").held()
+    assert robot.commands == [] and not driver_of("arm-0")
 
 
 def test_a_robot_that_stops_by_a_button_of_its_own_is_given_up_and_stays_stopped() -> None:
@@ -122,7 +119,7 @@ class Homing(FakeTask):
         for period in range(10):
             robot.attend()
             if period == 3:
-                press("arm-0", "ada")
+                Latch(robot_place("arm-0", simulated=False).latch).press(press("ada"))
         raise AssertionError("it went on")
 
 
@@ -138,7 +135,7 @@ class Awaited(WatchedRobot):
     """Somebody presses while its connection is waited for, when nobody could stop it."""
 
     def connect(self) -> None:
-        press("arm-0", "ada")
+        Latch(robot_place("arm-0", simulated=False).latch).press(press("ada"))
         self.attend()
         assert not self.stops
         super().connect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import signal
 import threading
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import pytest
 from edge_kit import STILL, WatchedRobot, driver_process, until
 
 from hal.errors import EmergencyStopped, HardwareLost
-from hal.lease import DEVICE, MachineLock
+from hal.latch import EmergencyStop, Latch
+from hal.lease import MachineLock, robot_lock
+from hal.machine import robot_place, shared_file
 from hal.robot import StopLevel
 from hal.station import Station
 from robots.fake import FakeTask
 from user_sys.cli import main
 from user_sys.compose import RobotConfig
+from user_sys.edge import press
 from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_wire import shared_latch
 from user_sys.edge.local import local_driver
 from user_sys.edge.press import Ordered, pressing_aside
 from user_sys.messages import OperatorCommand, WatchRequest
@@ -25,45 +28,93 @@ from user_sys.messages import OperatorCommand, WatchRequest
 pytestmark = pytest.mark.usefixtures("runtime")
 
 REAL = RobotConfig(name="arm-0", driver="ur")
+FAKE = RobotConfig(name="fake-0", driver="fake", task="reach")
 E_STOP = OperatorCommand(robot="arm-0", operator="ada", order="e-stop", sequence=1)
 
 
-def latch_of(robot: str) -> Path:
-    latch = shared_latch(robot, simulated=False)
-    assert latch is not None
-    return latch
+def latched(robot: str, *, simulated: bool = False) -> EmergencyStop | None:
+    return Latch(robot_place(robot, simulated=simulated).latch).read()
+
+
+class Driving:
+    """A program that drives the real robot arm-0 by itself, as `record` does, in a thread."""
+
+    def __init__(self) -> None:
+        self.robot, self.over, self.begun = WatchedRobot(), threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._drive)
+
+    def _drive(self) -> None:
+        with local_driver(Station("arm-0", self.robot, FakeTask()), REAL) as driver:
+            while not self.over.is_set():
+                driver.command(STILL)
+                self.begun.set()
+
+    def __enter__(self) -> Driving:
+        self.thread.start()
+        assert self.begun.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
 
 
 def test_it_stops_a_program_that_drives_the_robot_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    robot = WatchedRobot()
-    with MachineLock(f"{DEVICE}video0"), local_driver(Station("arm-0", robot, FakeTask()), REAL) as driver:
-        assert driver.command(STILL).applied is not None
+    with MachineLock(shared_file("device.video0.lock")), Driving() as driving:
         assert main(["stop", "--by", "ada", "--reason", "smoke"]) == 0
         (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith("arm-0: the e-stop is pressed; driven by pid ")
-        tick = driver.command(STILL)
-        assert tick.stopped and tick.applied is None and robot.stops[-1] is StopLevel.SAFE and len(robot.commands) == 1
-        assert driver.kernel.emergency is not None and driver.kernel.emergency.by == "ada"
-        capsys.readouterr()
-        assert main(["stop", "arm-1", "--by", "ada"]) == 0
-        told = "arm-1: the e-stop is pressed; driven by nobody on this computer; driven here: arm-0\n"
-        assert capsys.readouterr().out == told, "whoever mistypes a name is told which there are"
-        assert main(["stop", "--by", "bob"]) == 0
+        assert line.startswith("arm-0: stopped; its driver acknowledged (pid ") and "driven by pid " in line
+        commanded = len(driving.robot.commands)
+        assert driving.robot.stops[-1] is StopLevel.SAFE
+        assert main(["stop", "arm-0", "--by", "bob"]) == 0, "a second press is acknowledged too"
+        assert len(driving.robot.commands) == commanded
+        stopped = latched("arm-0")
+        assert stopped is not None and (stopped.by, stopped.presses) == ("ada", 2)
     with (
         pytest.raises(EmergencyStopped, match="arm-0 was stopped by ada"),
-        local_driver(Station("arm-0", robot, FakeTask()), REAL),
+        local_driver(Station("arm-0", WatchedRobot(), FakeTask()), REAL),
     ):
         pass
 
 
+def test_a_name_that_is_not_known_fails_and_lists_what_is_driven(capsys: pytest.CaptureFixture[str]) -> None:
+    with Driving():
+        assert main(["stop", "arm-1"]) == 1
+        told = capsys.readouterr().err
+        assert "arm-1: NOT STOPPED" in told and "Driven here: arm-0" in told
+        assert latched("arm-0") is None and latched("arm-1") is None
+        assert main(["stop", "arm-1", "arm-0"]) == 1
+        captured = capsys.readouterr()
+        assert "arm-0: stopped" in captured.out and "arm-1: NOT STOPPED" in captured.err, "the others are stopped"
+
+
+def test_a_driver_that_does_not_answer_fails_loudly_and_its_successor_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(press, "ANSWER_WITHIN_S", 0.2)
+    with robot_lock("arm-0", "for runs/demo", simulated=False):
+        assert main(["stop", "arm-0", "--by", "ada"]) == 1
+        told = capsys.readouterr().err
+        assert "arm-0: NO ANSWER within 0.2 s from pid " in told and "press the robot's own e-stop" in told
+    with pytest.raises(EmergencyStopped), local_driver(Station("arm-0", WatchedRobot(), FakeTask()), REAL):
+        pass
+
+
 def test_it_stops_a_robot_that_a_driver_process_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = RobotConfig(name="fake-0", driver="fake", task="reach")
-    with driver_process(tmp_path / "state", config) as running, RemoteDriver("fake-0") as session:
+    with driver_process(tmp_path / "state", FAKE) as running, RemoteDriver("fake-0") as session:
         until(lambda: _answers(session), "the driver is there")
         assert main(["stop", "fake-0", "--by", "ada"]) == 0
         running.says("estop.latched by=ada")
-        assert "fake-0: the e-stop is pressed; driven by pid" in capsys.readouterr().out
-        assert not latch_of("fake-0").exists(), "a simulated robot has none outside of its run"
+        assert "fake-0 (simulated by user " in capsys.readouterr().out
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait(60)
+    assert main(["stop", "fake-0"]) == 1, "a simulated robot that nothing drives is not known"
+    with driver_process(tmp_path / "other", FAKE, "other.log"), RemoteDriver("fake-0", token=1) as session:
+        until(lambda: _answers(session), "the driver is there")
+        assert not session.hold().stopped, "another run begins anew"
+    with driver_process(tmp_path / "state", FAKE, "again.log"), RemoteDriver("fake-0", token=1) as session:
+        until(lambda: _answers(session), "the driver is there")
+        assert session.hold().stopped, "the same run does not"
 
 
 def _answers(driver: RemoteDriver) -> bool:
@@ -74,16 +125,35 @@ def _answers(driver: RemoteDriver) -> bool:
     return True
 
 
-def test_a_robot_that_nobody_drives_stays_stopped_for_the_next(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stop"]) == 2
-    assert "no robot is driven by a program of this computer" in capsys.readouterr().err
+def test_a_robot_that_nothing_drives_stays_stopped_until_a_person_re_arms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop"]) == 1
+    assert "no robot is driven on this computer" in capsys.readouterr().err
+    assert main(["stop", "arm-0"]) == 1, "it was never driven here"
+    robot = WatchedRobot()
+    with local_driver(Station("arm-0", robot, FakeTask()), REAL):
+        assert main(["rearm", "arm-0"]) == 2 and "is driven on this machine by pid" in capsys.readouterr().err
     assert main(["stop", "arm-0", "--by", "ada"]) == 0
-    assert "driven by nobody on this computer" in capsys.readouterr().out
+    assert "latched for its next start, until a person re-arms it" in capsys.readouterr().out
     robot = WatchedRobot()
     with pytest.raises(EmergencyStopped), local_driver(Station("arm-0", robot, FakeTask()), REAL):
         pass
     assert robot.commands == []
+    assert main(["rearm", "arm-0", "--by", "bob"]) == 0
+    assert "re-armed by bob; it was stopped by ada" in capsys.readouterr().out
+    with local_driver(Station("arm-0", robot, FakeTask()), REAL) as driver:
+        assert driver.command(STILL).applied is not None
+    assert main(["rearm", "arm-0"]) == 2 and "no e-stop is latched" in capsys.readouterr().err
     assert main(["stop", "../arm-0"]) == 2 and "is not a robot's name" in capsys.readouterr().err
+
+
+def test_a_press_that_comes_while_a_person_re_arms_stands() -> None:
+    with Driving() as driving:
+        kernel_latch = Latch(robot_place("arm-0", simulated=False).latch)
+        first = kernel_latch.press(EmergencyStop(by="ada", why="", unix_ns=1))
+        second = kernel_latch.press(EmergencyStop(by="bob", why="", unix_ns=2))
+        assert not kernel_latch.clear(first) and latched("arm-0") is not None
+        until(lambda: driving.robot.stops, "it is stopped")
+        assert kernel_latch.clear(second) and latched("arm-0") is None
 
 
 def test_a_user_without_a_name_stops_robots_too(
@@ -93,26 +163,27 @@ def test_a_user_without_a_name_stops_robots_too(
         raise KeyError("getpwuid(): uid not found")
 
     monkeypatch.setattr(getpass, "getuser", nameless)
-    assert main(["stop", "arm-0"]) == 0
-    assert latch_of("arm-0").exists() and capsys.readouterr().out.startswith("arm-0: the e-stop is pressed")
+    with Driving():
+        assert main(["stop", "arm-0"]) == 0
+    assert latched("arm-0") is not None and capsys.readouterr().out.startswith("arm-0: stopped")
 
 
 def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
     sent: list[Ordered] = []
     order = pressing_aside(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"})
     order(E_STOP)
-    assert not latch_of("arm-0").exists(), "nobody drives it here"
-    with MachineLock("arm-0", "for /runs/demo/edge/arm-0"):
+    assert latched("arm-0") is None, "nothing drives it here"
+    with robot_lock("arm-0", "for /runs/demo/edge/arm-0", simulated=False):
         order(E_STOP)
-        assert not latch_of("arm-0").exists() and not _pressing(), "its own driver hears of it by its session"
-    with MachineLock("arm-0", "for demonstrations or an evaluation"):
+        assert latched("arm-0") is None and not _pressing(), "its own driver gets it from its session"
+    with Driving():
         watch = WatchRequest(robot="arm-0", rate_hz=1.0, ttl_s=1.0)
         take_over = OperatorCommand(robot="arm-0", operator="ada", order="take-over", sequence=2)
         for other in (watch, take_over):
             order(other)
         assert not _pressing()
         order(E_STOP)
-        until(latch_of("arm-0").exists, "the latch is there")
+        until(lambda: (stop := latched("arm-0")) is not None and stop.acknowledged, "it is stopped")
         until(lambda: not _pressing(), "it is done")
     assert sent == [E_STOP, E_STOP, watch, take_over, E_STOP]
 

@@ -21,7 +21,7 @@ import zmq
 from blake3 import blake3
 from msgspec.structs import replace
 
-from hal import audit, lease, registry, safety, standing
+from hal import audit, latch, lease, registry, safety, standing
 from hal.errors import HalError
 from hal.resource import Kind, ResourceRecord
 from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
@@ -357,7 +357,7 @@ _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
     (
         "latch.json",
         lambda path: safety.SafetyKernel(_SPEC, latch_path=path),
-        _made("latch.json", lambda path: safety.latch_emergency(path, "ana", "seen")),
+        _made("latch.json", lambda path: latch.Latch(path).press(latch.press("ana", "seen"))),
     ),
     (
         "orders.json",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from hal import machine as place_of_machine
 from hal.doctor import Finding, Library, Machine, Verdict, examine
 
 MINE = grp.getgrgid(os.getgid()).gr_name
@@ -65,18 +66,19 @@ def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_
     assert found["real time", "processors save power, and wake up late"].verdict is Verdict.ADVICE
 
 
-def test_a_runtime_folder_that_others_may_write_or_whose_path_is_too_long_is_a_problem(
+def test_a_folder_that_only_tests_use_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "r"))
+    (place,) = findings(Machine(root=tmp_path), "place")
+    assert place.verdict is Verdict.PROBLEM and place.mend.startswith("unset USER_SYS_TEST_FOLDER")
+
+
+def test_a_computer_without_the_folder_of_locks_is_told_how_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r").chmod(0o777)
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "r"))
-    machine = Machine(root=tmp_path)
-    said = findings(machine, "sockets")[0].says
-    assert said.startswith("others may write") or said.endswith("too long for sockets")
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", "/tmp/" + 60 * "x")
-    (long,) = findings(machine, "sockets")
-    assert long.verdict is Verdict.PROBLEM and long.mend == "set USER_SYS_RUNTIME_DIR to a shorter one"
+    monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
+    monkeypatch.setattr(place_of_machine, "FOLDER", tmp_path / "absent")
+    (place,) = findings(Machine(root=tmp_path), "place")
+    assert place.verdict is Verdict.ADVICE and place.mend.startswith("sudo install -d -m 1777 ")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_cameras_that_cannot_be_drawn_are_a_problem(program: str, says: str) -> 
 
 def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(tmp_path: Path) -> None:
     found = list(examine(Machine(folder=tmp_path)))
-    assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "sockets"} <= {f.check for f in found}
+    assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "place"} <= {f.check for f in found}
     assert all(finding.says and (finding.mend or finding.verdict is Verdict.OK) for finding in found)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hal.errors import HalError, PlacementError
-from hal.lease import MachineLock
+from hal.lease import driver_of
 from hal.ray_address import require_token
 from hal.ray_bridge import NodeState, NodeStatus, RestartPolicy, RobotKeeper
 from hal.ray_nodes import node_argv, ray_labels, ray_resources
@@ -57,10 +57,10 @@ def test_records_become_ray_resources() -> None:
 def test_a_keeper_that_is_started_anew_has_its_robots_lock_before_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "locks"))
-    keeper = RobotKeeper("arm-0", "run demo")
-    assert MachineLock("arm-0").owner() == f"pid {os.getpid()} run demo" and keeper.take() == ""
-    assert RobotKeeper("arm-0", "run two").take() == f"pid {os.getpid()} run demo"
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "locks"))
+    keeper = RobotKeeper("arm-0", "run demo", True)
+    assert driver_of("arm-0").endswith(" run demo") and keeper.take() == ""
+    assert RobotKeeper("arm-0", "run two", True).take().startswith(f"pid {os.getpid()} of ")
 
 
 def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:

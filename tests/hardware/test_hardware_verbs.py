@@ -16,7 +16,7 @@ import pytest
 from run_kit import until, user_sys
 
 from hal.doctor import Library
-from hal.lease import LeaseTable, MachineLock
+from hal.lease import LeaseTable, robot_lock
 from hal.placement_words import when
 from hal.registry import Registry
 from hal.resource import Health, Kind, ResourceRecord
@@ -40,7 +40,7 @@ console: {port: 0}
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as folder:
-        monkeypatch.setenv("USER_SYS_RUNTIME_DIR", folder)
+        monkeypatch.setenv("USER_SYS_TEST_FOLDER", folder)
         yield Path(folder)
 
 
@@ -92,7 +92,7 @@ def test_the_list_has_this_computer_the_configs_robots_and_those_that_the_run_kn
 
 
 def test_a_robot_that_a_driver_process_has_is_shown_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MachineLock("left", "for runs/other/edge/left"):
+    with robot_lock("left", "for runs/other/edge/left", simulated=True):
         rows = {row["name"]: row for row in told(capsys, "list", job)}
         why = told(capsys, "explain", job, status=1)["why"]
     assert rows["left"]["health"] == "leased" and rows["left"]["note"].endswith("for runs/other/edge/left")
@@ -138,7 +138,7 @@ def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_
     assert told(capsys, "explain", job, "--run", run)["guests"]["far-0"] == gone
     (row,) = [row for row in told(capsys, "list", "--run", run) if row["name"] == "far-0"]
     assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
-    with MachineLock("left", "for runs/other/edge/left"):
+    with robot_lock("left", "for runs/other/edge/left", simulated=True):
         assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
 
 
@@ -260,11 +260,11 @@ def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "file"))
     rows = {row["name"]: row for row in told(capsys, "list", job)}
     assert rows["left"]["trouble"].startswith("whether it is used from here cannot be seen: ")
-    (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "sockets"]
-    assert problem["verdict"] == "problem" and problem["mend"].startswith("set USER_SYS_RUNTIME_DIR")
+    (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "place"]
+    assert problem["verdict"] == "problem" and problem["says"].startswith("it could not be looked at")
 
 
 def test_an_order_of_a_user_without_a_name_has_a_number(

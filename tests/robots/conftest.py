@@ -9,4 +9,4 @@ def private_runtime(
 ) -> None:
     """Locks of devices lie in a folder of the test's own; a whole fleet has its own anyway."""
     if request.node.get_closest_marker("fleet") is None:
-        monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path_factory.mktemp("runtime")))

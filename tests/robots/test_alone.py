@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> 
     port, link = tmp_path / "ttyACM0", tmp_path / "by-id"
     port.touch()
     link.symlink_to(port)
-    first, second, other = DeviceLock(str(port)), DeviceLock(str(link)), DeviceLock("192.168.0.10")
+    first, second, other = DeviceLock(str(port)), DeviceLock(str(link)), DeviceLock("127.0.0.10")
     first.acquire()
     first.acquire()
     other.acquire()
@@ -25,6 +27,52 @@ def test_one_device_is_had_once_by_whatever_path_it_is_named(tmp_path: Path) -> 
     second.acquire()
     for lock in (second, other):
         lock.release()
+
+
+def test_a_device_is_had_once_by_programs_that_keep_their_locks_in_different_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = os.openpty()
+    node = os.ttyname(theirs)
+    first, second = DeviceLock(node), DeviceLock(node)
+    first.acquire()
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "another"))
+    with pytest.raises(HardwareLost, match=f"{node} is in use already, by another process that locked the device"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+    for handle in (ours, theirs):
+        os.close(handle)
+
+
+def test_a_device_and_a_copy_of_its_node_are_one(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root makes nodes, as a container does")
+    for name in ("a", "b"):
+        os.mknod(tmp_path / name, 0o600 | stat.S_IFCHR, os.makedev(188, 7))
+    first, second = DeviceLock(str(tmp_path / "a")), DeviceLock(str(tmp_path / "b"))
+    first.acquire()
+    with pytest.raises(HardwareLost, match="b is in use already"):
+        second.acquire()
+    first.release()
+
+
+def test_a_process_of_tests_reaches_no_real_controller() -> None:
+    with pytest.raises(HardwareLost, match="USER_SYS_TEST_FOLDER is set, which is for simulated devices"):
+        DeviceLock("192.168.0.10").acquire()
+    for name in ("localhost", "127.0.0.1"):
+        lock = DeviceLock(name)
+        lock.acquire()
+        lock.release()
+
+
+def test_a_host_name_and_its_address_are_one_controller() -> None:
+    named, numbered = DeviceLock("localhost"), DeviceLock("127.0.0.1")
+    named.acquire()
+    with pytest.raises(HardwareLost, match="127.0.0.1 is in use already"):
+        numbered.acquire()
+    named.release()
 
 
 def test_a_robot_without_a_port_needs_no_lock() -> None:

@@ -40,7 +40,7 @@ def arm(tmp_path: Path) -> Iterator[SimulatedArm]:
 
 @pytest.fixture
 def running(arm: SimulatedArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path))
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0}
     save(RobotConfig(name="arm-0", driver="lerobot", task="free", options=options), tmp_path / "robot.yaml")
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])

@@ -33,7 +33,7 @@ def controller() -> Iterator[SimulatedController]:
 def running(
     controller: SimulatedController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[subprocess.Popen[bytes]]:
-    monkeypatch.setenv("USER_SYS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path))
     options = {"host": controller.host, "action": "joint_delta", "rate_hz": 10.0, "silence_s": 5.0}
     save(RobotConfig(name="ur-0", driver="ur", task="free", options=options), tmp_path / "robot.yaml")
     command = ["-m", "user_sys.edge.driver_process", str(tmp_path / "robot.yaml"), str(tmp_path / "state")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class Driver:
         self._connected = True
         if self.kernel.emergency is not None:
             self.robot.stop(StopLevel.SAFE)
+            self._acknowledge()
         for camera in self.cameras:
             self.robot.attend()
             camera.attend = self.robot.attend
@@ -201,19 +203,26 @@ class Driver:
             self.robot.stop(StopLevel.SAFE)
         finally:
             self.kernel.emergency_stop(person)
+        self._acknowledge()
         self.guard()
 
     def heed_latch(self) -> None:
-        """Stops the robot where its e-stop was pressed elsewhere: by a program that does not drive it.
+        """Stops the robot if its e-stop was pressed elsewhere, by a program that does not drive it, and acknowledges
+        that. A robot that is not connected yet is stopped once it is.
 
         Raises:
             HardwareLost: the robot went away; the e-stop is latched all the same.
         """
         if self.kernel.pressed_elsewhere():
             try:
-                self.robot.stop(StopLevel.SAFE)
+                if self._connected:
+                    self.robot.stop(StopLevel.SAFE)
             finally:
                 self.kernel.heed_latch()
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        self.kernel.acknowledge(f"pid {os.getpid()}")
 
     def attend(self) -> None:
         """For the periods of a motion that the robot makes by itself, see `hal.robot.Robot.attend`. A robot that is not
@@ -223,9 +232,9 @@ class Driver:
             EmergencyStopped: the e-stop is pressed, and the robot was told to stop.
             HardwareLost: the robot went away.
         """
+        self.heed_latch()
         if not self._connected:
             return
-        self.heed_latch()
         if (stopped := self.kernel.emergency) is not None:
             raise EmergencyStopped(f"the e-stop was pressed by {stopped.by}")
 

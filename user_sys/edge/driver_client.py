@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,19 +14,24 @@ import numpy as np
 import zmq
 
 from hal.camera import Frame
-from hal.errors import HalError, HardwareLost
-from hal.lease import MachineLock
+from hal.errors import HalError, HardwareLost, LeaseHeld
+from hal.lease import driver_of
 from hal.spec import Array, RobotSpec
 from hal.teleoperator import TeleopInput
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_wire import ERRORS, Order, Reply, Request, TaskCard, endpoint
 
+log = logging.getLogger(__name__)
+
 REPLY_DEADLINE_S = 30.0
+TURN_EVERY_S = 1.0
 RESET_DEADLINE_S = 300.0  # the robot moves to its start; a driver gives it a minute more than the way takes
 LIFE_SIGN_S = 0.2  # one that was killed shows within this
+RENEW_DEADLINE_S = 1.0  # a driver answers it at once, in the middle of a control period too
 LATCH_DEADLINE_S = 5.0  # the e-stop's latch is on the disk before it is said to be pressed or released
 PERIOD_DEADLINE_S = 10.0  # beyond a control period; a driver process that hangs shows within it
+NO_END_NS = (1 << 63) - 1
 FRAME = "frame:"
 OBSERVATION = "observation"
 
@@ -37,10 +45,13 @@ class RemoteDriver:
         newest_token: the newest token that the driver has seen.
         real_time: the driver paces by the clock; otherwise a simulated robot runs as fast as it can.
         reduced: a person drives or is near: the safety kernel allows ``limits.reduced_speed`` of each speed only.
+        lease_until_ns: see `Request`; who drives without a lease of a gateway's leaves it as it is.
+        latch: the file of the e-stop's latch that the driver finds at its next start; known as `spec` is.
     """
 
     spec: RobotSpec
     task: TaskCard
+    latch: Path
 
     def __init__(self, robot: str, *, token: int = 0, owner: str = "") -> None:
         """`owner`: the state folder of the robot; a driver that drives it for another is not attached to."""
@@ -49,9 +60,9 @@ class RemoteDriver:
         self.real_time = self.reduced = False
         self.refused_realtime = ""
         self.newest_token = 0
+        self.lease_until_ns = NO_END_NS
         self._socket: zmq.Socket[bytes] | None = None
         self._address = endpoint(robot)
-        self._life_sign = MachineLock(robot)  # the driver process has it as long as it lives
 
     def __enter__(self) -> Self:
         return self
@@ -82,12 +93,30 @@ class RemoteDriver:
         """Learns spec and task without a token. Raises LeaseHeld and HardwareLost as `attach` does."""
         self._introduce("describe", deadline_s)
 
+    def await_turn(self, leaving: threading.Event, deadline_s: float) -> bool:
+        """`describe`, once the driver does not work for another run. False: `leaving` was set first.
+
+        Raises:
+            HardwareLost: no driver process answers within the deadline.
+        """
+        said = ""
+        while not leaving.is_set():
+            try:
+                self.describe(deadline_s)
+                return True
+            except LeaseHeld as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("session.waiting %s", said)
+                leaving.wait(TURN_EVERY_S)
+        return False
+
     def _introduce(self, order: Order, deadline_s: float) -> None:
         reply, _ = self._ask(order, deadline_s=deadline_s)
         if reply.spec is None or reply.task is None:
             raise HardwareLost(f"the driver of {self.robot} did not say what it drives")
         self.spec, self.task, self.refused_realtime = reply.spec, reply.task, reply.refused_realtime
-        self.newest_token = reply.newest_token
+        self.newest_token, self.latch = reply.newest_token, Path(reply.latch)
 
     def reset(self, seed: int) -> Tick:
         return self._tick(*self._ask("reset", seed=seed, deadline_s=RESET_DEADLINE_S))
@@ -97,6 +126,16 @@ class RemoteDriver:
 
     def hold(self) -> Tick:
         return self._tick(*self._ask("hold", deadline_s=PERIOD_DEADLINE_S))
+
+    def renew(self, token: int, lease_until_ns: int) -> None:
+        """Tells the driver how long the lease is valid, also while it is busy with an order of another `RemoteDriver`.
+
+        Raises:
+            StaleToken: a newer session has the robot.
+            HardwareLost: no driver process answers.
+        """
+        self.token, self.lease_until_ns = token, lease_until_ns
+        self._ask("renew", deadline_s=RENEW_DEADLINE_S)
 
     def emergency_stop(self, person: str, turn: int = 0) -> None:
         """Latches the e-stop. Needs no token. `turn`: see `Request`."""
@@ -134,6 +173,7 @@ class RemoteDriver:
             owner=self._owner if order in ("describe", "attach") else "",
             turn=turn,
             until_ns=time.monotonic_ns() + int(deadline_s * 1e9),
+            lease_until_ns=self.lease_until_ns,
         )
         socket.send(encode_packet(request, arrays or {}))
         self._await_reply(socket, order, deadline_s)
@@ -148,7 +188,7 @@ class RemoteDriver:
         while (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIFE_SIGN_S) * 1000)):
                 return
-            if order not in ("attach", "describe") and not self._life_sign.held():
+            if order not in ("attach", "describe") and not driver_of(self.robot):
                 break
         self.close()  # a REQ socket without its reply cannot be used again
         raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")

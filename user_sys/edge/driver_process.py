@@ -13,7 +13,11 @@ robot does while nobody is connected is its own safe state. Exit status 2 says t
 
 Where another run of this machine drives the robot, it waits for its turn and says for whom.
 
-It imports no torch, opens no network connection, and listens on one socket in a folder that only its user can enter.
+A lease that runs out has the robot held, whether or not another session comes: what would move the robot is answered by
+a hold until a renewal arrives. The deadline is kept here, by a clock that no setting changes.
+
+It imports no torch, opens no network connection, and listens on one socket in a folder that only its user can enter. An
+e-stop of any user of this computer comes by the latch that they share, which it looks at every `LOOK_MS`.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from pathlib import Path
 import zmq
 
 from hal.durable import make_folder_durably
-from hal.errors import HalError, HardwareLost, LeaseHeld, SpecError, StaleToken
-from hal.lease import Fence, MachineLock, runtime_folder
+from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld, SpecError, StaleToken
+from hal.latch import Latch
+from hal.lease import Fence, MachineLock, lease_clock_ns, robot_lock
+from hal.machine import make_runtime_folder, robot_place
 from hal.safety import Reason, SafetyKernel
 from hal.signals import stop_on_signals
 from hal.spec import ACTION, Array
@@ -41,7 +47,7 @@ from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
-from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint, shared_latch
+from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint
 from user_sys.edge.realtime import SWITCH_S, claim_realtime
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
@@ -51,6 +57,7 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1 << 20
 MAX_WAITING = 32  # requests that came in the middle of a control period
 SLEEP_NS = 2_000_000  # the end of a control period is slept through: to be on the dot
+LOOK_MS = 10  # how often the shared e-stop latch is looked at while nothing is asked
 LINGER_MS = 200  # for the last reply
 TURN_EVERY_S = 0.5
 CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
@@ -72,18 +79,25 @@ class DriverServer:
         address: str,
         clock: Callable[[], int] = time.monotonic_ns,
         owner: str = "",
+        latch: str = "",
+        lease_clock: Callable[[], int] = lease_clock_ns,
     ) -> None:
         """Args:
         fence: remembers the newest session's token.
         address: of the local socket.
         clock: nanoseconds; control periods and the watchdog go by it.
         owner: the state folder that the robot is driven for; sessions of another are refused.
+        latch: the file of the e-stop's latch that the next driver finds.
+        lease_clock: nanoseconds; leases run out by it.
         """
         self._driver, self._station, self._fence, self._address = driver, station, fence, address
         self._clock, self._owner = clock, owner
+        self._lease_clock, self._latch = lease_clock, latch
+        self._lease = (0, 0)  # the newest token, and when its lease runs out
         self._period_ns = int(driver.spec.period_s * 1e9)
         self._next_ns = self._hold_at_ns = self._told_ns = clock()
         self._held = 0
+        self._told_over = False
         self._pressed = self._armed = ("", 0)  # session and turn of the newest e-stop and re-arm
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self.refused_realtime = ""
@@ -114,7 +128,7 @@ class DriverServer:
     def _next_request(self, socket: zmq.Socket[bytes], until_ns: int) -> tuple[bytes, bytes] | None:
         """Whose request it is, and its packet; None where nothing that could be one came until then."""
         whole_ms, rest_ns = divmod(max(0, until_ns - self._clock()), 1_000_000)
-        if not socket.poll(whole_ms):
+        if not self._poll(socket, whole_ms):
             time.sleep(rest_ns / 1e9)  # polling counts in milliseconds
             if not socket.poll(0):
                 return None
@@ -123,6 +137,15 @@ class DriverServer:
             log.warning("request.malformed robot=%s frames=%d", self._station.name, len(frames))
             return None
         return frames[0], frames[2]
+
+    def _poll(self, socket: zmq.Socket[bytes], within_ms: int) -> bool:
+        """Whether something came within this time. Meanwhile an e-stop of another program stops the robot."""
+        while within_ms > LOOK_MS:
+            if socket.poll(LOOK_MS):
+                return True
+            self._driver.heed_latch()
+            within_ms -= LOOK_MS
+        return bool(socket.poll(within_ms))
 
     def _feed_watchdog(self, periods: int) -> None:
         self._hold_at_ns = self._clock() + periods * self._period_ns
@@ -168,6 +191,9 @@ class DriverServer:
         except StaleToken:
             kernel.count(Reason.TOKEN)
             raise
+        self._lease = max(self._lease, (request.token, request.lease_until_ns))
+        if request.order == "renew":
+            return Reply(), {}
         if 0 < request.until_ns < time.monotonic_ns():
             raise HalError(f"the order {request.order!r} came too late: its sender does not wait for it any more")
         if request.order == "re-arm":
@@ -193,6 +219,7 @@ class DriverServer:
             task=card,
             refused_realtime=self.refused_realtime,
             newest_token=self._fence.newest,
+            latch=self._latch,
         )
 
     def _advance(
@@ -203,10 +230,12 @@ class DriverServer:
         self._driver.pace = lambda: self._await_period(socket)
         self._driver.robot.attend = lambda: self._attend(socket)
         held, self._held = self._held, 0
-        if request.order == "reset":
-            tick = self._driver.reset(request.seed)
-        elif request.order == "hold":
+        if (over := self._lease_is_over()) or request.order == "hold":
             tick = self._driver.hold()
+            if over and request.order == "reset":
+                raise LeaseError(f"the lease of {self._station.name} has run out: it is not brought to a start")
+        elif request.order == "reset":
+            tick = self._driver.reset(request.seed)
         else:
             if ACTION not in arrays:
                 raise SpecError("a command without an action")
@@ -216,6 +245,16 @@ class DriverServer:
         else:
             self._feed_watchdog(self._driver.spec.limits.watchdog_periods)
         return _reply(tick, held)
+
+    def _lease_is_over(self) -> bool:
+        token, until_ns = self._lease
+        over = self._lease_clock() >= until_ns
+        if over and not self._told_over:
+            log.warning(
+                "lease.over robot=%s token=%d: the robot is held until it is renewed", self._station.name, token
+            )
+        self._told_over = over
+        return over
 
     def _await_period(self, socket: zmq.Socket[bytes]) -> None:
         """Sleeps to the end of the control period, on a fixed grid; obeys an e-stop meanwhile. Called once the robot is
@@ -238,13 +277,15 @@ class DriverServer:
         while (request := self._next_request(socket, self._clock())) is not None:
             self._answer_in_period(*request, socket)
         self._driver.attend()
+        if self._lease_is_over():
+            raise LeaseError(f"the lease of {self._station.name} has run out on the way to a start")
         if self.stop.is_set():
             raise HalError(f"the driver of {self._station.name} ends")
 
     def _answer_in_period(self, identity: bytes, packet: bytes, socket: zmq.Socket[bytes]) -> None:
-        """An e-stop is obeyed at once; everybody else waits for the end of the control period."""
+        """An e-stop and a renewal are answered at once; everybody else waits for the end of the control period."""
         try:
-            urgent = decode_packet(packet, Request)[0].order == "e-stop"
+            urgent = decode_packet(packet, Request)[0].order in ("e-stop", "renew")
         except WireError:
             urgent = True  # its refusal, that is
         if urgent:
@@ -311,16 +352,22 @@ def _run(config: RobotConfig, state: Path) -> None:
     make_folder_durably(state)
     stop = threading.Event()
     stop_on_signals(stop)
-    lock = MachineLock(config.name, holder=f"for {state.resolve()}")
+    make_runtime_folder()
+    place = robot_place(config.name, simulated=config.simulated)
+    kept = state / LATCH if config.simulated else None  # that of a real robot is the computer's
+    lock = robot_lock(config.name, f"for {state.resolve()}", simulated=config.simulated)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if not _await_turn(lock, stop):
             return
+        shared = Latch(place.latch)
+        shared.prepare()
+        if config.simulated:
+            shared.clear(shared.read())  # each run begins anew; its own is in its folder
         station = build_station(config)
         for camera in station.cameras:
             camera.live = config.follows_clock
-        shared = shared_latch(config.name, config.simulated)
-        kernel = SafetyKernel(station.robot.spec, latch_path=state / LATCH, shared_latch=shared)
+        kernel = SafetyKernel(station.robot.spec, latch_path=kept, shared_latch=place.latch)
         driver = Driver(
             station.robot,
             station.task,
@@ -330,7 +377,12 @@ def _run(config: RobotConfig, state: Path) -> None:
             teleoperators=station.teleoperators,
         )
         server = DriverServer(
-            driver, station, _fence(config.name, state), endpoint(config.name), owner=str(state.resolve())
+            driver,
+            station,
+            Fence(place.fence),
+            endpoint(config.name),
+            owner=str(state.resolve()),
+            latch=str((kept or place.latch).resolve()),
         )
         server.stop, server.real_time = stop, config.follows_clock
         try:
@@ -364,6 +416,7 @@ def connect_unless(driver: Driver, stop: threading.Event) -> bool:
     """False: stopped first, as while a camera is waited for. Raises what `Driver.connect` does."""
 
     def attend() -> None:
+        driver.heed_latch()
         if stop.is_set():
             raise HalError("the driver is to end")
 
@@ -375,11 +428,6 @@ def connect_unless(driver: Driver, stop: threading.Event) -> bool:
             raise
         return False
     return True
-
-
-def _fence(robot: str, state: Path) -> Fence:
-    """Remembers across restarts, and across runs that drive the robot in turns on this machine."""
-    return Fence(state / "fence.json", runtime_folder() / f"{robot}.fence")
 
 
 def _claim(config: RobotConfig) -> str:

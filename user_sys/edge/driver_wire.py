@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from hal.errors import EmergencyStopped, HalError, HardwareLost, LeaseHeld, SpecError, StaleObservation, StaleToken
-from hal.lease import runtime_folder
+from hal.machine import runtime_folder
 from hal.spec import RobotSpec
 from hal.task import Outcome
 from user_sys.errors import RunError
@@ -20,10 +19,11 @@ WAITING = "robot.waiting "
 """How a driver's log line starts whose words say for whom the robot is driven while it waits for its turn."""
 
 LATCH = "e-stop.json"
-"""Where in a robot's state folder the e-stop's latch is kept."""
+"""Where in a run's folder of a simulated robot its e-stop's latch is kept. That of a real one is the computer's
+(`hal.machine.RobotPlace.latch`)."""
 
 
-Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm"]
+Order = Literal["describe", "attach", "reset", "command", "hold", "e-stop", "re-arm", "renew"]
 
 ERRORS: dict[str, type[HalError]] = {
     kind.__name__: kind
@@ -39,6 +39,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `turn` counts a session's e-stops and re-arms as people gave them: a re-arm lifts no e-stop of a later turn.
     `until_ns`, where it is not 0, is when the sender stops waiting, by ``time.monotonic_ns()``: what would move or arm
     the robot after that is refused.
+    `lease_until_ns` is when the lease under `token` runs out, by `hal.lease.lease_clock_ns`. After that the driver
+    holds, unless a request has brought a later time: ``renew`` does nothing else, and is answered at once.
     """
 
     order: Order
@@ -51,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     turn: int = 0
     until_ns: int = 0
+    lease_until_ns: int = 0
 
 
 class TaskCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +68,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one request: an error by name, or what a `driver.Tick` holds (its arrays travel beside it).
 
     `newest_token` is the newest that the driver has seen, under whichever run.
+    `latch` is the file of the e-stop's latch that the driver finds at its next start.
     `hand` says what the array ``hand`` is, where a person's hand is on an input device.
     `t_frames_ns` tells by camera when each picture that travels along was captured.
     """
@@ -75,6 +79,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskCard | None = None
     refused_realtime: str = ""
     newest_token: int = 0
+    latch: str = ""
     t_capture_ns: int = 0
     t_frames_ns: dict[str, int] = {}
     t_command_ns: int = 0
@@ -101,11 +106,5 @@ def endpoint(robot: str) -> str:
     """
     path = str(runtime_folder() / f"{robot}.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise RunError(f"socket path is too long: {path}; set USER_SYS_RUNTIME_DIR to a shorter folder")
+        raise RunError(f"socket path is too long: {path}; give the robot a shorter name")
     return f"ipc://{path}"
-
-
-def shared_latch(robot: str, simulated: bool) -> Path | None:
-    """Where the drivers of `robot` on this machine keep the e-stop's latch besides, whichever run they belong to; None
-    for a simulated one, which each run begins anew."""
-    return None if simulated else runtime_folder() / f"{robot}.{LATCH}"

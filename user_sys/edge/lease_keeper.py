@@ -7,6 +7,7 @@ import threading
 import time
 
 from hal.errors import LeaseError
+from hal.lease import lease_clock_ns
 from user_sys.errors import Refused
 from user_sys.messages import LeaseGrant, LeaseRefusal, LeaseRelease, LeaseRequest, StopRun
 from user_sys.tunnel.client import TunnelClient, TunnelState
@@ -20,8 +21,8 @@ RENEWALS_PER_TTL = 3
 class LeaseKeeper:
     """The lease of one robot. `acquire` comes first; afterwards one thread feeds it messages and asks it to renew.
 
-    A link that is down ends nothing here: the robot goes on under its token, which the driver honours until a session
-    with a newer one appears. What ends the session is a refusal.
+    A link that is down does not end the session: a refusal does. The robot goes on until `until_ns`, after which its
+    driver holds it; a renewal that is granted later lets it go on.
     """
 
     def __init__(self, robot: str, holder: str, client: TunnelClient, floor: int = 0) -> None:
@@ -30,6 +31,7 @@ class LeaseKeeper:
         self._token = 0
         self._renew_at = 0.0
         self._ttl_s = 0.0
+        self._until_ns = 0
 
     def acquire(self, leaving: threading.Event) -> int:
         """Asks until the lease is granted, and returns its token. Blocks; says once who holds the robot meanwhile.
@@ -43,7 +45,9 @@ class LeaseKeeper:
         said = ""
         while not leaving.is_set():
             self._require_tunnel()
-            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder, floor=self._floor))
+            asked_ns = lease_clock_ns()
+            request = LeaseRequest(robot=self._robot, holder=self._holder, floor=self._floor, asked_ns=asked_ns)
+            self._client.send(request)
             answer = self._answer(ASK_EVERY_S)
             if isinstance(answer, LeaseGrant):
                 self._take(answer)
@@ -76,6 +80,15 @@ class LeaseKeeper:
         """The newest token that was granted; 0 before the first."""
         return self._token
 
+    @property
+    def until_ns(self) -> int:
+        """When the lease runs out, by `lease_clock_ns`."""
+        return self._until_ns
+
+    def is_over(self) -> bool:
+        """Whether the lease has run out, so that the driver holds the robot."""
+        return lease_clock_ns() >= self._until_ns
+
     def on_message(self, message: LeaseGrant | LeaseRefusal) -> None:
         """Takes an answer. Where `acquire` asked twice, as a gateway that is slow makes it do, the second answer brings
         a newer token, under which the robot is driven from then on, and what was said of the older one is void.
@@ -98,7 +111,9 @@ class LeaseKeeper:
         self._require_tunnel()
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL
-            self._client.send(LeaseRequest(robot=self._robot, holder=self._holder, token=self._token))
+            asked_ns = lease_clock_ns()
+            request = LeaseRequest(robot=self._robot, holder=self._holder, token=self._token, asked_ns=asked_ns)
+            self._client.send(request)
 
     def release(self) -> None:
         """Gives the robot back; never blocks."""
@@ -106,5 +121,7 @@ class LeaseKeeper:
             self._client.send(LeaseRelease(robot=self._robot, token=self._token))
 
     def _take(self, grant: LeaseGrant) -> None:
+        until_ns = min(grant.asked_ns, lease_clock_ns()) + round(grant.ttl_s * 1e9)
+        self._until_ns = until_ns if grant.token > self._token else max(self._until_ns, until_ns)
         self._token, self._ttl_s = grant.token, grant.ttl_s
         self._renew_at = time.monotonic() + self._ttl_s / RENEWALS_PER_TTL

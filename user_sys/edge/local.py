@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from hal.errors import EmergencyStopped, LeaseHeld
-from hal.lease import MachineLock
+from hal.latch import Latch
+from hal.lease import MachineLock, robot_lock
+from hal.machine import robot_place
 from hal.safety import SafetyKernel
 from hal.signals import ending, leave_terminal
 from hal.station import Station
 from user_sys.compose import RobotConfig
 from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.driver_wire import shared_latch
 from user_sys.edge.recorder import Decision
 
 LOCK_WITHIN_S = 10.0  # a run's driver process, which has just been told to end, may have the robot still
@@ -103,11 +104,14 @@ def local_driver(
     """
     with ExitStack() as stack:
         if not config.simulated and not locked:
-            lock = MachineLock(config.name, "for demonstrations or an evaluation")
+            lock = robot_lock(config.name, "for demonstrations or an evaluation", simulated=False)
             stack.callback(lock.release)
             _await_lock(lock, attend)
         attend()
-        kernel = SafetyKernel(station.robot.spec, shared_latch=shared_latch(config.name, config.simulated))
+        shared = None if config.simulated else robot_place(config.name, simulated=False).latch
+        if shared is not None:
+            Latch(shared).prepare()
+        kernel = SafetyKernel(station.robot.spec, shared_latch=shared)
         _require_armed(config, kernel)
         driver = Driver(station.robot, station.task, kernel, station.cameras, frame_stride=frame_stride)
         stack.callback(driver.close)
@@ -148,8 +152,7 @@ def _await_lock(lock: MachineLock, attend: Attend) -> None:
 
 def _require_armed(config: RobotConfig, kernel: SafetyKernel) -> None:
     if (stopped := kernel.emergency) is not None:
-        path = shared_latch(config.name, config.simulated)
         raise EmergencyStopped(
             f"{config.name} was stopped by {stopped.by}: re-arm it at the console of a run that drives it, or, once "
-            f"nobody can come to harm, delete {path}"
+            f"nobody can come to harm, with `user-sys rearm {config.name}`"
         )

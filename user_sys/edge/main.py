@@ -22,7 +22,7 @@ from rich.console import Console
 
 from hal.durable import replace_durably
 from hal.errors import HalError, HardwareLost, StaleObservation
-from hal.lease import MachineLock
+from hal.lease import robot_lock
 from hal.resource import local_node
 from hal.signals import ending, stop_on_signals
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
@@ -136,7 +136,7 @@ def _require_sound(config: EdgeConfig, connect: str, keys: Path) -> None:
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")
         require_shown(robot, config.demonstrations)
-        with MachineLock(robot.name, "user-sys edge"):
+        with robot_lock(robot.name, "user-sys edge", simulated=robot.simulated):
             pass  # nobody else drives it on this computer
 
 

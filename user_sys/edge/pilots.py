@@ -117,7 +117,7 @@ class SessionPilot:
 
     New weights take over before a chunk, or with `swap_at` ``episode`` before an episode. While they are `too_old` the
     policy does not act and the robot holds; likewise before the first, unless it may `explore`, and while a policy that
-    acts in another process is away.
+    acts in another process is away. While the session may not drive, since its lease has run out, the robot holds too.
 
     While a person drives, a control period is a step only when the person moves something: an arm at rest is held and
     nothing is recorded. A person's verdict ends the episode with one neutral step.
@@ -138,11 +138,13 @@ class SessionPilot:
         too_old: Callable[[], bool] = lambda: False,
         observe: Callable[[float], object] = lambda seconds: None,
         explore: bool = False,
+        may_drive: Callable[[], bool] = lambda: True,
     ) -> None:
         self._spec, self.authority, self._max_steps = spec, authority, max_steps
         self._reply, self._rearm, self._leaving = reply, rearm, leaving
         self._swapper, self._swapped = swapper, swapped
         self._swap_at, self._too_old, self._explore = swap_at, too_old, explore
+        self._may_drive = may_drive
         self._policy = PolicyPilot(self._newest_policy, sentence, max_steps, deterministic=False, observe=observe)
         self._orders: Mailbox[_Order] = Mailbox(MAX_PENDING_ORDERS)
         self._pressed: OperatorCommand | None = None  # an e-stop that the authority was not told of
@@ -208,6 +210,9 @@ class SessionPilot:
         self._reset = self.authority.take_reset() or self._reset
         if self._mark or self._reset or self._leaving():
             return Decision(action=self._rest(), phase=self.authority.phase)
+        if not self._may_drive():
+            self._policy.interrupt()
+            return None
         if state is State.POLICY:
             if self.awaits_weights or self._too_old():
                 self._wait_for_weights()

@@ -1,27 +1,31 @@
-"""``user-sys stop``: the e-stop, pressed beside whatever program of this computer drives a robot."""
+"""``user-sys stop`` and ``user-sys rearm``: the e-stop of this computer's robots, whatever program drives them."""
 
 from __future__ import annotations
 
 import logging
-import socket
+import os
 import threading
+import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from hal.errors import HalError
-from hal.lease import MachineLock, driven, runtime_folder
-from hal.safety import latch_emergency
+from hal.latch import Latch, press
+from hal.lease import MachineLock, driven, driver_of
+from hal.machine import RobotPlace, require_name, robot_place, robot_places, unfit
 from hal.standing import who_orders
-from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_wire import endpoint, shared_latch
 from user_sys.errors import RunError
 from user_sys.messages import OperatorCommand, WatchRequest
 
+ANSWER_WITHIN_S = 3.0  # a driver looks at the latch in each control period, and more often while it waits
+LOOK_EVERY_S = 0.005
 MAX_AT_ONCE = 16
 MAX_NAME_CHARS = 64
+USE_THE_BUTTON = "press the robot's own e-stop"
 
 log = logging.getLogger(__name__)
 
@@ -29,28 +33,48 @@ Ordered = OperatorCommand | WatchRequest
 Send = Callable[[Ordered], object]
 
 
-def press(robot: str, person: str, why: str = "") -> None:
-    """Presses the e-stop of `robot`, whatever program of this computer drives it.
+@dataclass(frozen=True)
+class Pressed:
+    """What became of a press.
 
-    A driver process hears of it over its socket and has stopped the robot when this returns. Any other program that
-    drives a real robot finds the latch within a control period, as does whoever drives it next. It blocks for some
-    seconds where a driver process hangs.
-
-    Raises:
-        OSError: the latch cannot be written.
+    Attributes:
+        ok: the robot is stopped, or is not driven and stays stopped.
+        text: that in words.
     """
-    if _listens(robot):
-        try:
-            with RemoteDriver(robot) as driver:
-                driver.emergency_stop(person)
-                return
-        except HalError as error:  # it has just ended, or hangs: the latch is for its successor
-            log.warning("e-stop.undelivered %s", error)
-    latch = shared_latch(robot, simulated=False)
-    assert latch is not None  # a real robot has one
-    if not latch.exists():
-        runtime_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        latch_emergency(latch, person, why or "pressed beside the program that drove the robot")
+
+    ok: bool
+    text: str
+
+
+def press_beside(place: RobotPlace, person: str, why: str = "") -> Pressed:
+    """Presses the e-stop of a robot, whatever program and user of this computer drives it.
+
+    The program that drives it finds the latch within a control period, stops the robot and acknowledges; the next one
+    finds the latch too. Blocks until then, for `ANSWER_WITHIN_S` at most.
+    """
+    latch, lock = Latch(place.latch), MachineLock(place.lock)
+    owner = lock.owner()
+    try:
+        mine = latch.press(press(person, why or "pressed beside the program that drove the robot"))
+    except (OSError, HalError) as error:
+        return Pressed(False, f"THE E-STOP COULD NOT BE PRESSED ({error}): {USE_THE_BUTTON}")
+    until_s = time.monotonic() + ANSWER_WITHIN_S
+    while owner and time.monotonic() < until_s:
+        stands = latch.read()
+        if stands is None:
+            return Pressed(False, "the e-stop was lifted again by a person at a console")
+        if stands.is_press_of(mine) and stands.acknowledged:
+            return Pressed(True, f"stopped; its driver acknowledged ({stands.acknowledged}); driven by {owner}")
+        if stands.presses > mine.presses:
+            mine = stands  # another person pressed too
+        time.sleep(LOOK_EVERY_S)
+    if lock.held():
+        waited = f"NO ANSWER within {ANSWER_WITHIN_S:g} s from {owner or lock.owner()}, which drives it"
+        return Pressed(False, f"{waited}: {USE_THE_BUTTON}. The e-stop is latched for its next start")
+    ended = f"{owner} drove it and has ended" if owner else "no program of this computer drives it"
+    if place.uid is not None:
+        return Pressed(True, f"{ended}; a simulated robot keeps no e-stop for its next start")
+    return Pressed(True, f"{ended}; the e-stop is latched for its next start, until a person re-arms it")
 
 
 def pressing_aside(send: Send, ours: Mapping[str, str]) -> Send:
@@ -71,42 +95,90 @@ def pressing_aside(send: Send, ours: Mapping[str, str]) -> Send:
 
 
 def _press_aside(robot: str, person: str, ours: str) -> None:
-    owner = MachineLock(robot).owner()
+    owner = driver_of(robot)
     if owner and not owner.endswith(ours):
         log.warning("e-stop.aside robot=%s by=%s driven by %s", robot, person, owner)
-        threading.Thread(target=press, args=(robot, person), name=f"e-stop {robot}", daemon=True).start()
+        place = robot_place(robot, simulated=False)
+        threading.Thread(target=press_beside, args=(place, person), name=f"e-stop {robot}", daemon=True).start()
 
 
 def stop_main(args: Namespace) -> int:
-    """``user-sys stop [ROBOT ...]``: without names, every robot that is driven on this computer.
+    """``user-sys stop [ROBOT ...]``: without names, every real robot that is driven on this computer, and the simulated
+    ones of this user.
+
+    Returns:
+        0: each robot is stopped, or is not driven and stays stopped. 1: one is not, has not answered, or is unknown;
+        or nothing is driven, and no robot is named.
+    """
+    for name in args.robots:
+        require_name(name)
+    here, console, errors = driven(), Console(), Console(stderr=True)
+    chosen, unknown = _chosen(args.robots, here)
+    by = who_orders(args.by)[:MAX_NAME_CHARS]
+    failed = bool(unknown) or not chosen
+    with ThreadPoolExecutor(min(len(chosen), MAX_AT_ONCE) or 1) as pool:
+        for place, answer in [(place, pool.submit(press_beside, place, by, args.reason)) for place in chosen]:
+            pressed = answer.result()
+            failed |= not pressed.ok
+            _print(console if pressed.ok else errors, f"{_title(place)}: {pressed.text}")
+    listed = ", ".join(map(_title, here)) or "none"
+    for name in unknown:
+        text = f"NOT STOPPED: no robot of this name is known on this computer. Driven here: {listed}"
+        _print(errors, f"{name}: {text}{_blind()}")
+    if not args.robots and not chosen:
+        others = f" by this user; driven by others: {listed}" if here else ""
+        _print(errors, f"no robot is driven on this computer{others}. Nothing was stopped{_blind()}")
+    return int(failed)
+
+
+def _chosen(names: Sequence[str], here: Sequence[RobotPlace]) -> tuple[list[RobotPlace], list[str]]:
+    """The robots that are meant, and the names that are none's.
+
+    A name means the real robot, and this user's simulated one that is driven; only without these another user's.
+    """
+    if not names:
+        return [place for place in here if place.uid in (None, os.getuid())], []
+    known = [place for place in robot_places() if place.uid is None and place.is_known]
+    chosen: dict[RobotPlace, None] = {}
+    unknown = []
+    for name in dict.fromkeys(names):
+        found = [place for place in dict.fromkeys([*known, *here]) if place.name == name]
+        found = [place for place in found if place.uid in (None, os.getuid())] or found
+        chosen.update(dict.fromkeys(found))
+        if not found:
+            unknown.append(name)
+    return list(chosen), unknown
+
+
+def rearm_main(args: Namespace) -> int:
+    """``user-sys rearm ROBOT``: lifts the e-stop of a real robot that no program drives.
 
     Raises:
-        RunError: nothing is driven here, and no robot is named.
+        RunError: it is driven, so that its console re-arms it; or nothing is latched.
+        HalError, OSError: the latch cannot be written.
     """
-    robots = sorted(set(args.robots) or driven())
-    if not robots:
-        raise RunError(
-            f"no robot is driven by a program of this computer that has its locks in {runtime_folder()}; "
-            "to keep the next one from driving a robot, name that"
-        )
-    others = f"; driven here: {', '.join(here)}" if (here := sorted(driven())) else ""
-    owners = {robot: MachineLock(robot).owner() or f"nobody on this computer{others}" for robot in robots}
+    place = robot_place(args.robot, simulated=False)
+    latch = Latch(place.latch)
+    with MachineLock(place.lock, "user-sys rearm", args.robot):
+        if (stands := latch.read()) is None:
+            raise RunError(f"{args.robot}: no e-stop is latched on this computer")
+        if not latch.clear(stands):
+            raise RunError(f"{args.robot}: the e-stop was pressed again just now, and stands")
     by = who_orders(args.by)[:MAX_NAME_CHARS]
-    console = Console()
-    with ThreadPoolExecutor(min(len(robots), MAX_AT_ONCE)) as pool:
-        for robot, done in [(robot, pool.submit(press, robot, by, args.reason)) for robot in robots]:
-            done.result()
-            line = f"{robot}: the e-stop is pressed; driven by {owners[robot]}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    log.warning("estop.rearmed robot=%s by=%s; it was pressed by %s", args.robot, by, stands.by)
+    _print(Console(), f"{args.robot}: re-armed by {by}; it was stopped by {stands.by}: {stands.why}")
     return 0
 
 
-def _listens(robot: str) -> bool:
-    """Whether a driver process has its socket open; one that was killed leaves the file."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.settimeout(1.0)
-        try:
-            caller.connect(endpoint(robot).removeprefix("ipc://"))
-        except OSError:
-            return False
-    return True
+def _title(place: RobotPlace) -> str:
+    return place.name if place.uid is None else f"{place.name} (simulated by user {place.uid})"
+
+
+def _blind() -> str:
+    """A warning if this user cannot see the real robots."""
+    reason = unfit()
+    return f". Real robots that another user drives cannot be seen: {reason}" if reason else ""
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

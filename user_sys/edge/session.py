@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hal.errors import HalError, HardwareLost, LeaseError, LeaseHeld
+from hal.errors import HalError, HardwareLost, LeaseError
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
 from user_sys.compose import PolicyConfig, make_policy, policy_forms
@@ -28,7 +28,6 @@ from user_sys.config import load
 from user_sys.edge.authority import Authority
 from user_sys.edge.driver import Tick
 from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_wire import LATCH
 from user_sys.edge.lateness import LatenessLog
 from user_sys.edge.lease_keeper import LeaseKeeper
 from user_sys.edge.loop import EpisodeSummary, run_episode
@@ -73,6 +72,7 @@ SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
 DRIVER_RETRY_S = 1.0
+LEASE_RETRY_S = 0.1
 WAITING_FOR_WEIGHTS = "waiting for weights, and holds: nothing was learned yet; take over to show the task"
 
 
@@ -122,7 +122,9 @@ class Session:
         leaving: threading.Event,
         reporter: SessionReporter,
         stops: EmergencyStops,
+        lease: LeaseKeeper,
     ) -> None:
+        self._lease, self._renewals = lease, RemoteDriver(config.robot)
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
         self.leaving = leaving
         self._fatal: Exception | None = None
@@ -158,6 +160,7 @@ class Session:
             too_old=self._weights.too_old,
             observe=self._governor.observe,
             explore=config.explore,
+            may_drive=lambda: not lease.is_over(),
         )
         stops.on_press = self._pilot.press
         self._scribe = Scribe(blocked=lambda: self._publisher.publish())
@@ -183,7 +186,7 @@ class Session:
         self._away = False  # the policy, as was told
         self._dropped_before = outbox.dropped.episodes
 
-    def run(self, lease: LeaseKeeper) -> None:
+    def run(self) -> None:
         """Episode after episode until the run is stopped.
 
         Raises:
@@ -191,7 +194,7 @@ class Session:
             HardwareLost: the driver process went away and did not come back.
             UserSysError: the outbox or the tunnel cannot be used any more.
         """
-        inbox = threading.Thread(target=self._listen, args=(lease,), name="inbox", daemon=True)
+        inbox = threading.Thread(target=self._listen, name="inbox", daemon=True)
         inbox.start()
         try:
             with ExitStack() as stack:
@@ -208,6 +211,10 @@ class Session:
             raise self._fatal
 
     def _episode(self) -> None:
+        if self._lease.is_over():  # the driver holds the robot, and would not bring it to a start
+            self._publisher.publish()
+            self.leaving.wait(LEASE_RETRY_S)
+            return
         try:
             summary = run_episode(
                 LatenessLog(self._driver, self._config.robot),
@@ -221,6 +228,8 @@ class Session:
             raise
         except HalError as error:
             log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
+            if self._lease.is_over():
+                return
             self._note = f"the robot is lost: {error}"
             self._publisher.faults += 1
             self._publisher.publish()
@@ -259,7 +268,6 @@ class Session:
         self._driver.reduced = self._pilot.people_matter
         if waits != self._waits:
             self._waits = waits
-            self._reporter.doing = "waiting for weights" if waits else "driving"
             log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
         if bool(away) != self._away:
             self._away = bool(away)
@@ -294,6 +302,8 @@ class Session:
             return f"recording paused: {self._recording}"
         if self._note:
             return self._note
+        if self._lease.is_over():
+            return "holds: its lease has run out, and the run is out of reach"
         if not self._pilot.people_matter and self._pilot.awaits_weights:
             return WAITING_FOR_WEIGHTS
         if not self._pilot.people_matter and self._weights.too_old():
@@ -306,33 +316,51 @@ class Session:
 
     # The inbox thread: orders, leases
 
-    def _listen(self, lease: LeaseKeeper) -> None:
+    def _listen(self) -> None:
         try:
             while not self.leaving.is_set():
-                self._take_messages(lease)
+                self._take_messages()
                 self._weights.raise_failure()
                 if self._link is not None:
                     self._link.raise_failure()
-                lease.renew_when_due()
+                self._lease.renew_when_due()
+                self._report_doing()
                 self._stops.raise_failure()
         except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
             self._fatal = error
         finally:
             self.leaving.set()
+            self._renewals.close()
 
-    def _take_messages(self, lease: LeaseKeeper) -> None:
+    def _report_doing(self) -> None:
+        if self._lease.is_over():
+            self._reporter.doing = "held without a lease"
+        else:
+            self._reporter.doing = "waiting for weights" if self._waits else "driving"
+
+    def _take_messages(self) -> None:
         message = self._client.receive(INBOX_WAIT_S)
         match message:
             case OperatorCommand():
                 self._pilot.order(message, self._stops.next_turn())
             case LeaseGrant() | LeaseRefusal():
-                lease.on_message(message)
-                self._driver.token = lease.token
+                self._lease.on_message(message)
+                self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
+                self._renew_at_driver()
             case WatchRequest():
                 self._publisher.watch(message)
             case StopRun():
                 log.info("run.stopped %s", message.reason)
                 self.leaving.set()
+
+    def _renew_at_driver(self) -> None:
+        """On a socket of its own: the loop may be busy with a reset, which lasts longer than a lease."""
+        try:
+            self._renewals.renew(self._lease.token, self._lease.until_ns)
+        except LeaseError:
+            raise
+        except HalError as error:
+            log.debug("lease.not_told %s", error)  # the loop tells it at its next attempt
 
     def _say_version(self) -> None:
         """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
@@ -361,7 +389,7 @@ def _run(config: SessionConfig) -> None:
     stop_on_signals(leaving)
     with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
         _go_first(config, driver)
-        if not _await_driver(driver, leaving) or (outbox := _open_outbox(config, leaving)) is None:
+        if not driver.await_turn(leaving, DRIVER_DEADLINE_S) or (outbox := _open_outbox(config, leaving)) is None:
             return
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
@@ -370,18 +398,19 @@ def _run(config: SessionConfig) -> None:
         with outbox, tunnel as client:
             lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
             with (
-                EmergencyStops(config.robot, client, config.state / LATCH) as stops,
+                EmergencyStops(config.robot, client, driver.latch) as stops,
                 SessionReporter(config.robot, client, outbox) as reporter,
             ):
                 driver.token = lease.acquire(leaving)
                 try:
                     if driver.token:
+                        driver.lease_until_ns = lease.until_ns
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.doing = "driving"
                         sys.setswitchinterval(SWITCH_S)
                         gc.collect()
                         gc.freeze()  # to look through all that is there by now stops the loop for 10 ms
-                        Session(config, client, outbox, driver, leaving, reporter, stops).run(lease)
+                        Session(config, client, outbox, driver, leaving, reporter, stops, lease).run()
                 finally:
                     reporter.doing = "delivering"
                     _drain(client)
@@ -421,25 +450,6 @@ def _policy_link(config: SessionConfig, spec: RobotSpec) -> PolicyLink | None:
         lambda: policy.endpoint or read_address(config.policy_address),
         policy.answer_within,
     )
-
-
-def _await_driver(driver: RemoteDriver, leaving: threading.Event) -> bool:
-    """Learns what the driver drives; waits while that works for another run. False: `leaving` was set first.
-
-    Raises:
-        HardwareLost: no driver process answers.
-    """
-    said = ""
-    while not leaving.is_set():
-        try:
-            driver.describe(DRIVER_DEADLINE_S)
-            return True
-        except LeaseHeld as error:
-            if str(error) != said:
-                said = str(error)
-                log.warning("session.waiting %s", said)
-            leaving.wait(DRIVER_RETRY_S)
-    return False
 
 
 def _open_outbox(config: SessionConfig, leaving: threading.Event) -> Outbox | None:

@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from hal.lease import runtime_folder
+from hal.machine import runtime_folder
 from hal.undecodable import UNDECODABLE
 from user_sys.edge.outbox import Outbox
 from user_sys.tunnel.client import TunnelClient
@@ -19,7 +19,7 @@ from user_sys.tunnel.client import TunnelClient
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-Doing = Literal["waiting for its lease", "waiting for weights", "driving", "delivering"]
+Doing = Literal["waiting for its lease", "waiting for weights", "driving", "held without a lease", "delivering"]
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from hal.errors import HalError
-from hal.safety import latch_emergency
+from hal.latch import Latch, press
 from user_sys.edge.driver_client import RemoteDriver
 from user_sys.messages import OperatorCommand, OperatorReply
 from user_sys.tunnel.client import TunnelClient
@@ -106,8 +106,8 @@ class EmergencyStops:
 
     def _write_latch(self, person: str) -> None:
         try:
-            latch_emergency(self._latch, person, "pressed while the robot was away")
-        except OSError as error:  # it is tried on while this session lives
+            Latch(self._latch).press(press(person, "pressed while the robot was away"))
+        except (OSError, HalError) as error:  # it is tried on while this session lives
             log.error("e-stop.not_persisted %s", error)
 
     def _reply(self, press: OperatorCommand, accepted: bool, reason: str = "") -> None:

@@ -29,12 +29,13 @@ class Condition:
     text: str
 
 
-AWAY, STARTING = "away", "starting"
+AWAY, HELD, STARTING = "away", "held", "starting"
 REFUSED = "session.failed Refused: "  # what the log of a session ends with that the gateway does not let in
 _DOING: dict[Doing, str] = {
     "waiting for its lease": "waiting until the robot is free",
     "waiting for weights": "waiting for weights, and only a person moves the robot until something was learned",
     "driving": "the run drives the robot",
+    "held without a lease": "its lease has run out, and the robot is held until it is renewed",
     "delivering": "what was recorded is delivered",
 }
 OVER = Condition("over", "the run is over")
@@ -71,6 +72,8 @@ def condition(
     if report.doing == "driving":
         text = "the robot works on, and what it records is kept in its outbox"
         return Condition(AWAY, f"{gateway} is out of reach ({report.reason}): {text}")
+    if report.doing == "held without a lease":
+        return Condition(HELD, f"{gateway} is out of reach ({report.reason}): {_DOING[report.doing]}")
     return Condition("unreachable", f"cannot reach {gateway} ({report.reason}): trying again; the robot is held")
 
 
@@ -124,12 +127,13 @@ class RobotWatch:
         if is_known(now, self._told):
             return
         if now.kind != self._told.kind:
-            if self._told.kind == AWAY and report is not None:
+            if self._told.kind in (AWAY, HELD) and now.kind not in (AWAY, HELD) and report is not None:
                 self._tell(f"within reach again after {_duration(self._now() - self._since_s)}; {self._kept()}")
             self._tell(now.text)
-            self._since_s = self._now()
-            self._remind_at_s = self._since_s + REMIND_EVERY_S
-        elif now.kind == AWAY and self._now() >= self._remind_at_s:
+            if (self._told.kind, now.kind) != (AWAY, HELD):
+                self._since_s = self._now()
+            self._remind_at_s = self._now() + REMIND_EVERY_S
+        elif now.kind in (AWAY, HELD) and self._now() >= self._remind_at_s:
             self._remind_at_s += REMIND_EVERY_S
             self._tell(f"still out of reach, for {_duration(self._now() - self._since_s)}; {self._kept()}")
         self._told = now

@@ -315,7 +315,9 @@ class Gateway:
                     lease = self._lease(peer, request)
         except (HalError, OSError) as error:
             return LeaseRefusal(robot=request.robot, reason=str(error), token=request.token)
-        return LeaseGrant(robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s)
+        return LeaseGrant(
+            robot=lease.robot, holder=lease.holder, token=lease.token, ttl_s=lease.ttl_s, asked_ns=request.asked_ns
+        )
 
     def _lease(self, peer: Peer, request: LeaseRequest) -> Lease:
         """A session that asks again before it has heard the answer gets the same token: a newer one would be taken for

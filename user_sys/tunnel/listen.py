@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import stat
 import time
-from pathlib import Path
 
 import zmq
 
+from hal.errors import LeaseError
+from hal.machine import make_runtime_folder
 from user_sys.errors import RunError
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
@@ -64,11 +64,8 @@ def _bind_locally(router: Socket, endpoint: str, public_key: str) -> None:
     local = local_endpoint(endpoint, public_key)
     if local is None:
         return
-    folder = Path(local.removeprefix("ipc://")).parent
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if stat.S_IMODE(folder.stat().st_mode) & 0o022:
-            raise OSError(f"{folder} can be written by others")
+        make_runtime_folder()
         router.bind(local)
-    except (OSError, zmq.ZMQError) as error:
+    except (OSError, LeaseError, zmq.ZMQError) as error:
         logger.warning("tunnel.no_local_socket path=%s: %s; local peers take TCP", local, error)

@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hal.lease import runtime_folder
+from hal.machine import runtime_folder
 from user_sys.errors import ConfigError
 from user_sys.tunnel.tcp_state import duplicate
 
