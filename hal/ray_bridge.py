@@ -383,8 +383,13 @@ class Cluster:
 
     def _keep_logs(self, temp_dir: Path) -> None:
         source = temp_dir / "session_latest" / "logs"
-        if self._log_dir is not None and source.is_dir():
+        if self._log_dir is None or not source.is_dir():
+            return
+        try:
             shutil.copytree(source, self._log_dir, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+        except OSError as error:  # a full disk costs Ray's logs only
+            first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
+            logger.warning("ray.logs_not_kept path=%s: %s", self._log_dir, first)
 
 
 def start_local(

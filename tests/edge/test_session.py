@@ -211,6 +211,10 @@ def test_a_robot_whose_disk_is_full_holds_and_loses_no_step(site: Site, small_di
     until(holds, "the robot says that it waits")
     assert "recording.paused robot=fake-0 waiting for disk space in" in session.log
     if space_again:
+        session.end(signal.SIGKILL)
+        session = site.session()
+        session.says("No space left on device")
+        assert "session.waiting" in session.log and session.process.poll() is None
         before = len(site.stored())
         filler.unlink()
         until(lambda: len(site.stored()) > before, "experience arrives again")

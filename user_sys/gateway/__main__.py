@@ -45,13 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     try:
-        config = _config(args.run / "config.yaml")
+        config, said = _config(args.run / "config.yaml"), ""
         while not stop.is_set():
             try:
                 Gateway(config, args.run).run(stop)
                 return 0
             except StoreFull as error:
-                logger.error("gateway.disk_full %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    logger.error("gateway.disk_full %s", said)
                 stop.wait(config.retry_s)
     except (UserSysError, HalError) as error:
         logger.error("gateway.failed %s: %s", type(error).__name__, error)

@@ -94,7 +94,7 @@ class LogWriter:
         Raises:
             StoreLocked: another process writes it.
             StoreVersion: another format version wrote it.
-            StoreFull: no space for a new segment.
+            StoreFull: no space for a manifest or a new segment; try again when there is some.
             StoreError: the folder cannot be used.
         """
         if not SEGMENT_HEADER_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
@@ -103,14 +103,14 @@ class LogWriter:
             files.make_folder(path)
             lock = WriterLock(path, files)
         except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror}") from error
+            raise _unusable(error)(f"cannot write {path}: {error.strerror}") from error
         writer = cls(path, files, lock, segment_bytes, summarise, background)
         try:
             writer._recover()
         except BaseException as error:
             writer._release()
             if isinstance(error, OSError):
-                raise StoreError(f"cannot recover {path}: {error.strerror}") from error
+                raise _unusable(error)(f"cannot recover {path}: {error.strerror}") from error
             raise
         return writer
 
@@ -396,3 +396,7 @@ def _with_entries(old: Manifest, entries: Sequence[Entry], tail: int) -> Manifes
         if entry.number >= old.first:  # else it was dropped before it was sealed
             old = old.with_entry(entry)
     return msgspec.structs.replace(old, tail=max(old.tail, tail))
+
+
+def _unusable(error: OSError) -> type[StoreError]:
+    return StoreFull if error.errno in NO_SPACE else StoreError
