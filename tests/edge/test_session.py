@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from edge_kit import END_S, NodeProcess, error_lines, node, until
@@ -27,7 +28,7 @@ from user_sys.edge.session import SessionConfig
 from user_sys.edge.session_report import read_report
 from user_sys.episode import Chunk, Phase, Source, decode_chunk
 from user_sys.learners import LEARNER
-from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, RobotStatus, StopRun
+from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
 from user_sys.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare
 from user_sys.run_folder import create
 from user_sys.store.log import LogReader
@@ -333,6 +334,44 @@ def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
     require_whole(site)
+
+
+def test_an_e_stop_is_confirmed_by_the_driver_and_its_repeats_do_nothing(site: Site) -> None:
+    site.gateway()
+    driver, session = site.driver(), site.session()
+    console = site.client(CONSOLE)
+    until(lambda: site.stored(), "experience arrives")
+    press = OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=2, press=7)
+    assert _confirmed(console, press)
+    assert driver.log.count("estop.latched by=ada") == 1
+    console.send(OperatorCommand(robot="fake-0", operator="bob", order="re-arm", sequence=1))
+    until(
+        lambda: _refused(console, "the e-stop was pressed again since"), "an older re-arm that comes later is refused"
+    )
+    console.send(OperatorCommand(robot="fake-0", operator="bob", order="re-arm", sequence=3))
+    until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
+    console.send(OperatorCommand(robot="fake-0", operator="bob", order="hand-back", sequence=4))
+    until(lambda: _authority(console) == "policy", "the policy drives again")
+    recorded = len(site.recorded())
+    assert _confirmed(console, msgspec.structs.replace(press, sequence=5)), "a repeat that comes late"
+    until(lambda: len(site.recorded()) > recorded + 3, "the policy drives on")
+    assert driver.log.count("estop.latched") == 1
+    assert _confirmed(console, msgspec.structs.replace(press, sequence=6, press=8))
+    assert driver.log.count("estop.latched by=ada") == 2
+    console.send(StopRun(reason="the test is over"))
+    assert session.process.wait(END_S) == 0
+
+
+def _confirmed(console: TunnelClient, press: OperatorCommand) -> bool:
+    console.send(press)
+    reply = console.receive_stop(END_S)
+    assert isinstance(reply, OperatorReply) and reply.press == press.press
+    return reply.accepted
+
+
+def _refused(console: TunnelClient, reason: str) -> bool:
+    message = console.receive(1.0)
+    return isinstance(message, OperatorReply) and not message.accepted and message.reason == reason
 
 
 def _authority(console: TunnelClient) -> str:
