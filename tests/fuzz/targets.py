@@ -499,6 +499,12 @@ TARGETS = {
         tuple(map(msgspec.json.encode, _PAGE)),
         mutations.json,
     ),
+    "stop": Target(
+        lambda raw: console.decode_stop(raw.decode(errors="replace")),
+        (WireError,),
+        (msgspec.json.encode(console.Stop("o", {"r": 7})),),
+        mutations.json,
+    ),
     "segment": Target(_segment, (StoreError,), _segment_examples),
     "manifest": Target(_manifest, (StoreError,), _manifest_examples),
     "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,), mutations.json),
