@@ -147,7 +147,7 @@ class Run:
         self._client = _console_client(folder, card)
         real = [robot.name for robot in (*config.robots, *config.guests) if not robot.simulated]
         ours = {name: f"for {folder.edge(name).resolve()}" for name in real}
-        order = pressing_aside(self._client.send, ours)
+        order = pressing_aside(self._client.send, ours, lambda reply: self._hub.feed(reply))
         self._hub = ConsoleHub(card.name, order, specs, budget_s=config.learner.max_training_s)
         self._audit = AuditLog(folder.path / AUDIT)
         self._server = _console_server(self._hub, config.console, self._audit)

@@ -23,13 +23,13 @@ from user_sys.edge import press
 from user_sys.edge.driver_client import RemoteDriver
 from user_sys.edge.local import local_driver
 from user_sys.edge.press import Ordered, pressing_aside
-from user_sys.messages import OperatorCommand, WatchRequest
+from user_sys.messages import OperatorCommand, OperatorReply, WatchRequest
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 REAL = RobotConfig(name="arm-0", driver="ur")
 FAKE = RobotConfig(name="fake-0", driver="fake", task="reach")
-E_STOP = OperatorCommand(robot="arm-0", operator="ada", order="e-stop", sequence=1)
+E_STOP = OperatorCommand(robot="arm-0", operator="ada", order="e-stop", sequence=1, press=7)
 
 
 def latched(robot: str, *, simulated: bool = False) -> EmergencyStop | None:
@@ -170,7 +170,8 @@ def test_a_user_without_a_name_stops_robots_too(
 
 def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
     sent: list[Ordered] = []
-    order = pressing_aside(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"})
+    answers: list[OperatorReply] = []
+    order = pressing_aside(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"}, answers.append)
     order(E_STOP)
     assert latched("arm-0") is None, "nothing drives it here"
     with robot_lock("arm-0", "for /runs/demo/edge/arm-0", simulated=False):
@@ -182,11 +183,16 @@ def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
         for other in (watch, take_over):
             order(other)
         assert not _pressing()
-        order(E_STOP)
+        for _ in range(3):  # as the page repeats it
+            order(E_STOP)
+        assert _pressing() <= 1
         until(lambda: (stop := latched("arm-0")) is not None and stop.acknowledged, "it is stopped")
+        until(lambda: answers, "the page is told")
+        order(E_STOP)
         until(lambda: not _pressing(), "it is done")
-    assert sent == [E_STOP, E_STOP, watch, take_over, E_STOP]
+        assert [(reply.accepted, reply.press) for reply in answers] == [(True, E_STOP.press)]
+    assert sent == [E_STOP, E_STOP, watch, take_over, *[E_STOP] * 4]
 
 
-def _pressing() -> bool:
-    return any(thread.name == "e-stop arm-0" for thread in threading.enumerate())
+def _pressing() -> int:
+    return sum(thread.name == "e-stop arm-0" for thread in threading.enumerate())

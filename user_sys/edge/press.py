@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from hal.lease import MachineLock, driven, driver_of
 from hal.machine import RobotPlace, require_name, robot_place, robot_places, unfit
 from hal.standing import who_orders
 from user_sys.errors import RunError
-from user_sys.messages import OperatorCommand, WatchRequest
+from user_sys.messages import OperatorCommand, OperatorReply, WatchRequest
 
 ANSWER_WITHIN_S = 3.0  # a driver looks at the latch in each control period, and more often while it waits
 LOOK_EVERY_S = 0.005
 MAX_AT_ONCE = 16
+MAX_CONFIRMED = 256
 MAX_NAME_CHARS = 64
 USE_THE_BUTTON = "press the robot's own e-stop"
 
@@ -77,29 +79,46 @@ def press_beside(place: RobotPlace, person: str, why: str = "") -> Pressed:
     return Pressed(True, f"{ended}; the e-stop is latched for its next start, until a person re-arms it")
 
 
-def pressing_aside(send: Send, ours: Mapping[str, str]) -> Send:
+def pressing_aside(send: Send, ours: Mapping[str, str], answer: Callable[[OperatorReply], object]) -> Send:
     """`send`, which passes on what people order at a console, and presses each e-stop aside where no session hears it:
     where a program of this computer drives the robot that is none of the run's, as an evaluation.
 
     Args:
         ours: the run's real robots, and who has the lock of one (`hal.lease.MachineLock`) that its own driver drives.
+        answer: is told, in another thread, what became of a press aside.
     """
+    under_way: set[str] = set()  # robots: the page repeats a press until it is confirmed
+    confirmed: deque[tuple[str, int]] = deque(maxlen=MAX_CONFIRMED)
+
+    def press_aside(order: OperatorCommand) -> None:
+        pressed = press_beside(robot_place(order.robot, simulated=False), order.operator)
+        if pressed.ok and order.press:
+            confirmed.append((order.robot, order.press))
+        under_way.discard(order.robot)
+        answer(
+            OperatorReply(
+                robot=order.robot,
+                operator=order.operator,
+                order=order.order,
+                accepted=pressed.ok,
+                reason=pressed.text,
+                press=order.press,
+            )
+        )
 
     def order(message: Ordered) -> object:
         sent = send(message)
-        if isinstance(message, OperatorCommand) and message.order == "e-stop" and message.robot in ours:
-            _press_aside(message.robot, message.operator, ours[message.robot])
+        if not isinstance(message, OperatorCommand) or message.order != "e-stop" or message.robot not in ours:
+            return sent
+        robot, key = message.robot, (message.robot, message.press)
+        owner = driver_of(robot)
+        if owner and not owner.endswith(ours[robot]) and robot not in under_way and key not in confirmed:
+            under_way.add(robot)
+            log.warning("e-stop.aside robot=%s by=%s driven by %s", robot, message.operator, owner)
+            threading.Thread(target=press_aside, args=(message,), name=f"e-stop {robot}", daemon=True).start()
         return sent
 
     return order
-
-
-def _press_aside(robot: str, person: str, ours: str) -> None:
-    owner = driver_of(robot)
-    if owner and not owner.endswith(ours):
-        log.warning("e-stop.aside robot=%s by=%s driven by %s", robot, person, owner)
-        place = robot_place(robot, simulated=False)
-        threading.Thread(target=press_beside, args=(place, person), name=f"e-stop {robot}", daemon=True).start()
 
 
 def stop_main(args: Namespace) -> int:
