@@ -463,6 +463,8 @@ class Run:
             leaving -= {name for name in leaving if name not in statuses or statuses[name].state in over}
         if leaving or self._guests():
             log.warning("run.left_behind nodes=%s guests=%d", sorted(leaving), self._guests())
+        if self.monitor.unwritten:
+            display.say(f"not everything could be written: {self.monitor.unwritten}")
         self._cluster.stop(*[name for name in nodes if name != GATEWAY])
         self._cluster.stop(GATEWAY)
 

@@ -156,7 +156,12 @@ class RunMonitor:
     @property
     def warning(self) -> str:
         """What a person should mend now; empty if there is nothing."""
-        return " | ".join(self._short.values()) or (HELD if any(self._held.values()) else "")
+        return self.unwritten or (HELD if any(self._held.values()) else "")
+
+    @property
+    def unwritten(self) -> str:
+        """What could not be written for want of room on a disk; empty if there is nothing."""
+        return " | ".join(self._short.values())
 
     def _training_now_s(self) -> float:
         """Training time between two of the learner's reports."""

@@ -21,7 +21,7 @@ from user_sys.algorithms.rlpd import RlpdConfig
 from user_sys.codec import Array
 from user_sys.config import load, save
 from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
-from user_sys.errors import ConfigError, DiskFull, RunError, WireError
+from user_sys.errors import ConfigError, RunError, WireError
 from user_sys.learner.checkpoint import latest
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import WeightsSink
@@ -333,8 +333,8 @@ def test_a_learner_that_is_told_to_stop_does_not_wait_for_the_disk(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskFull):
-        learner.run(stop)
+    learner.run(stop)
+    assert bench.reported[-1][1]["disk_needed_bytes"] > 0
     kept = latest(bench.folder / "a")
     assert kept is not None and kept.updates == 5
 

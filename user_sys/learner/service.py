@@ -25,6 +25,7 @@ from user_sys.learner.device import CPU
 from user_sys.learner.learner_config import LearnerConfig
 from user_sys.learner.publishing import Publishing, WeightsSink
 from user_sys.learner.share import PROCESSES, Share
+from user_sys.store.files import free_bytes
 from user_sys.store.store import StoreReader
 from user_sys.weights.state import NotFinite, build_state
 
@@ -109,12 +110,12 @@ class Learner:
     def run(self, stop: threading.Event) -> None:
         """Trains until the time or the updates are used up or `stop` is set; then publishes and checkpoints once more.
 
-        Blocks. Training pauses while the disk has no room for a checkpoint. After a crash a new `Learner` goes on from
+        Blocks. Training pauses while the disk has no room for a checkpoint; one that has none when `stop` is set is not
+        written, which is logged and reported. After a crash a new `Learner` goes on from
         the newest checkpoint.
 
         Raises:
             NotFinite: training has diverged; nothing of it was published or written.
-            DiskFull: there was no room for the last checkpoint when `stop` was set.
             RunError: a checkpoint could not be written.
             StoreError: the store cannot be read.
         """
@@ -214,20 +215,24 @@ class Learner:
             self._writer.finish()
 
     def _wait_for_room(self, error: DiskFull, stop: threading.Event) -> None:
-        """Returns when a checkpoint is written. Raises DiskFull: `stop` is set, and there is no room still."""
+        """Returns when a checkpoint is written, or if `stop` is set and there is no room still."""
         log.error("checkpoint.disk_full %s; training pauses", error)
         while True:
             self._disk_full = error
             self._report()
             stopped = stop.wait(DISK_RETRY_S)
             self._follow()  # also keeps the learner's other processes from giving up
+            if not stopped and (free := free_bytes(error.path)) < error.needed_bytes:
+                error = DiskFull(error.path, error.needed_bytes, free)
+                continue
             try:
                 self._write(wait=True)
                 break
             except DiskFull as again:
                 error = again
                 if stopped:
-                    raise
+                    log.error("checkpoint.not_written updates=%d %s; the one before is kept", self._updates, error)
+                    return
         self._disk_full = None
         self._report()
         log.warning("checkpoint.space_again training goes on")
