@@ -163,7 +163,9 @@ def machine() -> str:
             model = line.split(":", 1)[1].strip()
             break
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}"
+    return (
+        f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}"
+    )
 
 
 def commit() -> str:

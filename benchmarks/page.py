@@ -77,6 +77,7 @@ page from them; `make bench-docs` makes the page alone. The page is generated: c
 
 - Candidate and bound run in turn in one process, at least seven pairs. *Ratio* is the median of the pairs' ratios, with
   the least and the greatest pair in brackets; 1 is as good as the bound. It need not be the quotient of the medians.
+- *Benchmark* leads to the date and the commit of a figure, in the table below.
 - *Target* is the ratio that the goal asks for. "At most N times as long" is a target of 1/N.
 - *Met* counts only for a figure of the run that is named, in the configuration that ships, over the whole duration that
   the goal states. With several kept runs, *1 of 2* says in how many the goal was met, and *runs* gives each ratio.
@@ -168,12 +169,13 @@ def _rows(runs: dict[str, list[Run]]) -> list[tuple[Run, Row]]:
 
 
 def _table(rows: Sequence[tuple[Run, Row]], runs: dict[str, list[Run]]) -> str:
-    lines = ["| figure | unit | ours | bound | ratio | target | met | peers |", "|---|---|---:|---:|---:|---:|---|---|"]
+    head = "| figure | unit | ours | bound | ratio | target | met | peers | benchmark |"
+    lines = [head, "|---|---|---:|---:|---:|---:|---|---|---|"]
     for run, row in rows:
         same = [each for other in runs[run.benchmark] for each in other.rows if each.name == row.name]
         peers = ", ".join(f"{peer}: {shown(figure)}" for peer, figure in row.peers.items())
         figures = f"{shown(row.ours)} | {shown(row.bound)} | {_ratio(row, same)} | {_short(row.target)}"
-        lines.append(f"| {_name(row)} | {row.unit} | {figures} | {_met(same)} | {peers} |")
+        lines.append(f"| {_name(row)} | {row.unit} | {figures} | {_met(same)} | {peers} | {run.benchmark} |")
     return "\n".join(lines) + "\n"
 
 
