@@ -71,12 +71,14 @@ def name_losses(path: Path, index: Index, damaged: Sequence[Damage]) -> list[Fin
     """What each of `damaged` took from the store at `path`, of which `index` knows all that is whole."""
     files = {name.number: path / str(name) for name in choose(list_segments(path))[0]}
     return [
-        _finding(damage, index, files) if damage.segment < 0 or damage.segment in files else _missing(damage, path)
+        _finding(damage, index, files)
+        if damage.segment < 0 or damage.segment in files
+        else _missing(damage, index, path)
         for damage in damaged
     ]
 
 
-def _missing(damage: Damage, path: Path) -> Finding:
+def _missing(damage: Damage, index: Index, path: Path) -> Finding:
     """What a segment held whose file is missing, as the copy of its footer says."""
     footer = None
     for file in path.glob(f"{damage.segment:010d}*{FOOTER_SUFFIX}"):
@@ -91,9 +93,11 @@ def _missing(damage: Damage, path: Path) -> Finding:
         return found
     names = [episode.episode for episode in block.episodes]
     columns = (block.chunks[column].tolist() for column in ("episode", "index", "first_step", "steps"))
+    stored = [_stored(index, name) for name in names]  # of some, chunks were sent and stored once more
     chunks = [
-        LostChunk(episode=names[episode], index=index, first_step=first_step, steps=steps)
-        for episode, index, first_step, steps in zip(*columns, strict=True)
+        LostChunk(episode=names[episode], index=number, first_step=first_step, steps=steps)
+        for episode, number, first_step, steps in zip(*columns, strict=True)
+        if number not in stored[episode]
     ]
     first, last = int(footer.records.sequence[0]), int(footer.records.sequence[-1])
     return replace(found, sequence=first, last_sequence=last, chunks=tuple(chunks))
@@ -159,8 +163,7 @@ def episode_losses(index: Index, findings: Sequence[Finding]) -> list[EpisodeLos
         lost.setdefault(chunk.episode, {})[chunk.index] = chunk
     found = []
     for episode, chunks in lost.items():
-        rows = index.chunks.episode == index.episodes.find(episode)
-        left = set(index.chunks.index[rows].tolist()) - chunks.keys()
+        left = _stored(index, episode) - chunks.keys()
         found.append(
             EpisodeLoss(
                 episode=episode,
@@ -171,6 +174,12 @@ def episode_losses(index: Index, findings: Sequence[Finding]) -> list[EpisodeLos
             )
         )
     return found
+
+
+def _stored(index: Index, episode: str) -> set[int]:
+    """The numbers of the episode's chunks that the index knows."""
+    rows = (index.chunks.episode == index.episodes.find(episode)) & ~index.chunks.gone
+    return set(index.chunks.index[rows].tolist())
 
 
 def _own_word(file: Path, damage: Damage) -> LostChunk | None:

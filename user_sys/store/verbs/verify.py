@@ -32,6 +32,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What reading all of a store found.
 
     Attributes:
+        episodes, chunks, steps: that can be read.
         findings: damage that is not quarantined, in order of place.
         episodes_hit: what the findings took from each episode.
         gaps: chunks that are missing in the middle of episodes, whether damage took them or they never came.
@@ -65,15 +66,18 @@ def examine(path: Path, advance: Advance) -> tuple[Verdict, list[Damage]]:
         index = reader.index
         found += _meaningless(path, reader.damaged, found)
         findings = name_losses(path, index, found)
+        hit = episode_losses(index, findings)
+        lost = {chunk for each in findings if each.surely and each.length for chunk in each.chunks}
         verdict = Verdict(
             path=str(path),
             size_bytes=disk_bytes(path),
             seconds=seconds,
-            episodes=len(index.episodes),
-            chunks=int((~index.chunks.gone).sum()),
-            steps=int(index.chunks.steps[~index.chunks.gone].sum()),
+            episodes=len(index.episodes)
+            - sum(each.what == "gone" and index.episodes.find(each.episode) >= 0 for each in hit),
+            chunks=int((~index.chunks.gone).sum()) - len(lost),
+            steps=int(index.chunks.steps[~index.chunks.gone].sum()) - sum(chunk.steps for chunk in lost),
             findings=tuple(findings),
-            episodes_hit=tuple(episode_losses(index, findings)),
+            episodes_hit=tuple(hit),
             gaps=tuple(gaps(index)),
         )
     return verdict, found
