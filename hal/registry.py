@@ -80,6 +80,9 @@ class Registry:
         self._held = {name: lease for name in self._known if (lease := leases.lease(name)) is not None}
         self._revoked: list[tuple[Lease, str]] = []
         self._shown: tuple[ResourceRecord, ...] = ()
+        self._settled_ns = clock() + self._lost_after_ns
+        self._there: set[str] = set()  # announced in this registry's life, and not lost since
+        self._news: list[str] = []
         self._obey()
 
     def announce(self, record: ResourceRecord) -> ResourceRecord:
@@ -93,6 +96,11 @@ class Registry:
             logger.info(
                 "resource.found name=%s model=%s node=%s by=%s", name, record.model, record.node, record.found_by
             )
+        if name in self._lost and name in self._known:
+            self._audit.write("returned", robot=name)
+        if name not in self._there and (name in self._lost or self._clock() > self._settled_ns):
+            self._news.append(name)
+        self._there.add(name)
         self._lost.discard(name)
         self._known[name] = record
         self._seen_ns[name] = self._clock()
@@ -137,8 +145,20 @@ class Registry:
         self._lost.update(silent)
         for name in silent:
             self._lapse(name)
+            if name in self._there:
+                self._there.discard(name)
+                self._news.append(name)
+                self._audit.write("lost", robot=name)
         self._keep()
         return silent
+
+    def take_news(self) -> list[ResourceRecord]:
+        """The resources that were lost, have returned or are new since this was asked last, as they are now.
+
+        What is announced in the first `lost_after_s` is no news.
+        """
+        names, self._news = dict.fromkeys(self._news), []
+        return [self.record(name) for name in names]
 
     def take_revoked(self) -> list[tuple[Lease, str]]:
         """The leases that a quarantine ended since this was asked last, and why: their sessions do not know yet."""

@@ -22,7 +22,7 @@ from hal.signals import asked_to_end
 from hal.spec import RobotSpec
 from hal.supervision import cause
 from user_sys.compose import probes
-from user_sys.console.hub import ConsoleHub
+from user_sys.console.hub import ConsoleHub, Report
 from user_sys.crew import Post, learner_nodes, posts_here, posts_in
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
@@ -32,7 +32,7 @@ from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
 from user_sys.learners import LEARNER, ORPHANED, learner_from_robot, learners_of, process_name
 from user_sys.logs import last_words
-from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, OperatorReply, RobotStatus, StopRun
+from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, ResourceNews, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
 from user_sys.monitor import RunMonitor, earlier_s
 from user_sys.opening import Places, invite, make, read, take_places, tell_of_checkpoints
@@ -307,7 +307,7 @@ class Run:
         while message is not None:
             if isinstance(message, RobotStatus) and message.robot not in self.monitor.heard:
                 self._introduce(message.robot)
-            if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
+            if isinstance(message, Report):
                 self._show(self._hub.feed, message)
             match message:
                 case RobotStatus():
@@ -319,6 +319,8 @@ class Run:
                     for process in self._processes(message.node):
                         self._starts.at_work(process)
                     self._log.log(message.node, message.count, message.scalars)
+                case ResourceNews():
+                    self._console.print(self.monitor.on_resource(message.record), markup=False, soft_wrap=True)
             message = self._client.receive(0.0)
 
     def _introduce(self, robot: str) -> None:
@@ -345,7 +347,7 @@ class Run:
         """Confirmations of e-stops reach the console whatever else the run is busy with."""
         while not self._over.is_set():
             reply = self._client.receive_stop(0.5)
-            if isinstance(reply, OperatorReply):
+            if isinstance(reply, Report):
                 self._hub.feed(reply)
 
     def _show(self, feed: Callable[..., None], *report: object) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from hal.resource import ResourceRecord
 from hal.spec import RobotSpec
 from user_sys.weights.records import Form, ParcelInfo, Signed
 
@@ -210,6 +211,18 @@ class MetricsReport(Message, frozen=True, kw_only=True, tag="metrics"):
     scalars: dict[str, float]
 
 
+class DevicesReport(Message, frozen=True, kw_only=True, tag="devices"):
+    """The GPUs, cameras, buses and input devices that are now at the sender's computer."""
+
+    records: Annotated[tuple[ResourceRecord, ...], msgspec.Meta(max_length=64)]
+
+
+class ResourceNews(Message, frozen=True, kw_only=True, tag="resource"):
+    """To consoles: a robot or device of the run's computers was lost, has returned or is new; see its `health`."""
+
+    record: ResourceRecord
+
+
 class StopRun(Message, frozen=True, kw_only=True, tag="stop-run"):
     """The run is over: sessions finish their step, drain their outbox and leave."""
 
@@ -334,6 +347,7 @@ class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights-applied"):
 ControlMessage = (
     Hello | Welcome | Refusal | Heartbeat | Grant | LeaseRequest | LeaseGrant | LeaseRefusal | LeaseRelease
     | OperatorCommand | OperatorReply | WatchRequest | RobotStatus | EpisodeReport | MetricsReport | StopRun
+    | DevicesReport | ResourceNews
 )  # fmt: skip
 StopMessage = Hello | Welcome | Refusal | Heartbeat | Grant | OperatorCommand | OperatorReply
 ExperienceMessage = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hal.resource import Health, Kind, ResourceRecord
 from user_sys.errors import waiting_for_space
 from user_sys.learners import LEARNER, folder_of
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
@@ -80,6 +81,7 @@ class RunMonitor:
         self.env_steps = self.episodes = self.interventions = self.updates = 0
         self.training_s = self._reported_at = 0.0
         self.robots_connected = 0
+        self._lost: dict[str, ResourceRecord] = {}  # devices of the run's computers
         self._short: dict[str, str] = {}  # by process, what it waits for on a full disk
         self._held: dict[str, bool] = {}  # each learner: by a person's order
         self.unreadable: dict[str, int] = {}
@@ -119,6 +121,15 @@ class RunMonitor:
     def on_status(self, status: RobotStatus) -> None:
         self._robots[status.robot] = (self._clock(), status)
 
+    def on_resource(self, record: ResourceRecord) -> str:
+        """Takes in that a robot or device was lost or is there; returns that as a line for the terminal."""
+        lost = record.health is Health.LOST
+        if lost and record.kind is not Kind.ROBOT:  # robots have a line of their own
+            self._lost[record.name] = record
+        else:
+            self._lost.pop(record.name, None)
+        return f"{_named(record)} is {'lost' if lost else 'there'}"
+
     def on_episode(self, report: EpisodeReport) -> None:
         self.episodes += 1
         self.env_steps += report.steps
@@ -156,7 +167,8 @@ class RunMonitor:
     @property
     def warning(self) -> str:
         """What a person should mend now; empty if there is nothing."""
-        return self.unwritten or (HELD if any(self._held.values()) else "")
+        lost = f"lost: {', '.join(map(_named, self._lost.values()))}" if self._lost else ""
+        return " | ".join(filter(None, (self.unwritten, lost))) or (HELD if any(self._held.values()) else "")
 
     @property
     def unwritten(self) -> str:
@@ -241,3 +253,7 @@ class RunMonitor:
                 outbox_chunks=status.outbox_chunks,
                 note=f"silent for {clock_time(now - heard)}" if lost else status.note,
             )
+
+
+def _named(record: ResourceRecord) -> str:
+    return f"{record.name} ({record.kind} {record.model})"

@@ -252,6 +252,28 @@ def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_
     assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")
 
 
+def test_what_is_lost_or_returns_is_news_and_what_is_there_from_the_start_is_not(
+    registry: Registry, clock: Clock
+) -> None:
+    gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="H200", node="desk")
+    registry.announce(gpu)
+    assert registry.take_news() == []
+    lease = registry.lease("panda-0", "alice")
+    for _ in range(3):
+        clock.now_s += 3
+        registry.announce(ARM)
+        registry.renew("panda-0", lease.token)
+    assert [(r.name, r.health) for r in registry.take_news()] == [("desk/gpu-0", Health.LOST)]
+    assert health(registry) is Health.LEASED, "nothing else stops"
+    registry.announce(gpu)
+    registry.announce(msgspec.structs.replace(gpu, name="desk/gpu-1"))
+    assert [(r.name, r.health) for r in registry.take_news()] == [
+        ("desk/gpu-0", Health.READY),
+        ("desk/gpu-1", Health.READY),
+    ]
+    assert registry.take_news() == []
+
+
 def test_who_drove_what_when_can_be_read_afterwards(
     registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
 ) -> None:
@@ -273,6 +295,8 @@ def test_who_drove_what_when_can_be_read_afterwards(
         ("released", "alice", 1, ""),
         ("granted", "bob", 2, ""),
         ("lapsed", "bob", 2, "it was not renewed in time"),
+        ("lost", "", 0, ""),
+        ("returned", "", 0, ""),
         ("reinstated", "bob", 2, ""),
         ("quarantined", "", 0, "oil"),
         ("revoked", "bob", 2, "by carol: oil"),

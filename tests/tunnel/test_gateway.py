@@ -10,8 +10,11 @@ import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
 from hal.audit import read_audit
+from hal.discovery import Paced
 from hal.errors import LeaseError
 from hal.lease import LeaseTable
+from hal.registry import read_registry
+from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
 from hal.standing import OrderBook
 from user_sys.edge.outbox import Outbox
@@ -23,6 +26,7 @@ from user_sys.gateway.service import LEASE_EVERY_S, LEASES_AT_ONCE, is_loopback,
 from user_sys.gateway.turns import Turns
 from user_sys.messages import (
     PROTOCOL_VERSION,
+    DevicesReport,
     EpisodeReport,
     Hello,
     LeaseGrant,
@@ -33,6 +37,7 @@ from user_sys.messages import (
     OperatorCommand,
     OperatorReply,
     Preview,
+    ResourceNews,
     RobotStatus,
     StopRun,
     WatchRequest,
@@ -422,6 +427,35 @@ def status(robot: str, authority: str = "policy", operator: str = "", **other: o
         **other,
     }
     return RobotStatus(robot=robot, authority=authority, operator=operator, **fields)  # type: ignore[arg-type]
+
+
+def test_devices_of_the_runs_computers_come_and_go_while_it_runs(run: Path) -> None:
+    plugged = [camera("head", "7")]
+    with serving(run, probes={"usb": Paced(lambda: tuple(plugged), every_s=0.02)}) as site:
+        robot, console = site.client("panda-0"), site.client("desk")
+        robot.send(LeaseRequest(robot="panda-0", holder="edge"))
+        assert isinstance(next_of(robot, LeaseGrant), LeaseGrant)
+        forged = [camera("head", "1", kind=Kind.ROBOT), camera("elsewhere", "2", name="no-node")]
+        robot.send(DevicesReport(records=(camera("cart", "9"), *forged)))
+        until(lambda: health(run) == {"cart/camera-9": "ready", "head/camera-7": "ready", "panda-0": "leased"}, "known")
+        plugged.clear()
+        news = next_of(console, ResourceNews)
+        assert isinstance(news, ResourceNews) and (news.record.name, news.record.health) == ("head/camera-7", "lost")
+        until(lambda: health(run)["head/camera-7"] == "lost", "it is written down")
+        assert health(run)["panda-0"] == "leased" and health(run)["cart/camera-9"] == "ready"
+        plugged.append(camera("head", "7"))
+        news = next_of(console, ResourceNews)
+        assert isinstance(news, ResourceNews) and (news.record.name, news.record.health) == ("head/camera-7", "ready")
+    told = [(e.event, e.robot) for e in read_audit(run / "audit.jsonl") if e.event in ("lost", "returned")]
+    assert told == [("lost", "head/camera-7"), ("returned", "head/camera-7")]
+
+
+def camera(node: str, serial: str, kind: Kind = Kind.CAMERA, name: str = "") -> ResourceRecord:
+    return ResourceRecord(kind=kind, name=name or f"{node}/camera-{serial}", model="C920", node=node, found_by="usb")
+
+
+def health(run: Path) -> dict[str, str]:
+    return {record.name: record.health.value for record in read_registry(run)}
 
 
 def test_an_order_that_no_robot_answers_is_audited_as_such() -> None:

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from msgspec.structs import replace
 
+from hal.discovery import Probe
 from user_sys.edge.outbox import Outbox
 from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
@@ -111,9 +113,11 @@ class Site:
 
 
 @contextmanager
-def serving(run: Path, config: GatewayConfig = CONFIG) -> Iterator[Site]:
-    """A gateway in a thread of this process."""
-    gateway, stop, failures = Gateway(config, run), threading.Event(), []
+def serving(
+    run: Path, config: GatewayConfig = CONFIG, probes: Mapping[str, Probe] = MappingProxyType({})
+) -> Iterator[Site]:
+    """A gateway in a thread of this process, whose computer has the devices that `probes` find."""
+    gateway, stop, failures = Gateway(config, run, probes), threading.Event(), []
 
     def serve() -> None:
         try:

@@ -41,12 +41,14 @@ from user_sys.edge.session_report import SessionReporter
 from user_sys.edge.stops import EmergencyStops
 from user_sys.episode import Source
 from user_sys.errors import StoreFull, UserSysError
+from user_sys.hardware.devices import DeviceWatch
 from user_sys.inference.address import read_address
 from user_sys.inference.remote import PolicyLink
 from user_sys.inference.wire import POLICY
 from user_sys.logs import configure_logging
 from user_sys.messages import (
     PROTOCOL_VERSION,
+    DevicesReport,
     EpisodeReport,
     Hello,
     LeaseGrant,
@@ -400,6 +402,7 @@ def _run(config: SessionConfig) -> None:
             with (
                 EmergencyStops(config.robot, client, driver.latch) as stops,
                 SessionReporter(config.robot, client, outbox) as reporter,
+                DeviceWatch(lambda records: client.send(DevicesReport(records=records))),
             ):
                 driver.token = lease.acquire(leaving)
                 try:

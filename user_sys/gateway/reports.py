@@ -6,10 +6,15 @@ its report. What is left out is counted and logged sparingly; the session goes o
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import msgspec
 
+from hal.resource import Health, ResourceRecord
 from user_sys.edge.authority import State
 from user_sys.episode import Phase, Source
+from user_sys.hardware.devices import KINDS
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.tunnel.gatekeeper import SparingLog
 from user_sys.tunnel.keys import Role
@@ -20,6 +25,8 @@ MAX_STEPS = 10_000_000  # of an episode
 MAX_HZ = 10_000.0
 MAX_VALUE = 1e15
 MAX_METRICS = 256  # names of one robot, in a gateway's life
+MAX_DEVICES = 256  # names of one peer, in a gateway's life
+MAX_DEVICE_WORDS = 64
 MAX_NAME_CHARS = 256
 MAX_WORDS_CHARS = 1000
 
@@ -40,6 +47,7 @@ class ReportBounds:
     def __init__(self) -> None:
         self.refused = 0
         self._names: dict[str, set[str]] = {}
+        self._devices: dict[str, set[str]] = {}
         self._log = SparingLog()
 
     def bounded(self, report: Report, role: Role) -> Report | None:
@@ -51,6 +59,17 @@ class ReportBounds:
                 return self._unless(_episode_objection(report), report.robot, report)
             case MetricsReport():
                 return report if role == "learner" else self._metrics(report)
+
+    def devices(self, peer: str, records: Iterable[ResourceRecord]) -> tuple[ResourceRecord, ...]:
+        """Those of `records` that can be devices of a computer, named after it. Robots report themselves."""
+        names, found = self._devices.setdefault(peer, set()), []
+        for record in records:
+            if record.name not in names and (len(names) >= MAX_DEVICES or not _is_device(record)):
+                self._refuse(peer, f"device {record.name[:80]!r}: at most {MAX_DEVICES}, named NODE/DEVICE, are kept")
+            elif _is_device(record):
+                names.add(record.name)
+                found.append(record)
+        return tuple(found)
 
     def _unless(self, objection: str, robot: str, report: Report) -> Report | None:
         if not objection:
@@ -77,6 +96,21 @@ class ReportBounds:
     def _refuse(self, robot: str, what: str) -> None:
         self.refused += 1
         self._log.warn(f"report:{robot}", f"gateway.report_refused robot={robot} {what}")
+
+
+def _is_device(record: ResourceRecord) -> bool:
+    words = (record.name, record.model, record.node, record.found_by, *record.capabilities, *record.labels)
+    notes = (record.trouble, record.note, *record.labels.values())
+    return (
+        record.kind in KINDS
+        and record.name.startswith(f"{record.node}/")
+        and len(words) <= MAX_DEVICE_WORDS
+        and all(map(_is_word, words))
+        and all(len(note) <= MAX_WORDS_CHARS for note in notes)
+        and min(record.memory_bytes, record.sm_count, record.cores) >= 0
+        and math.isfinite(record.load)
+        and record.health is Health.READY
+    )
 
 
 def _status_objection(status: RobotStatus) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from hal.audit import AUDIT, AuditLog
+from hal.discovery import Probe
 from hal.durable import replace_durably
 from hal.errors import HalError, LeaseError
 from hal.lease import Lease, LeaseTable
@@ -30,8 +32,10 @@ from user_sys.gateway.previews import PreviewRelay
 from user_sys.gateway.reports import Report, ReportBounds
 from user_sys.gateway.turns import Turns
 from user_sys.gateway.upkeep import StoreKeeper
+from user_sys.hardware.devices import DeviceWatch
 from user_sys.messages import (
     ChunkOffer,
+    DevicesReport,
     EpisodeReport,
     Hello,
     LeaseGrant,
@@ -43,6 +47,7 @@ from user_sys.messages import (
     OperatorReply,
     Preview,
     PreviewAck,
+    ResourceNews,
     RobotStatus,
     StopRun,
     WatchRequest,
@@ -78,8 +83,11 @@ class Gateway:
     On loopback a missing key pair is made; beyond it the gateway does not start without one.
     """
 
-    def __init__(self, config: GatewayConfig, run_dir: Path) -> None:
+    def __init__(self, config: GatewayConfig, run_dir: Path, probes: Mapping[str, Probe] | None = None) -> None:
         """Opens the store.
+
+        Args:
+            probes: find this computer's devices; by default the installed ones.
 
         Raises:
             StoreError: another gateway writes the store, or it cannot be used.
@@ -109,6 +117,8 @@ class Gateway:
         self._weights = WeightsDesks(run_dir / "weights", self.server.send, config.weights_kept, self._robots)
         self._previews = PreviewRelay(self.server.send)
         self._stop_run: StopRun | None = None
+        self._probes = probes
+        self._devices: dict[str, tuple[ResourceRecord, ...]] = {}  # as each peer reported them last
         self._orders, self._bounds = OrderAudit(self._audit.write), ReportBounds()
         self._faults: dict[str, int] = {}  # the hardware's, as its session counts them
         self._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S)
@@ -127,9 +137,10 @@ class Gateway:
             self._keeper.start()
             self._weights.start()
             self._write_address()
-            while not stop.wait(self.config.report_s):
-                self._raise_failures()
-                self._keep_watch()
+            with DeviceWatch(self._take_own_devices, self._probes):
+                while not stop.wait(self.config.report_s):
+                    self._raise_failures()
+                    self._keep_watch()
         finally:
             self._close()
 
@@ -154,10 +165,15 @@ class Gateway:
         with self._lock:
             for peer in self.server.peers("robot"):
                 self._registry.announce(_record(peer))  # also one that is not announced by `peer_opened` yet
-            lost = self._registry.expire()
+            here = {NAME, *(peer.name for peer in self.server.peers())}
+            for record in [r for name, records in self._devices.items() if name in here for r in records]:
+                self._registry.announce(record)
+            self._registry.expire()
+            news = self._registry.take_news()
             revoked = self._registry.take_revoked()
-        for name in lost:
-            logger.warning("gateway.robot_lost robot=%s", name)
+        for record in news:
+            logger.warning("gateway.resource name=%s kind=%s is=%s", record.name, record.kind, record.health)
+            self._tell_consoles(ResourceNews(record=record))
         for lease, why in revoked:
             reason = f"{lease.robot} is quarantined {why}"
             self.server.send(lease.robot, LeaseRefusal(robot=lease.robot, reason=reason, token=lease.token))
@@ -248,12 +264,19 @@ class Gateway:
                     "order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
                 )
                 self._stop(message)
+            case DevicesReport():
+                with self._lock:
+                    self._devices[peer.name] = self._bounds.devices(peer.name, message.records)
             case RobotStatus() | EpisodeReport() | MetricsReport():
                 if (report := self._bounds.bounded(message, peer.role)) is not None:
                     self._take_report(report)
             case OperatorReply():
                 self._orders.answered(message)
                 self._tell_consoles(message)
+
+    def _take_own_devices(self, records: tuple[ResourceRecord, ...]) -> None:
+        with self._lock:
+            self._devices[NAME] = records
 
     def _take_report(self, report: Report) -> None:
         if isinstance(report, RobotStatus):

@@ -104,7 +104,8 @@ def explain_main(args: Namespace) -> int:
     config = load(RunConfig, args.config)
     found = discover(probes(config.robots, lenient=True))
     there, near_store = _there(config, found, args.ray or config.ray.address)
-    records = _with_run(there, args.run)
+    known = {record.name for record in there}  # of devices that a run knows elsewhere nothing could be placed on
+    records = [r for r in _with_run(there, args.run) if r.kind is Kind.ROBOT or r.name in known]
     requests = config.requests()
     guests = _guests(config.guests, args.run)
     try:

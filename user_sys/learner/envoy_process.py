@@ -17,6 +17,7 @@ from pathlib import Path
 
 from user_sys.codec import Array
 from user_sys.errors import LinkDown, Refused, RunError, UserSysError
+from user_sys.hardware.devices import DeviceWatch
 from user_sys.learner.envoy_wire import (
     Failure,
     Farewell,
@@ -33,7 +34,7 @@ from user_sys.learner.envoy_wire import (
     Word,
 )
 from user_sys.logs import configure_logging
-from user_sys.messages import StopRun
+from user_sys.messages import DevicesReport, StopRun
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair
 from user_sys.weights.publisher import Publisher
@@ -75,7 +76,7 @@ def _serve(line: Line, setup: Setup) -> None:
     with TunnelClient(setup.endpoint, load_keypair(Path(setup.key)), setup.gateway_key, setup.hello) as client:
         desk = _Desk(line, client, at_once=setup.publish.max_lead > 0)
         desk.publisher = Publisher(client, signer, setup.publish, desk.changed, life)
-        with desk.publisher:
+        with desk.publisher, DeviceWatch(lambda records: client.send(DevicesReport(records=records))):
             threading.Thread(target=desk.listen, name="inbox", daemon=True).start()
             while not desk.leaving:
                 if (received := line.receive(TELL_EVERY_S)) is not None:

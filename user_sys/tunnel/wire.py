@@ -22,6 +22,7 @@ from user_sys.messages import (
     ChunkOffer,
     ChunkRefusal,
     ControlMessage,
+    DevicesReport,
     EpisodeReport,
     ExperienceMessage,
     Grant,
@@ -90,10 +91,10 @@ PERISHABLE = (OperatorCommand, WatchRequest, LeaseRequest, LeaseRelease, Preview
 ALLOWED: dict[Role, tuple[type[Message], ...]] = {
     "robot": (
         *(Hello, Heartbeat, Grant, LeaseRequest, LeaseRelease, OperatorReply, RobotStatus, EpisodeReport),
-        *(MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, WeightsRequest),
+        *(DevicesReport, MetricsReport, ChunkOffer, Preview, WeightsApplied, WeightsReceived, WeightsRequest),
     ),
     "learner": (
-        *(Hello, Heartbeat, Grant, MetricsReport),
+        *(Hello, Heartbeat, Grant, DevicesReport, MetricsReport),
         *(WeightsOffer, WeightsGrains, WeightsGone),
     ),
     "relay": (Hello, Heartbeat, Grant, MetricsReport, WeightsRequest),
