@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from edge_kit import STILL, WatchedRobot, driver_process, until
 
+from hal.audit import machine_audit, read_audit
 from hal.errors import EmergencyStopped, HardwareLost
 from hal.latch import EmergencyStop, Latch
 from hal.lease import MachineLock, robot_lock
@@ -196,3 +197,20 @@ def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
 
 def _pressing() -> int:
     return sum(thread.name == "e-stop arm-0" for thread in threading.enumerate())
+
+
+def test_who_stopped_and_re_armed_is_in_the_computers_audit_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    Latch(robot_place("arm-7", simulated=False).latch).prepare()
+    assert main(["stop", "arm-7", "--by", "ana", "--reason", "smoke"]) == 0
+    assert main(["stop", "arm-8", "--by", "ana"]) == 1
+    assert main(["rearm", "arm-7", "--by", "bob"]) == 0
+    capsys.readouterr()
+    told = [(e.person, e.order, e.robot, e.reason, e.address) for e in read_audit(machine_audit())]
+    assert told == [
+        ("ana", "e-stop", "arm-7", "smoke", "this computer"),
+        ("ana", "e-stop", "arm-8", "", "this computer"),
+        ("bob", "re-arm", "arm-7", "", "this computer"),
+    ]

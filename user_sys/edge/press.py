@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from hal.audit import audit_order
 from hal.errors import HalError
 from hal.latch import Latch, press
 from hal.lease import MachineLock, driven, driver_of
@@ -140,10 +141,12 @@ def stop_main(args: Namespace) -> int:
             pressed = answer.result()
             failed |= not pressed.ok
             _print(console if pressed.ok else errors, f"{_title(place)}: {pressed.text}")
+            audit_order(by, "e-stop", pressed.text, robot=place.name, reason=args.reason)
     listed = ", ".join(map(_title, here)) or "none"
     for name in unknown:
         text = f"NOT STOPPED: no robot of this name is known on this computer. Driven here: {listed}"
         _print(errors, f"{name}: {text}{_blind()}")
+        audit_order(by, "e-stop", "refused: not known on this computer", robot=name, reason=args.reason)
     if not args.robots and not chosen:
         others = f" by this user; driven by others: {listed}" if here else ""
         _print(errors, f"no robot is driven on this computer{others}. Nothing was stopped{_blind()}")
@@ -185,6 +188,7 @@ def rearm_main(args: Namespace) -> int:
             raise RunError(f"{args.robot}: the e-stop was pressed again just now, and stands")
     by = who_orders(args.by)[:MAX_NAME_CHARS]
     log.warning("estop.rearmed robot=%s by=%s; it was pressed by %s", args.robot, by, stands.by)
+    audit_order(by, "re-arm", robot=args.robot)
     _print(Console(), f"{args.robot}: re-armed by {by}; it was stopped by {stands.by}: {stands.why}")
     return 0
 
