@@ -93,7 +93,7 @@ def broken_limits(spec: RobotSpec, applied: Array, before: Array, tool: Array) -
 
 def attack(rounds: int) -> tuple[int, int]:
     """How many hostile actions became commands, and how many of those broke a limit or came under an old token."""
-    rng, spec, clock, fence = np.random.default_rng(0), arm(), Clock(), Fence()
+    rng, spec, clock, fence = np.random.default_rng(0), arm(), Clock(), Fence(None)
     kernel = SafetyKernel(spec, clock)
     fence.admit(1_000)
     before, admitted, violations = np.zeros(3), 0, 0

@@ -18,7 +18,7 @@ from hal.machine import TEST_FOLDER, shared_file, test_folder
 
 _UNFIT = re.compile(r"[^A-Za-z0-9.-]+")
 _MAX_CHARS = 100
-_NO_ADDRESS = ("realsense-", "gamepad-")
+_NO_ADDRESS = ("realsense-", "gamepad-", "ros2-")
 
 
 class DeviceLock:

@@ -12,6 +12,7 @@ its last target, at most one control period ahead, and stays there.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservati
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import STATE, Array
 from hal.station import Station, StationRequest, read_options
+from robots.alone import DeviceLock
 from robots.attended import AttendedTask
 from robots.homing import cut_off, require_home, require_in_range, walk_home
 from robots.reaching import REACH, with_reach
@@ -46,6 +48,8 @@ class Ros2Robot(Robot):
         self._low, self._high = (np.array(each, np.float32) for each in (self.spec.action.low, self.spec.action.high))
         require_home(self.spec, config.home, self._low, self._high)
         self._link = RosLink(f"user_sys_{name}", config.domain)
+        domain = os.environ.get("ROS_DOMAIN_ID") or "0" if config.domain is None else config.domain
+        self._alone = DeviceLock(f"ros2-{domain}-{config.controller.strip('/')}")
         self._controllers = _controllers(config)
         self._manager: ControllerManager | None = None
         self._stopper: Service | None = None
@@ -62,12 +66,14 @@ class Ros2Robot(Robot):
 
         Raises:
             EmergencyStopped: a stop button of the cell is pressed; no controller was activated.
+            HardwareLost: also where another process of this machine commands the controller.
             SpecError: ROS 2, or a package of messages, is not installed.
         """
         if self._connected:
             return
-        self._link.open()
+        self._alone.acquire()
         try:
+            self._link.open()
             self._listen()
             self._find_sensor()
             if self._button.pressed:
@@ -242,6 +248,7 @@ class Ros2Robot(Robot):
 
     def _let_go(self) -> None:
         self._link.close()
+        self._alone.release()
         self._connected, self._manager, self._stopper, self._target = False, None, None, None
 
     def _watch(self) -> None:
