@@ -1,6 +1,6 @@
 """How soon a person's e-stop and a person's absence reach the driver, from a page in a real browser.
 
-``python -m benchmarks.estop [--presses 200] [--leaves 10]``: a fake robot at 10 Hz in real time behind its real driver
+``python -m benchmarks.estop [--presses 100] [--leaves 5]``: a fake robot at 10 Hz in real time behind its real driver
 process, session, gateway and console; the page runs in headless Chromium. Each press is timed by the browser, from the
 key to the line in which the driver logs its latch, and to the confirmation on the page. Under flood, another program
 sends orders over the page's connection as fast as it can, and connects anew whenever it is closed.
@@ -54,7 +54,7 @@ from user_sys.tunnel.client import TunnelClient
 
 GOAL = 21
 IDLE_MS, FLOOD_MS = 50.0, 100.0
-STATED_PRESSES, STATED_LEAVES = 200, 10
+STATED_PRESSES, STATED_LEAVES = 100, 5
 RATE_HZ = 10.0
 WAIT_MS = 30_000
 LEFT_S = 2.0  # by then the robot holds
