@@ -41,7 +41,9 @@ class Site:
     ) -> AbstractContextManager[ClientConnection]:
         query = f"?token={self.token}" if query is None else query
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return connect(f"ws://{self.host}{path}{query}", additional_headers=sent, proxy=None, open_timeout=60)
+        return connect(
+            f"ws://{self.host}{path}{query}", additional_headers=sent, proxy=None, open_timeout=60, close_timeout=1
+        )
 
     def stops(self) -> AbstractContextManager[ClientConnection]:
         """The connection for e-stops."""
@@ -239,10 +241,9 @@ def test_a_page_that_only_looks_releases_nothing(site: Site) -> None:
 
 def test_a_page_that_floods_is_closed_and_its_e_stop_passes(site: Site) -> None:
     with site.page("eve") as eve, site.stops() as stops:
-        with pytest.raises(ConnectionClosed) as end:
-            for _ in range(100_000):  # in its time a page may send a few beyond the burst
-                eve.say(type="order", robot="panda-0", order="reset")
-        assert end.value.rcvd is None or "60 messages a second" in end.value.rcvd.reason
+        for _ in range(1000):
+            eve.say(type="order", robot="panda-0", order="reset")
+        assert "60 messages a second" in eve.closed()
         assert stop(stops, "eve")["confirmed"]
         assert len(site.desk.orders("reset")) < 10 * MAX_MESSAGES_HZ
     with site.page("alice") as alice:
