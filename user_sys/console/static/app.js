@@ -7,7 +7,7 @@ import { Link } from "./link.js";
 import { Stops } from "./stops.js";
 
 const DRIVE_PERIOD_MS = 40;
-const SEEN_PERIOD_MS = 50;
+const SEEN_PERIOD_MS = 66; // with DRIVE and PING that makes 45 messages a second, of 60 that the server takes
 const PING_PERIOD_MS = 200;
 const LOOK_PERIOD_MS = 100;
 const MAX_SEEN = 60; // pictures in one message
