@@ -209,7 +209,7 @@ class _Pages:
             for stops in self._stops:
                 stops.confirm(reply)
             return
-        if reply.order == "drive" and reply.accepted:
+        if reply.order == "release" or (reply.order == "drive" and reply.accepted):
             return
         for page in self._open:
             if page.operator == reply.operator:
