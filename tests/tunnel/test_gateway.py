@@ -47,6 +47,7 @@ from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
 from user_sys.tunnel.link import Line
+from user_sys.tunnel.local import local_endpoint
 from user_sys.tunnel.wire import Envelope
 
 
@@ -523,3 +524,13 @@ def test_settings_come_from_the_runs_configuration(run: Path) -> None:
     (run / "gateway.json").write_text("{")
     with pytest.raises(RunError, match="delete it"):
         read_address(run)
+
+
+def test_a_gateway_that_ends_leaves_no_socket(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        local = local_endpoint(site.address.endpoint, site.address.public_key)
+        assert local is not None
+        path = Path(local.removeprefix("ipc://"))
+        assert path.is_socket()
+    assert not path.exists()

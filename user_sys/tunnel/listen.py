@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -58,6 +59,13 @@ def bind(router: Socket, endpoint: str, public_key: str) -> str:
     endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     _bind_locally(router, endpoint, public_key)
     return endpoint
+
+
+def remove_local_socket(endpoint: str, public_key: str) -> None:
+    """Called while the port is bound still: afterwards the socket may be a successor's. libzmq leaves it behind."""
+    if (local := local_endpoint(endpoint, public_key)) is not None:
+        with contextlib.suppress(OSError):
+            Path(local.removeprefix("ipc://")).unlink()
 
 
 def _bind_locally(router: Socket, endpoint: str, public_key: str) -> None:

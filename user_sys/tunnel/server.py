@@ -36,7 +36,7 @@ from user_sys.tunnel.gatekeeper import Gatekeeper, SparingLog
 from user_sys.tunnel.gauges import ChannelGauges
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, fingerprint
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.listen import bind, open_router
+from user_sys.tunnel.listen import bind, open_router, remove_local_socket
 from user_sys.tunnel.local import widen
 from user_sys.tunnel.scheduling import prefer_latency
 from user_sys.tunnel.session import Memory, Peer, Session
@@ -138,10 +138,9 @@ class TunnelServer:
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(IO_THREADS)
         self._router: Socket = self._context.socket(zmq.ROUTER)
-        self._floods = FloodGuard(self._limits.max_record_bytes, self._limits.max_message_bytes)
-        self._gate = Gatekeeper(
-            self._context, self._router, self._keyring, self.counters, self._log, self._audit, self._floods
-        )
+        floods = self._floods = FloodGuard(self._limits.max_record_bytes, self._limits.max_message_bytes)
+        gate = (self._context, self._router, self._keyring, self.counters, self._log, self._audit, floods)
+        self._gate = Gatekeeper(*gate)
         try:
             open_router(self._router, self._keys, self._limits)
             self.endpoint = bind(self._router, self.endpoint, self._keys.public)
@@ -270,6 +269,7 @@ class TunnelServer:
             logger.exception("tunnel.failed")
             self._failure = error
         finally:
+            remove_local_socket(self.endpoint, self._keys.public)
             self._close_sockets()
 
     def _tick(self) -> None:
