@@ -8,10 +8,10 @@ restarts the process, Ray restarts the actor, and the process dies with its acto
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,12 @@ import msgspec
 from hal.cards import sight
 from hal.errors import HalError, LeaseHeld, PlacementError, SupervisionError
 from hal.lease import robot_lock
+from hal.private import umask_of
 from hal.ray_address import require_cluster, require_token
-from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES, NO_NICER
+from hal.ray_folder import RayFolder
+from hal.ray_nodes import DEFAULT_OBJECT_STORE_BYTES
 from hal.ray_places import GROUP_MARK, Bundle, cluster_records, node_names
+from hal.ray_start import import_ray, init_ray, silence
 from hal.resource import ResourceRecord
 from hal.supervision import NodeState, NodeStatus, RestartPolicy, Supervisor
 
@@ -53,21 +56,12 @@ NO_ANSWER = "somebody, perhaps: its computer does not answer"
 START_TRIES = 4
 STOP_MARGIN_S = 15.0  # beyond a node's own deadline: the actor's answer, through a busy machine
 
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    **NO_NICER,
-}
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Whatever its name says: the address of this machine's node is then 127.0.0.1, and every server of Ray binds to it."""
-
 
 class NodeActor:
     """Runs one node in a child process; Ray starts it anew, child and all, wherever its own process dies."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log_path: str, restart: RestartPolicy) -> None:
+        os.umask(umask_of({**os.environ, **env}))  # Ray on this computer may have been started by another program
         self._supervisor = Supervisor(argv, env, Path(log_path) if log_path else None, restart)
         self._failure: NodeStatus | None = None
         try:
@@ -148,13 +142,14 @@ class Seat:
 class Cluster:
     """A Ray cluster that this process has started or joined, and the nodes it runs there. One thread calls it."""
 
-    def __init__(self, ray: Any, temp_dir: Path | None, log_dir: Path | None) -> None:
-        """Made by `start_local` and `connect`; `temp_dir` is set where the cluster is ours to end."""
+    def __init__(self, ray: Any, folder: RayFolder | None, log_dir: Path | None) -> None:
+        """Made by `start_local` and `connect`; `folder` is set if the cluster is ours to end."""
         self._ray = ray
-        self._temp_dir = temp_dir
+        self._folder = folder
         self._log_dir = log_dir
         self._actors: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
+        self._stopping: dict[str, Any] = {}  # the answers of nodes that were asked to end
         self._last: dict[str, NodeStatus] = {}
         self._patience_s: dict[str, float] = {}
         self._alive: dict[str, Mapping[str, Any]] = {}  # each node, as it was when it was alive
@@ -275,9 +270,14 @@ class Cluster:
         self._patience_s[name] = policy.stop_after_s + STOP_MARGIN_S
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, NodeStatus]:
-        """Every node as it is now; one that does not answer in time (not placed yet, being restarted) is WAITING."""
+        """Every node as it is now; one that does not answer in time (not placed yet, being restarted) is WAITING. One
+        that `ask_to_stop` has asked is as it was, until it has ended."""
+        for name, call in list(self._stopping.items()):
+            self._asked.pop(name, None)
+            if name in self._actors and self._wait([call], 0.0):
+                self._last[name] = self._answer(name, call)
         for name, actor in self._actors.items():
-            if name not in self._asked:  # one question at a time, or they pile up at an actor that is being restarted
+            if name not in self._asked and name not in self._stopping:  # one question at a time, or they pile up
                 self._asked[name] = actor.status.remote()
         self._wait(list(self._asked.values()), timeout_s)
         for name, call in list(self._asked.items()):
@@ -289,14 +289,23 @@ class Cluster:
                 )
         return dict(self._last)
 
-    def stop(self, *names: str) -> None:
+    def ask_to_stop(self, *names: str) -> None:
+        """Has these nodes end (SIGTERM), without waiting for that. Any thread may call it."""
+        for name in names:
+            actor = self._actors.get(name)
+            if actor is not None and name not in self._stopping:
+                self._stopping[name] = actor.stop.remote()
+
+    def stop(self, *names: str, within_s: float = math.inf) -> None:
         """Ends these nodes at the same time and takes them off the cluster; all of them where none is named.
 
-        A node that does not end in its own time is killed, with its actor.
+        A node that does not end in its own time, or in `within_s` seconds, is killed with its actor.
         """
-        chosen = names or tuple(self._actors)
-        calls = {name: self._actors[name].stop.remote() for name in chosen if name in self._actors}
-        deadline = time.monotonic() + max((self._patience_s[name] for name in calls), default=0.0)
+        chosen = [name for name in names or tuple(self._actors) if name in self._actors]
+        self.ask_to_stop(*chosen)
+        calls = {name: self._stopping.pop(name) for name in chosen}
+        patience_s = max((self._patience_s[name] for name in calls), default=0.0)
+        deadline = time.monotonic() + min(patience_s, within_s)
         for name, call in calls.items():
             done = self._wait([call], max(0.0, deadline - time.monotonic()))
             if not done:
@@ -311,18 +320,19 @@ class Cluster:
             if name in self._actors:
                 self._ray.kill(self._actors.pop(name), no_restart=True)
             self._asked.pop(name, None)
+            self._stopping.pop(name, None)
             self._last.pop(name, None)
 
-    def shutdown(self) -> None:
-        """Stops every node and leaves the cluster; one of our own ends, and its logs move to its log folder."""
+    def shutdown(self, within_s: float = math.inf) -> None:
+        """Stops every node, as `stop`, and leaves the cluster; one of our own ends, and its logs move to its log
+        folder."""
         try:
-            self.stop()
+            self.stop(within_s=within_s)
         finally:
             self._ray.shutdown()
-            if self._temp_dir is not None:
-                self._keep_logs(self._temp_dir)
-                shutil.rmtree(self._temp_dir, ignore_errors=True)
-                self._temp_dir = None
+            if self._folder is not None:
+                self._keep_logs(self._folder.path)
+                self._folder.remove()
 
     def actor_pid(self, name: str, timeout_s: float = ACTOR_TIMEOUT_S) -> int:
         """The process id of a node's actor (not of the node). Raises SupervisionError where it does not answer."""
@@ -408,8 +418,8 @@ def start_local(
     Raises:
         HalError: Ray cannot start; the message says where its logs are.
     """
-    ray = _import_ray(token=secrets.token_hex(32))
-    temp_dir = Path(tempfile.mkdtemp(prefix="user-sys-ray-", dir="/tmp"))  # a socket's path has at most 107 bytes
+    ray = import_ray(token=secrets.token_hex(32))
+    folder = RayFolder()
     settings = {
         "address": "local",
         "num_cpus": num_cpus,
@@ -418,35 +428,20 @@ def start_local(
         "include_dashboard": dashboard,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "_temp_dir": str(temp_dir),
+        "_temp_dir": str(folder.path),
         "_node_ip_address": "127.0.0.1",
     }
     try:
-        _init_patiently(ray, settings)
+        init_ray(ray, START_TRIES, **settings)
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         ray.shutdown()
-        raise HalError(f"Ray cannot start on this machine: {error}; its logs are under {temp_dir}") from error
-    _silence(ray)
-    return Cluster(ray, temp_dir, log_dir)
-
-
-def _init_patiently(ray: Any, settings: Mapping[str, Any]) -> None:
-    """Starts Ray anew where a busy machine did not let its node come up within the 30 s that Ray gives it.
-
-    Raises:
-        RuntimeError: it did not come up in `START_TRIES` times; else as ``ray.init``.
-    """
-    for left in reversed(range(START_TRIES)):
-        try:
-            ray.init(**settings)
-            return
-        except Exception as error:  # Ray raises a bare Exception for this
-            if "timed out" not in str(error):
-                raise
-            ray.shutdown()
-            if not left:
-                raise RuntimeError(f"{START_TRIES} times, {error}") from error
-            logger.info("ray.slow_start: the machine is busy; trying again")
+        raise HalError(f"Ray cannot start on this machine: {error}; its logs are under {folder.path}") from error
+    except BaseException:  # Ctrl-C
+        ray.shutdown()
+        folder.remove()
+        raise
+    silence(ray)
+    return Cluster(ray, folder, log_dir)
 
 
 def connect(address: str) -> Cluster:
@@ -459,31 +454,11 @@ def connect(address: str) -> Cluster:
     """
     require_cluster(address)
     require_token(address, {"RAY_AUTH_MODE": "token", **os.environ})
-    ray = _import_ray(token=None)
+    ray = import_ray(token=None)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        init_ray(ray, address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises bare ones too
         hint = "does RAY_AUTH_TOKEN_PATH name a copy of its token, and is this computer one of its nodes?"
         raise HalError(f"the Ray cluster at {address} cannot be joined: {error}; {hint}") from error
-    _silence(ray)
+    silence(ray)
     return Cluster(ray, None, None)
-
-
-def _import_ray(token: str | None) -> Any:
-    """Ray reads its settings when it is imported, and its processes inherit them. `token`: for a cluster of ours."""
-    for name, value in {**_QUIET, **(_LOOPBACK if token is not None else {})}.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if token is not None and os.environ["RAY_AUTH_MODE"] == "token":
-        os.environ.setdefault("RAY_AUTH_TOKEN", token)
-    import ray
-
-    return ray
-
-
-def _silence(ray: Any) -> None:
-    """Keeps Ray's remarks (that a worker died, say) off the terminal; its logs have them, and `statuses` the outcome.
-
-    There is no setting for these. This switch is the one that Ray's own debugger uses while it has the terminal.
-    """
-    ray._private.worker._worker_logs_enabled = False

@@ -25,8 +25,9 @@ from hal.resource import Health, Kind, ResourceRecord
 
 DEFAULT_PORT = 6379
 DEFAULT_OBJECT_STORE_BYTES = 150_000_000
-NO_NICER = {"RAY_worker_niceness": "0"}
-"""Else all that runs under Ray, robots' drivers too, gives way to everybody: Ray's own default is 15."""
+NODE_SETTINGS = {"RAY_worker_niceness": "0", "RAY_kill_child_processes_on_worker_exit": "false"}
+"""Else all that runs under Ray, robots' drivers too, gives way to everybody: Ray's own default is 15. And Ray would
+kill drivers with their actors; they end by themselves, once they have stopped their robots."""
 ROBOT, CARD = "robot:", "card:"
 """How the resources begin by which a node declares a robot, and a GPU."""
 CLAIM = 0.6
@@ -133,7 +134,7 @@ def node_environment(token: Path | None) -> dict[str, str]:
     if not known:
         raise HalError("which token does the cluster have? Give --token FILE, or set RAY_AUTH_TOKEN_PATH")
     rest = {name: value for name, value in os.environ.items() if name != _TOKEN}  # which to Ray counts more than a file
-    return {**rest, "RAY_AUTH_MODE": "token", **NO_NICER, **known}
+    return {**rest, "RAY_AUTH_MODE": "token", **NODE_SETTINGS, **known}
 
 
 def ensure_token(path: Path) -> None:

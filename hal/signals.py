@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+SECOND_AFTER_S = 1.0  # sooner, it is the same Ctrl-C: a wrapper such as make or uv passes it on
 
 
 def ending() -> tuple[signal.Signals, ...]:
@@ -20,8 +24,8 @@ def ending() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def stop_on_signals(stop: threading.Event) -> None:
-    """Has each of `ending` set `stop`. The main thread calls it.
+def stop_on_signals(*stops: threading.Event) -> None:
+    """Has each of `ending` set all of `stops`. The main thread calls it.
 
     A signal interrupts the main thread anywhere: also on its way into a wait for `stop`, with the event's lock in hand,
     where setting it would be to wait for oneself for ever. So another thread sets it.
@@ -29,45 +33,78 @@ def stop_on_signals(stop: threading.Event) -> None:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         leave_terminal(number)
-        try:
-            _thread.start_new_thread(stop.set, ())  # not `threading`, whose own locks may be held as well
-        except RuntimeError:  # no room for a thread
-            stop.set()
+        for stop in stops:
+            try:
+                _thread.start_new_thread(stop.set, ())  # not `threading`, whose own locks may be held as well
+            except RuntimeError:  # no room for a thread
+                stop.set()
 
     for number in ending():
         signal.signal(number, on_signal)
 
 
-@contextlib.contextmanager
-def asked_to_end(tell: Callable[[], object]) -> Iterator[threading.Event]:
-    """Each of `ending` sets the event instead of raising, once; a second one raises KeyboardInterrupt, unless it is the
-    end of the terminal. The main thread alone enters it.
+class EndRequest:
+    """Whether a signal has asked this process to end, and what the signal does; see `ends_in_time`.
 
-    Each calls `tell` too, from another thread, and at once: no handler runs while the main thread is in a library that
-    does not return to Python, as Ray does not before its cluster answers.
+    Attributes:
+        asked: set at the first signal, by another thread.
+        asked_s: when that was, on ``time.monotonic``; infinite before.
     """
-    asked = threading.Event()
 
-    def on_signal(number: int, _: object) -> None:
-        leave_terminal(number)
-        if asked.is_set() and number != signal.SIGHUP:
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.asked_s = math.inf
+        self._tell: Callable[[], object] | None = None
+        self._raised = False
+
+    def defer(self, tell: Callable[[], object]) -> None:
+        """From now on a signal raises nothing: it sets `asked` and calls `tell`, from another thread and at once. No
+        handler runs while the main thread is in a library that does not return to Python, such as Ray.
+
+        Raises KeyboardInterrupt if one has come already.
+        """
+        self._tell = tell
+        if self.asked.is_set():
             raise KeyboardInterrupt
-        asked.set()
 
-    def listen() -> None:
-        while number := inbox.recv(1):
-            if number[0] in ends:
-                tell()
+    def resume(self) -> None:
+        """Ends `defer`: the first signal raises KeyboardInterrupt again."""
+        self._tell = None
 
-    ends = ending()
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The handler, in the main thread."""
+        leave_terminal(number)
+        if self._tell is None and not self._raised:
+            self._raised = True  # once: a second one must not interrupt the clean-up
+            raise KeyboardInterrupt
+
+    def note(self) -> None:
+        """Called by the listening thread at the first signal."""
+        self.asked_s = time.monotonic()
+        self.asked.set()
+        if (tell := self._tell) is not None:
+            threading.Thread(target=tell, name="ending", daemon=True).start()
+
+
+@contextlib.contextmanager
+def ends_in_time(within_s: float, abandon: Callable[[], object]) -> Iterator[EndRequest]:
+    """Has a program end within `within_s` seconds of a signal of `ending`. The main thread alone enters it.
+
+    The first signal raises KeyboardInterrupt in the main thread, unless that is deferred. A second one, a second later
+    or more, or a context that lasts too long, calls `abandon` from another thread, which must end the process. The end
+    of the terminal is no second signal: it often comes twice.
+    """
+    request, ends = EndRequest(), ending()
     inbox, outbox = socket.socketpair()
     outbox.setblocking(False)
-    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener = threading.Thread(
+        target=_listen, args=(inbox, frozenset(ends), request, within_s, abandon), name="signals", daemon=True
+    )
     listener.start()
     before_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, on_signal) for number in ends}
+    before = {number: signal.signal(number, request.on_signal) for number in ends}
     try:
-        yield asked
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -75,6 +112,28 @@ def asked_to_end(tell: Callable[[], object]) -> Iterator[threading.Event]:
         outbox.close()
         listener.join()
         inbox.close()
+
+
+def _listen(
+    inbox: socket.socket, ends: frozenset[int], request: EndRequest, within_s: float, abandon: Callable[[], object]
+) -> None:
+    while True:
+        left_s = request.asked_s + within_s - time.monotonic()
+        inbox.settimeout(None if left_s == math.inf else max(0.001, left_s))
+        try:
+            heard = inbox.recv(1)
+        except TimeoutError:
+            abandon()
+            return
+        if not heard:
+            return
+        if heard[0] not in ends:
+            continue
+        if not request.asked.is_set():
+            request.note()
+        elif heard[0] != signal.SIGHUP and time.monotonic() > request.asked_s + SECOND_AFTER_S:
+            abandon()
+            return
 
 
 def leave_terminal(number: int) -> None:

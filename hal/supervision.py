@@ -7,12 +7,13 @@ A supervised process is STOPPED, RUNNING, WAITING (to be started again) or FAILE
     RUNNING, WAITING -stop-> STOPPED          STOPPED, FAILED -start-> RUNNING
 
 The process is killed when its supervisor's process ends, however that ends (PR_SET_PDEATHSIG): no orphan goes on
-driving a robot.
+driving a robot. One that has a robot to stop asks for another signal (`end_with_parent`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import logging
 import os
@@ -41,6 +42,14 @@ _BIND_TO_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[3:])"
 )
+
+
+def end_with_parent(number: int) -> None:
+    """Has the signal `number` take the place of SIGKILL where a supervisor has bound this process to itself."""
+    libc, bound = ctypes.CDLL(None), ctypes.c_int(0)
+    libc.prctl(2, ctypes.byref(bound))  # PR_GET_PDEATHSIG
+    if bound.value:
+        libc.prctl(1, number)
 
 
 class NodeState(enum.StrEnum):
@@ -131,6 +140,10 @@ class Supervisor:
             self._status = NodeStatus(state=NodeState.WAITING)
             self._thread = threading.Thread(target=self._watch, args=(program,), name="supervisor", daemon=True)
             self._thread.start()
+
+    def ask_to_stop(self) -> None:
+        """Begins `stop`, without waiting; harmless where nothing runs."""
+        self._stopping.set()
 
     def stop(self) -> NodeStatus:
         """Ends the process: SIGTERM, and SIGKILL after the policy's deadline. Blocks until it is gone.

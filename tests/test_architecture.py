@@ -23,7 +23,7 @@ COMPOSE = "user_sys/compose.py"
 
 # The modules that a library is named for; a prefix that ends in '/' is a folder.
 ROOMS = {
-    "ray": ("hal/ray_bridge.py", "user_sys/launch.py"),
+    "ray": ("hal/ray_start.py",),
     "zmq": ("user_sys/tunnel/", "user_sys/edge/", "user_sys/inference/"),
     "mujoco": ("sim/",),
     "gymnasium": ("sim/",),

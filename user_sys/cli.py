@@ -12,13 +12,13 @@ from typing import Any
 
 from hal.errors import HalError
 from hal.extras import with_extra
+from hal.private import umask_of
+from user_sys.endings import ExitStatus
 from user_sys.errors import RunError, UserSysError
 from user_sys.hardware.grammar import add_hardware, add_node
 from user_sys.store.verbs.grammar import add_store
 from user_sys.tunnel import keys_cli
 
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 128 + 2  # as shells number an end by SIGINT
 EXIT_BROKEN_PIPE = 128 + 13
 PACKAGES_OF = {  # an extra of ours to what it brings; anything else comes with "learner"
     "edge": ("simplejpeg", "blake3", "cryptography", "zstandard"),
@@ -30,10 +30,12 @@ _EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0; 2 for an error that is told in one line; 130 for Ctrl-C."""
+    """Runs one command and returns its exit status: 0, or 1 where a verb says so; 2 for an error, which is told in one
+    line; 130 for Ctrl-C."""
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         _configure_logging(args.verbose)
+        os.umask(umask_of())
         status = _run(args)
         sys.stdout.flush()
         return status
@@ -65,14 +67,14 @@ def _failed(error: Exception, verbose: int) -> int:
     if verbose:
         raise error
     print(f"user-sys: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-    return EXIT_ERROR
+    return ExitStatus.FAILED
 
 
 def _interrupted(args: argparse.Namespace) -> int:
     run = getattr(args, "run_dir", None) or getattr(args, "resume", None)
     hint = f"; continue with: user-sys {args.verb} --resume {run}" if run else ""
     print(f"user-sys: interrupted{hint}", file=sys.stderr)
-    return EXIT_INTERRUPTED
+    return ExitStatus.INTERRUPTED
 
 
 def _reader_left() -> bool:
@@ -181,7 +183,8 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "train",
         help="start a run: robots, gateway, learner, console",
-        description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume.",
+        description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume. "
+        "The exit status is 0 if the run reached its target, 1 if it did not, 2 for an error, 130 for Ctrl-C.",
         epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
     )
     _add_run(verb)
@@ -214,6 +217,7 @@ def _add_run(verb: argparse.ArgumentParser) -> None:
         help="with --resume: if no checkpoint of a learner can be read, train it anew; the checkpoints are kept",
     )
     verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
+    verb.add_argument("--any-result", action="store_true", help="exit status 0 also if the target was not reached")
 
 
 def _add_edge(verbs: Any) -> argparse.ArgumentParser:

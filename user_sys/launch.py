@@ -7,6 +7,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,25 +17,25 @@ from hal.audit import AUDIT, AuditLog
 from hal.cards import sight
 from hal.discovery import discover
 from hal.placement_words import listed
+from hal.private import UMASK, umask_of
 from hal.ray_bridge import Cluster, NodeState, NodeStatus, RestartPolicy, Seat, start_local
 from hal.ray_nodes import ray_resources
-from hal.signals import asked_to_end
+from hal.signals import EndRequest, ends_in_time
 from hal.spec import RobotSpec
 from hal.supervision import cause
 from user_sys.compose import probes
 from user_sys.console.hub import ConsoleHub, Report
 from user_sys.crew import Post, learner_nodes, posts_here, posts_in
-from user_sys.edge.demonstrations import SEEDS_PER_ROBOT
 from user_sys.edge.driver_wire import WAITING
-from user_sys.edge.local import ending_between_periods
 from user_sys.edge.press import pressing_aside
+from user_sys.endings import END_WITHIN_S, ExitStatus, abandon_run
 from user_sys.errors import RunError, WireError
 from user_sys.gang import Gang
 from user_sys.learners import LEARNER, ORPHANED, learner_from_robot, learners_of, process_name
 from user_sys.logs import last_words
 from user_sys.messages import PROTOCOL_VERSION, EpisodeReport, Hello, MetricsReport, ResourceNews, RobotStatus, StopRun
 from user_sys.metrics import MetricsWriter, RunLogger
-from user_sys.monitor import RunMonitor, earlier_s
+from user_sys.monitor import RunMonitor, earlier_s, history
 from user_sys.opening import Places, invite, make, read, take_places, tell_of_checkpoints
 from user_sys.policy_host import PolicyHost
 from user_sys.prepare import (
@@ -46,13 +47,12 @@ from user_sys.prepare import (
     prepare,
 )
 from user_sys.progress import ProgressDisplay
-from user_sys.record import record_demonstrations
+from user_sys.record import demonstrate_all
 from user_sys.report import Summary, point_latest
-from user_sys.results import conclude
+from user_sys.results import conclude, status_of
 from user_sys.robot_cards import read_cards
 from user_sys.run_folder import RunCard
 from user_sys.starts import Starts
-from user_sys.store.store import StoreReader
 from user_sys.topology import ConsoleConfig, Node, RunConfig, RunFolder, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
@@ -66,6 +66,9 @@ TICK_S = 0.1
 SCALARS_EVERY_S = 2.0
 STATUS_EVERY_S = 2.0
 LEAVE_DEADLINE_S = 60.0  # sessions deliver their outbox and the learner writes its checkpoint before they leave
+# The same after Ctrl-C, in seconds from the signal. Robots come first; what is not done by then is killed.
+SESSIONS_FIRST_S = 1.0  # what sessions have to end their episode, before the drivers stop the robots
+SAVED_BY_S, ENDED_BY_S, GATEWAY_BY_S = 5.0, 6.0, 7.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 RESTART = RestartPolicy(max_restarts=20, window_s=60.0)
 BY_PERSON = "interrupted by a person"
@@ -73,7 +76,7 @@ STARTS_OF_A_ROBOT = 3  # a robot that nobody has heard of after so many failed s
 
 
 def train_main(args: Namespace) -> int:
-    """``user-sys train``: a new run, or one that goes on. The exit status is 130 when a person stopped it."""
+    """``user-sys train``: a new run, or one that goes on. The exit status: see `ExitStatus`."""
     return _launch(args, "train")
 
 
@@ -84,48 +87,40 @@ def cloud_main(args: Namespace) -> int:
 
 def _launch(args: Namespace, verb: str) -> int:
     console = Console()
-    config, home = read(args, verb)
-    with take_places(config, home, console) as places:
-        return _run(args, verb, places.config, home, places, console)
+    with ends_in_time(END_WITHIN_S, partial(abandon_run, args)) as end:
+        config, home = read(args, verb)
+        with take_places(config, home, console) as places:
+            return _run(args, verb, places.config, home, places, console, end)
 
 
-def _run(args: Namespace, verb: str, config: RunConfig, home: Path, places: Places, console: Console) -> int:
+def _run(
+    args: Namespace,
+    verb: str,
+    config: RunConfig,
+    home: Path,
+    places: Places,
+    console: Console,
+    end: EndRequest,
+) -> ExitStatus:
     folder, card = make(args, config, home)
     args.run_dir = folder.path
     tell_of_checkpoints(folder, console)
     gang = places.gang
     specs = prepare(config, folder, card, *(gang.robots_from_afar() if gang else ()))
     point_latest(folder.path)
-    _demonstrate(config, folder, console, frozenset(gang.robots) if gang else frozenset())
+    demonstrate_all(config, folder.store, console, frozenset(gang.robots) if gang else frozenset())
     if verb == "cloud":
         invite(folder, card, console)
     with RunLogger(folder.path, config, config.logging) as logger:
-        with Run(config, folder, card, specs, logger, console, places) as run:
-            interrupted = run.train()
-        if interrupted:
+        with Run(config, folder, card, specs, logger, console, places, end) as run:
+            run.train()
+        if end.asked.is_set():
             console.print(f"stopped; go on with: user-sys {verb} --resume {folder.path}")
-            return 130
+            return ExitStatus.INTERRUPTED
         summary = conclude(config, folder, run.monitor.points, run.summary(), console)
         logger.close(summary.as_json())
     console.print(f"everything of this run is in {folder.path}")
-    if summary.success < config.evaluation.required:
-        console.print(f"this is below the {config.evaluation.required:.0%} that the configuration requires")
-        return 1
-    return 0
-
-
-def _demonstrate(config: RunConfig, folder: RunFolder, console: Console, locked: frozenset[str]) -> None:
-    """`locked`: the robots that the run has the locks of, until its driver processes take them over."""
-    wanted = config.demonstrations
-    with ending_between_periods() as attend:
-        for number, robot in enumerate(config.robots):
-            seed = config.seed + number * SEEDS_PER_ROBOT
-            recorded = record_demonstrations(
-                robot, folder.store, wanted, config.recorder, seed=seed, attend=attend, locked=robot.name in locked
-            )
-            steps = [episode.steps for episode in recorded]
-            if steps:
-                console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
+    return status_of(config, summary, args.any_result, console)
 
 
 class Run:
@@ -140,8 +135,9 @@ class Run:
         logger: RunLogger,
         console: Console,
         places: Places,
+        end: EndRequest,
     ) -> None:
-        """`places`: what the run has got, of a cluster that others use too or of this computer."""
+        """`places`: what the run has got, of a cluster that others use too or of this computer. `end` ends the run."""
         self._config, self._folder, self._specs, self._console = config, folder, specs, console
         self._card, self._gang, self._gpus = card, places.gang, places.gpus
         self._client = _console_client(folder, card)
@@ -153,6 +149,8 @@ class Run:
         self._server = _console_server(self._hub, config.console, self._audit)
         self._log = logger
         self._metrics = MetricsWriter(folder.path, "run")
+        self._end = end
+        self._reached: bool | None = None  # the target; None without one
         self._over = threading.Event()
         self._cluster: Cluster | None = None
         self._failed: dict[str, str] = {}  # processes that cannot be kept alive, and why
@@ -165,9 +163,9 @@ class Run:
         self._policies = PolicyHost(config, folder, places, self._start)
         address = self._server.start() if self._server else ""
         self.monitor = RunMonitor(card.name, address, config.learner.max_training_s, folder=folder.path)
-        history = (*_history(folder), earlier_s(self._metrics.path))
-        self.monitor.seed_history(*history)
-        self._hub.seed_history(*history)
+        before = (*history(folder.store), earlier_s(self._metrics.path))
+        self.monitor.seed_history(*before)
+        self._hub.seed_history(*before)
         self.monitor.expect(guest.name for guest in config.guests)
         for guest in config.guests:
             self._show(self._hub.expect, guest.name)
@@ -176,6 +174,7 @@ class Run:
         try:
             self._client.start()
             self._cluster = self._start_cluster()
+            self._end.defer(self._hold_robots)
             self._nodes = topology(self._config, self._folder, self._cluster.here, self._cluster.declares)
             self._cluster.hand_over()
             for node in self._nodes:
@@ -197,26 +196,28 @@ class Run:
         cluster, self._cluster = self._cluster, None
         try:
             if cluster is not None:
-                cluster.shutdown()
+                cluster.shutdown(self._left_s(ENDED_BY_S))
         finally:
+            self._end.resume()
             if self._server is not None:
                 self._server.stop()
             self._audit.close()
             self._client.close()
             self._metrics.close()
 
-    def train(self) -> bool:
-        """Blocks until the learner is done, a target is reached, or a person interrupts; True for the last.
+    def train(self) -> None:
+        """Blocks until the learner is done, a target is reached, or a signal asks for the end.
 
         Raises:
             RunError: a process of the run cannot be kept alive, or no robot can be driven; the message names its log.
         """
         threading.Thread(target=self._watch_pictures, name="pictures", daemon=True).start()
         threading.Thread(target=self._watch_stops, name="e-stops", daemon=True).start()
-        with ProgressDisplay(self._console) as display, asked_to_end(self._tell_to_stop) as interrupted:
-            reason = self._follow(display, interrupted)
+        with ProgressDisplay(self._console) as display:
+            reason = self._follow(display)
+            if self._config.target.success:
+                self._reached = self._target_reached()
             self._leave(reason, display)
-        return interrupted.is_set()
 
     def summary(self) -> Summary:
         """The run's counts, without its evaluation."""
@@ -230,6 +231,7 @@ class Run:
             updates=monitor.updates,
             interventions=monitor.interventions,
             seed=self._config.seed,
+            target_reached=self._reached,
         )
 
     def _start_cluster(self) -> Cluster:
@@ -246,7 +248,7 @@ class Run:
 
     def _start(self, cluster: Cluster, node: Node, seat: Seat | None = None, gpus: Sequence[str] = ()) -> None:
         """`gpus`: those that it is to see, where no seat says so."""
-        env = {**ENVIRONMENT, **sight(gpus)}
+        env = {**ENVIRONMENT, UMASK: f"{umask_of():o}", **sight(gpus)}
         cluster.start(node.name, node.argv, node.resources, log_path=node.log, env=env, restart=RESTART, seat=seat)
 
     def _start_learner(self, name: str) -> None:
@@ -280,10 +282,10 @@ class Run:
                 allow_learner(self._folder, plan.name)
                 self._start_learner(plan.name)
 
-    def _follow(self, display: ProgressDisplay, interrupted: threading.Event) -> str:
+    def _follow(self, display: ProgressDisplay) -> str:
         """Takes in what comes until the run is over, and says why it is."""
         show_at = scalars_at = status_at = 0.0
-        while not interrupted.is_set():
+        while not self._end.asked.is_set():
             self._take_messages(TICK_S)
             now = time.monotonic()
             if now >= show_at:
@@ -420,10 +422,8 @@ class Run:
             elif words.startswith(WAITING):
                 self._tell_of_wait(robot.name, f"{robot.name} waits: {words.removeprefix(WAITING)}", display)
             elif gone and robot.name not in self._missing:
-                path = self._folder.log(f"{robot.name}-driver")
-                self._missing[robot.name] = (
-                    f"{robot.name} cannot be driven: {words or 'it said nothing here'}; see {path}"
-                )
+                why = f"{words or 'it said nothing here'}; see {self._folder.log(f'{robot.name}-driver')}"
+                self._missing[robot.name] = f"{robot.name} cannot be driven: {why}"
                 display.say(self._missing[robot.name])
         if self._missing and len(self._missing) == len(self._config.robots) and not self._guests_at_work():
             raise RunError("; ".join(self._missing.values()))
@@ -446,18 +446,35 @@ class Run:
         share = self.monitor.success_over(target.episodes) if target.success else None
         return share is not None and share >= target.success
 
-    def _tell_to_stop(self, reason: str = BY_PERSON) -> None:
-        self._client.send(StopRun(reason=reason))
+    def _hold_robots(self) -> None:
+        """After a signal, in a thread of its own: the main one may wait for Ray. Sessions leave their robots, and then
+        drivers stop them, also one that is on its way to a start. Two ways lead to a session: one of them may be cut.
+        """
+        if (cluster := self._cluster) is None:
+            return
+        self._client.send(StopRun(reason=BY_PERSON))
+        robots = [robot.name for robot in self._config.robots]
+        cluster.ask_to_stop(*(f"{robot}-session" for robot in robots), *self._learners)
+        time.sleep(SESSIONS_FIRST_S)
+        cluster.ask_to_stop(*(f"{robot}-driver" for robot in robots))
+
+    def _left_s(self, by_s: float) -> float:
+        """Until so many seconds after the signal; infinite if there was none."""
+        return max(0.0, self._end.asked_s + by_s - time.monotonic())
 
     def _leave(self, reason: str, display: ProgressDisplay) -> None:
         """Sessions deliver what they have and leave; then the rest is ended, the store last."""
         assert self._cluster is not None
-        self._tell_to_stop(reason)
+        if reason == BY_PERSON:
+            display.say("stopping: the robots hold, and the run is saved; Ctrl-C again ends at once")
+        self._client.send(StopRun(reason=reason))
         nodes = [*(node.name for node in self._nodes), *self._policies.nodes, *self._processes(*self._learners)]
         leaving = {name for name in nodes if name.endswith("-session") or name in self._learners} - self._failed.keys()
         leaving -= {f"{robot}-session" for robot in self._missing}
+        if self._end.asked.is_set():
+            self._cluster.ask_to_stop(*leaving)
         deadline = time.monotonic() + LEAVE_DEADLINE_S
-        while (leaving or self._guests()) and time.monotonic() < deadline:
+        while (leaving or self._guests()) and time.monotonic() < deadline and self._left_s(SAVED_BY_S):
             self._take_messages(TICK_S)
             display.show(self.monitor.progress("stopping"))
             statuses = self._cluster.statuses()
@@ -467,8 +484,8 @@ class Run:
             log.warning("run.left_behind nodes=%s guests=%d", sorted(leaving), self._guests())
         if self.monitor.unwritten:
             display.say(f"not everything could be written: {self.monitor.unwritten}")
-        self._cluster.stop(*[name for name in nodes if name != GATEWAY])
-        self._cluster.stop(GATEWAY)
+        self._cluster.stop(*[name for name in nodes if name != GATEWAY], within_s=self._left_s(ENDED_BY_S))
+        self._cluster.stop(GATEWAY, within_s=self._left_s(GATEWAY_BY_S))
 
 
 def _console_server(hub: ConsoleHub, config: ConsoleConfig, audit: AuditLog) -> ConsoleServer | None:
@@ -483,13 +500,3 @@ def _console_client(folder: RunFolder, card: RunCard) -> TunnelClient:
     keys = load_keypair(folder.keys / f"{CONSOLE}.key")
     hello = Hello(protocol=PROTOCOL_VERSION, role="console", name=CONSOLE)
     return TunnelClient(local_endpoint(card.endpoint), keys, load_public_key(folder.keys / f"{GATEWAY}.pub"), hello)
-
-
-def _history(folder: RunFolder) -> tuple[int, int, int]:
-    """Online episodes, their steps, and those that a person touched, of this run's earlier launches."""
-    if not folder.store.exists():
-        return 0, 0, 0
-    with StoreReader.open(folder.store) as reader:
-        reader.refresh()
-        online = [episode for episode in reader.episodes() if episode.source == "online"]
-    return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)

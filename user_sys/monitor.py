@@ -15,6 +15,7 @@ from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
 from user_sys.metrics import read_metrics
 from user_sys.progress import Progress, RobotProgress, clock_time
 from user_sys.report import EpisodePoint
+from user_sys.store.store import StoreReader
 from user_sys.topology import RunFolder
 from user_sys.weights.records import NO_VERSION
 
@@ -50,6 +51,16 @@ def earlier_s(metrics: Path) -> float:
     """How long a run's launches went on by the scalars in the file `metrics`, as the last told; 0 before any."""
     told = (line.get("elapsed_s") for line in read_metrics(metrics))
     return max((each for each in told if each is not None), default=0.0)
+
+
+def history(store: Path) -> tuple[int, int, int]:
+    """Online episodes, their steps, and those that a person touched, of this run's earlier launches."""
+    if not store.exists():
+        return 0, 0, 0
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        online = [episode for episode in reader.episodes() if episode.source == "online"]
+    return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
 
 
 class RunMonitor:

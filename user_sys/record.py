@@ -6,17 +6,20 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
+from hal.signals import ends_in_time
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.demonstrations import SEEDS_PER_ROBOT, DemonstrationConfig, demonstrate, require_shown
 from user_sys.edge.local import Attend, ending_between_periods, nobody_calls
 from user_sys.edge.loop import EpisodeSummary
 from user_sys.edge.recorder import RecorderConfig
+from user_sys.endings import END_WITHIN_S, end_at_once
 from user_sys.episode import Source
 from user_sys.robot_cards import CARDS, keep_card
 from user_sys.store.log import segment_numbers
@@ -67,6 +70,20 @@ def record_demonstrations(
         yield from demonstrate(config, wanted, there, keep, recorder, seed=seed, attend=attend, locked=locked)
 
 
+def demonstrate_all(config: RunConfig, store: Path, console: Console, locked: frozenset[str]) -> None:
+    """`locked`: the robots that the run has the locks of, until its driver processes take them over."""
+    wanted = config.demonstrations
+    with ending_between_periods() as attend:
+        for number, robot in enumerate(config.robots):
+            seed = config.seed + number * SEEDS_PER_ROBOT
+            recorded = record_demonstrations(
+                robot, store, wanted, config.recorder, seed=seed, attend=attend, locked=robot.name in locked
+            )
+            steps = [episode.steps for episode in recorded]
+            if steps:
+                console.print(f"{robot.name}: {len(steps)} demonstrations by the scripted expert, {sum(steps)} steps")
+
+
 def record_main(args: Namespace) -> int:
     """``user-sys record CONFIG``: demonstrations of each robot of a run's configuration."""
     config = load(RunConfig, args.config, args.overrides)
@@ -74,7 +91,8 @@ def record_main(args: Namespace) -> int:
     wanted = replace(config.demonstrations, episodes=args.episodes)
     for robot in config.robots:
         require_shown(robot, wanted)
-    with ending_between_periods() as attend:
+    abandon = partial(end_at_once, "ended at once; each demonstration that was told is kept")
+    with ends_in_time(END_WITHIN_S, abandon), ending_between_periods() as attend:
         for number, robot in enumerate(config.robots):
             seed = config.seed + number * SEEDS_PER_ROBOT
             keep_card(output / CARDS, robot.name, robot_spec(robot))

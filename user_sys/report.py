@@ -41,6 +41,7 @@ class Summary:
         training_s: time the learner trained.
         env_steps, updates: control steps acted and gradient steps taken.
         interventions: training episodes in which a person took over.
+        target_reached: training ended because the run's target was reached; None if the run has none.
     """
 
     run: str
@@ -51,6 +52,7 @@ class Summary:
     updates: int
     interventions: int
     seed: int
+    target_reached: bool | None = None
     version: str = field(default_factory=_version)
 
     @property
@@ -68,6 +70,7 @@ class Summary:
             "success": self.success if self.episodes else None,
             "episodes": self.episodes,
             "ci95": [round(bound, 4) for bound in self.ci95],
+            "target_reached": self.target_reached,
             "training_s": round(self.training_s, 1),
             "env_steps": self.env_steps,
             "updates": self.updates,

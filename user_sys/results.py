@@ -7,15 +7,18 @@ import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
+from hal.signals import ends_in_time
 from hal.spec import Array
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.local import ending_between_periods
 from user_sys.edge.loop import EpisodeSummary
+from user_sys.endings import END_WITHIN_S, ExitStatus, end_at_once
 from user_sys.errors import RunError
 from user_sys.evaluate import EvaluationConfig, evaluate
 from user_sys.learners import LEARNER, folder_of, learners_of
@@ -115,6 +118,21 @@ def conclude(
     return summary
 
 
+def status_of(config: RunConfig, summary: Summary, any_result: bool, console: Console) -> ExitStatus:
+    """Says which target was missed; with `any_result` that changes no exit status."""
+    target, required, missed = config.target, config.evaluation.required, False
+    if summary.target_reached is False:
+        missed = True
+        console.print(
+            f"target not reached: training ended before {target.success:.0%} of {target.episodes} episodes succeeded"
+        )
+    if required and not summary.success >= required:  # NaN where nothing was evaluated
+        missed = True
+        found = f"{summary.success:.0%} of the evaluation succeeded" if summary.episodes else "nothing was evaluated"
+        console.print(f"target not reached: {found}, and the configuration requires {required:.0%}")
+    return ExitStatus.NOT_REACHED if missed and not any_result else ExitStatus.REACHED
+
+
 def _conclude_other(config: RunConfig, folder: RunFolder, learner: str, robot: RobotConfig, console: Console) -> None:
     """One line, for an embodiment beside the run's first."""
     episodes, _, manifest = run_evaluation(
@@ -142,7 +160,8 @@ def evaluate_main(args: Namespace) -> int:
     console = Console(stderr=True)
     config = replace(config, evaluation=EvaluationConfig(video_episodes=0))
     learner, robot = _chosen(config, folder, args.robot)
-    episodes, _, manifest = run_evaluation(config, folder, args.episodes, console, learner, robot)
+    with ends_in_time(END_WITHIN_S, partial(end_at_once, "ended at once")):
+        episodes, _, manifest = run_evaluation(config, folder, args.episodes, console, learner, robot)
     successes = sum(bool(e.success) for e in episodes)
     low, high = wilson(successes, len(episodes))
     steps = sum(e.steps for e in episodes) / len(episodes)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HANDLED_WITH_THE_LOCK_IN_HAND = """
 import signal, threading
 from hal.signals import stop_on_signals
@@ -50,7 +52,7 @@ def test_the_end_of_its_terminal_ends_a_process_in_good_order(tmp_path: Path) ->
 
 IN_A_LIBRARY_THAT_IS_DEAF = """
 import ctypes, os, signal, threading
-from hal.signals import asked_to_end
+from hal.signals import ends_in_time
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 library.pthread_mutex_lock(mutex)
 told, rescue = [], threading.Timer(60, os._exit, [1])
@@ -58,11 +60,12 @@ rescue.start()
 def tell():
     told.append("to stop")
     library.pthread_mutex_unlock(mutex)
-with asked_to_end(tell) as asked:
+with ends_in_time(60, lambda: os._exit(3)) as end:
+    end.defer(tell)
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
     library.pthread_mutex_lock(mutex)  # no signal ends this, and no handler runs meanwhile
 rescue.cancel()
-raise SystemExit(0 if asked.is_set() and told == ["to stop"] else 2)
+raise SystemExit(0 if end.asked.is_set() and told == ["to stop"] else 2)
 """
 
 
@@ -70,19 +73,43 @@ def test_a_signal_is_told_of_while_the_main_thread_cannot_hear_it() -> None:
     assert subprocess.run([sys.executable, "-c", IN_A_LIBRARY_THAT_IS_DEAF], timeout=120).returncode == 0
 
 
-SECOND_ONE = """
-import os, signal
-from hal.signals import asked_to_end
+RAISES = """
+import signal
+from hal.signals import ends_in_time
 before = signal.getsignal(signal.SIGTERM)
 try:
-    with asked_to_end(lambda: None) as asked:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            assert asked.is_set() == (number == signal.SIGINT)
-            signal.raise_signal(number)
+    with ends_in_time(60, lambda: None) as end:
+        signal.raise_signal(signal.SIGTERM)
 except KeyboardInterrupt:
-    raise SystemExit(0 if signal.getsignal(signal.SIGTERM) is before else 1)
+    raise SystemExit(0 if end.asked.is_set() and signal.getsignal(signal.SIGTERM) is before else 1)
 """
 
 
-def test_a_second_signal_interrupts() -> None:
-    assert subprocess.run([sys.executable, "-c", SECOND_ONE], timeout=120).returncode == 0
+def test_a_signal_interrupts_unless_that_is_deferred() -> None:
+    assert subprocess.run([sys.executable, "-c", RAISES], timeout=120).returncode == 0
+
+
+DEAF_TO_SIGNALS = """
+import ctypes, os, signal, sys, threading
+from hal.signals import SECOND_AFTER_S, ends_in_time
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+library.pthread_mutex_lock(mutex)
+with ends_in_time(float(sys.argv[1]), lambda: os._exit(7)) as end:
+    end.defer(lambda: None)
+    for at_s in map(float, sys.argv[2:]):
+        threading.Timer(at_s, os.kill, [os.getpid(), signal.SIGINT]).start()
+    library.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("argv", [("0.5", "0.2"), ("600", "0.2", "1.6")])
+def test_a_process_that_does_not_end_is_abandoned(argv: tuple[str, ...]) -> None:
+    """After its time, or at a second signal."""
+    assert subprocess.run([sys.executable, "-c", DEAF_TO_SIGNALS, *argv], timeout=120).returncode == 7
+
+
+def test_a_signal_that_a_wrapper_passes_on_is_no_second_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", DEAF_TO_SIGNALS, "600", "0.2", "0.4"]) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)
+        process.kill()

@@ -53,8 +53,11 @@ class RemoteDriver:
     task: TaskCard
     latch: Path
 
-    def __init__(self, robot: str, *, token: int = 0, owner: str = "") -> None:
-        """`owner`: the state folder of the robot; a driver that drives it for another is not attached to."""
+    def __init__(self, robot: str, *, token: int = 0, owner: str = "", leaving: threading.Event | None = None) -> None:
+        """Args:
+        owner: the state folder of the robot; a driver that drives it for another is not attached to.
+        leaving: once it is set, `attach` and `describe` wait no longer.
+        """
         self.robot, self.token, self._owner = robot, token, owner
         self.session = f"pid {os.getpid()}"
         self.real_time = self.reduced = False
@@ -62,6 +65,7 @@ class RemoteDriver:
         self.newest_token = 0
         self.lease_until_ns = NO_END_NS
         self._socket: zmq.Socket[bytes] | None = None
+        self._leaving = leaving or threading.Event()
         self._address = endpoint(robot)
 
     def __enter__(self) -> Self:
@@ -109,6 +113,9 @@ class RemoteDriver:
                     said = str(error)
                     log.warning("session.waiting %s", said)
                 leaving.wait(TURN_EVERY_S)
+            except HardwareLost:
+                if not leaving.is_set():
+                    raise
         return False
 
     def _introduce(self, order: Order, deadline_s: float) -> None:
@@ -188,7 +195,8 @@ class RemoteDriver:
         while (left_s := end - time.monotonic()) > 0:
             if socket.poll(int(min(left_s, LIFE_SIGN_S) * 1000)):
                 return
-            if order not in ("attach", "describe") and not driver_of(self.robot):
+            introduces = order in ("attach", "describe")
+            if self._leaving.is_set() if introduces else not driver_of(self.robot):
                 break
         self.close()  # a REQ socket without its reply cannot be used again
         raise HardwareLost(f"the driver of {self.robot} did not answer {order!r} within {deadline_s:g} s")

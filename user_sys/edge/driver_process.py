@@ -23,7 +23,9 @@ e-stop of any user of this computer comes by the latch that they share, which it
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
+import signal
 import sys
 import threading
 import time
@@ -42,6 +44,7 @@ from hal.safety import Reason, SafetyKernel
 from hal.signals import stop_on_signals
 from hal.spec import ACTION, Array
 from hal.station import Station
+from hal.supervision import end_with_parent
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.compose import RobotConfig, build_station
 from user_sys.config import load
@@ -60,6 +63,7 @@ SLEEP_NS = 2_000_000  # the end of a control period is slept through: to be on t
 LOOK_MS = 10  # how often the shared e-stop latch is looked at while nothing is asked
 LINGER_MS = 200  # for the last reply
 TURN_EVERY_S = 0.5
+CLOSE_WITHIN_S = 15.0
 CANNOT_RUN, ROBOT_LOST = 2, 4  # exit statuses
 
 
@@ -352,6 +356,7 @@ def _run(config: RobotConfig, state: Path) -> None:
     make_folder_durably(state)
     stop = threading.Event()
     stop_on_signals(stop)
+    end_with_parent(signal.SIGTERM)  # in good order: it has a robot to stop
     make_runtime_folder()
     place = robot_place(config.name, simulated=config.simulated)
     kept = state / LATCH if config.simulated else None  # that of a real robot is the computer's
@@ -394,6 +399,7 @@ def _run(config: RobotConfig, state: Path) -> None:
             server.run()
         finally:
             log.info("safety.counts robot=%s %s", config.name, {name: n for name, n in kernel.counts.items() if n})
+            faulthandler.dump_traceback_later(CLOSE_WITHIN_S, exit=True)  # an orphan has no supervisor to kill it
             driver.close()
 
 

@@ -1,20 +1,20 @@
 """``user-sys edge``: drives the robots of one computer for a run elsewhere. It needs the `edge` extra only.
 
 It starts two processes for each robot and keeps them running, whatever becomes of the network. It listens on nothing:
-the sessions dial out to one port. SIGTERM, Ctrl-C or the end of its terminal ends the sessions first: robots are held;
-and then the drivers, so that they do their documented stop; what has not been delivered stays in the outboxes.
+the sessions dial out to one port. SIGTERM, Ctrl-C or the end of its terminal ends the sessions, and a second later the
+drivers, so that robots do their documented stop; what has not been delivered stays in the outboxes.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import signal
 import threading
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hal.durable import replace_durably
 from hal.errors import HalError, HardwareLost, StaleObservation
 from hal.lease import robot_lock
 from hal.resource import local_node
-from hal.signals import ending, stop_on_signals
+from hal.signals import ends_in_time
 from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
 from user_sys.config import as_dict, load, read, settle
 from user_sys.edge.demonstrations import DemonstrationConfig, demonstrate, require_shown
@@ -33,6 +33,7 @@ from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.stations import write_station
 from user_sys.edge.watch import RobotWatch
+from user_sys.endings import END_WITHIN_S, end_at_once
 from user_sys.errors import ConfigError
 from user_sys.inference.wire import POLICY
 from user_sys.tunnel.keys import load_keypair, load_public_key
@@ -42,6 +43,7 @@ from user_sys.weights.inlet import InletConfig
 
 LOOK_EVERY_S = 0.5
 AWAIT_ROBOT_S = 5.0
+SESSIONS_FIRST_S = 1.0
 COUNTER = "demonstrations"  # of those that are in the outbox
 GATEWAY = "gateway"
 Say = Callable[[str], None]
@@ -88,7 +90,9 @@ def edge_main(args: Namespace) -> int:
     folder = args.folder.resolve()
     for robot in config.robots:
         write_station(folder / robot.name, robot, _session(config, robot, args.connect, args.keys, folder))
-    with _stop_on_signals() as stop:
+    with ends_in_time(END_WITHIN_S, _abandon) as end:
+        end.defer(lambda: None)
+        stop = end.asked
         for number, robot in enumerate(config.robots):
             show_demonstrations(config, number, robot, folder / robot.name, say, stop)
         watches = [RobotWatch(r.name, folder / r.name, folder / "logs", args.connect, say) for r in config.robots]
@@ -238,10 +242,14 @@ def _run(watches: Sequence[RobotWatch], keys: Sequence[Path], stop: threading.Ev
                     watch.renew_session("it has a new key")
     finally:
         say("stopping: the robots are held, what was recorded is delivered")
-        try:
-            _each(watches, RobotWatch.stop_session)
-        finally:  # a session that cannot be ended keeps no robot from its safe stop
-            _each(watches, RobotWatch.stop_driver)
+        for watch in watches:
+            watch.ask_to_stop()
+        time.sleep(SESSIONS_FIRST_S)  # to end their episodes; a session that does not keeps no robot from its safe stop
+        _each(watches, RobotWatch.stop)
+
+
+def _abandon() -> None:
+    end_at_once("ended at once; what was recorded is kept in the outboxes, and delivered by the next start")
 
 
 def _version(key: Path, known: int) -> int:
@@ -255,17 +263,3 @@ def _each(watches: Sequence[RobotWatch], act: Callable[[RobotWatch], None]) -> N
     with ThreadPoolExecutor(len(watches)) as pool:
         for done in [pool.submit(act, watch) for watch in watches]:
             done.result()
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """The event is set by Ctrl-C, SIGTERM or the end of the terminal. A second one changes nothing: stopping has its
-    deadlines."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in ending()}
-    stop_on_signals(stop)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

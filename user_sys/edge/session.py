@@ -57,7 +57,7 @@ from user_sys.messages import (
     StopRun,
     WatchRequest,
 )
-from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.tunnel.scheduling import prefer_latency
@@ -70,6 +70,8 @@ log = logging.getLogger(__name__)
 
 DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
+HURRIED_DRAIN_S = 2.0  # after a signal
+DRAIN_LOOK_S = 0.1
 SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
@@ -387,9 +389,9 @@ def main(argv: list[str]) -> int:
 
 def _run(config: SessionConfig) -> None:
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
-    leaving = threading.Event()
-    stop_on_signals(leaving)
-    with RemoteDriver(config.robot, owner=str(config.state.resolve())) as driver:
+    leaving, hurried = threading.Event(), threading.Event()
+    stop_on_signals(leaving, hurried)
+    with RemoteDriver(config.robot, owner=str(config.state.resolve()), leaving=leaving) as driver:
         _go_first(config, driver)
         if not driver.await_turn(leaving, DRIVER_DEADLINE_S) or (outbox := _open_outbox(config, leaving)) is None:
             return
@@ -406,7 +408,7 @@ def _run(config: SessionConfig) -> None:
             ):
                 driver.token = lease.acquire(leaving)
                 try:
-                    if driver.token:
+                    if driver.token and not leaving.is_set():
                         driver.lease_until_ns = lease.until_ns
                         driver.attach(DRIVER_DEADLINE_S)
                         reporter.doing = "driving"
@@ -416,7 +418,7 @@ def _run(config: SessionConfig) -> None:
                         Session(config, client, outbox, driver, leaving, reporter, stops, lease).run()
                 finally:
                     reporter.doing = "delivering"
-                    _drain(client)
+                    _drain(client, hurried)
                     lease.release()
 
 
@@ -481,11 +483,18 @@ def _start(config: SessionConfig, recorded: int, count: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest())
 
 
-def _drain(client: TunnelClient) -> None:
-    """Delivers what is in the outbox; a link that is down has the same time to come back."""
+def _drain(client: TunnelClient, hurried: threading.Event) -> None:
+    """Delivers what is in the outbox; a link that is down has the same time to come back, and less after a signal."""
     if (waiting := client.chunks_pending) and (down := client.reason):
         log.info("outbox.waiting chunks=%d, %g s at most for the link: %s", waiting, DRAIN_DEADLINE_S, down)
-    if left := client.drain(DRAIN_DEADLINE_S):
+    deadline = time.monotonic() + DRAIN_DEADLINE_S
+    while (left := client.drain(DRAIN_LOOK_S)) and time.monotonic() < deadline:
+        if client.state is TunnelState.REFUSED:
+            break
+        if hurried.is_set():
+            hurried.clear()
+            deadline = min(deadline, time.monotonic() + HURRIED_DRAIN_S)
+    if left:
         log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
 
 

@@ -18,7 +18,7 @@ REMIND_EVERY_S = 60.0
 MAX_LOG_BYTES = 16 << 20
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 # Nobody may be near: it never gives up. A session has time to deliver its outbox before it is killed.
-RESTART = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=30.0)
+RESTART = RestartPolicy(backoff_s=0.5, backoff_max_s=15.0, max_restarts=1000, window_s=60.0, stop_after_s=7.0)
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,18 @@ class RobotWatch:
             self._tell(f"still out of reach, for {_duration(self._now() - self._since_s)}; {self._kept()}")
         self._told = now
 
-    def stop_session(self) -> None:
-        """Ends the session: it cuts its episode off, delivers what it can, and gives the lease back. Blocks."""
-        self._session.stop()
-        self._read(None)
+    def ask_to_stop(self) -> None:
+        """Begins to end the session: it cuts its episode off, delivers what it can, and gives the lease back."""
+        self._session.ask_to_stop()
 
-    def stop_driver(self) -> None:
-        """Ends the driver: the robot, held since its session left, does its documented safe stop. Blocks."""
-        self._driver.stop()
+    def stop(self) -> None:
+        """Ends the driver, by which the robot does its documented safe stop, also on its way to a start; and the
+        session. Blocks."""
+        try:
+            self._driver.stop()
+        finally:
+            self._session.stop()
+        self._read(None)
         self._tell(f"stopped; {self._kept()}")
 
     def _read(self, pid: int | None) -> SessionReport | None:

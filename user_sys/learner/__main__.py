@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from user_sys.weights.runs import numbering_of
 log = logging.getLogger(__name__)
 
 STORE_DEADLINE_S = 60.0
-FAREWELL_S = 10.0
+FAREWELL_S, FAREWELL_LOOK_S = 10.0, 0.1
 
 
 def main(argv: list[str]) -> int:
@@ -60,15 +61,15 @@ def _run(path: Path, name: str, endpoint: str, place: Place) -> int:
     folder, config, _ = reopen(path)
     torch.set_num_threads(config.learner.threads)
     torch.set_flush_denormal(True)  # denormal weights cost ten times as much
-    stop = threading.Event()
-    stop_on_signals(stop)
+    stop, hurried = threading.Event(), threading.Event()
+    stop_on_signals(stop, hurried)
     if (spec := _spec(folder.robots, name, stop)) is None:
         return 0
     checkpoints = folder_of(folder.checkpoints, name)
     with sole_writer(checkpoints, stop) as alone:
         if alone:
             setup = replace(_setup(folder, config, name, endpoint, spec), run=numbering_of(checkpoints))
-            _train(folder, config, setup, checkpoints, place, stop)
+            _train(folder, config, setup, checkpoints, place, stop, hurried)
     return 0
 
 
@@ -84,7 +85,13 @@ def _setup(folder: RunFolder, config: RunConfig, name: str, endpoint: str, spec:
 
 
 def _train(
-    folder: RunFolder, config: RunConfig, setup: Setup, checkpoints: Path, place: Place, stop: threading.Event
+    folder: RunFolder,
+    config: RunConfig,
+    setup: Setup,
+    checkpoints: Path,
+    place: Place,
+    stop: threading.Event,
+    hurried: threading.Event,
 ) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_setup` gave it
@@ -121,9 +128,12 @@ def _train(
             device=device if ranks is None else str(ranks.device),
             ranks=ranks,
         )
-        learner.run(stop)
-        if not envoy.settle(FAREWELL_S):
-            log.warning("weights.not_delivered version=%d", envoy.version)
+        learner.run(stop, hurried)
+        deadline = time.monotonic() + FAREWELL_S
+        while not envoy.settle(FAREWELL_LOOK_S):
+            if hurried.is_set() or time.monotonic() > deadline:
+                log.warning("weights.not_delivered version=%d", envoy.version)
+                break
 
 
 def _ranks(assignment: Assignment, place: Place, stop: threading.Event) -> AbstractContextManager[Ranks | None]:

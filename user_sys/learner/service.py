@@ -107,8 +107,9 @@ class Learner:
         """Seconds trained so far, those before a resumption included."""
         return self._training_s
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, hurried: threading.Event | None = None) -> None:
         """Trains until the time or the updates are used up or `stop` is set; then publishes and checkpoints once more.
+        With `hurried` set it only checkpoints.
 
         Blocks. Training pauses while the disk has no room for a checkpoint; one that has none when `stop` is set is not
         written, which is logged and reported. After a crash a new `Learner` goes on from
@@ -121,7 +122,7 @@ class Learner:
         """
         log.info("learner.started updates=%d training_s=%.1f", self._updates, self._training_s)
         try:
-            self._run(stop)
+            self._run(stop, hurried or threading.Event())
         finally:
             self.close()
         log.info("learner.stopped updates=%d training_s=%.1f", self._updates, self._training_s)
@@ -130,7 +131,7 @@ class Learner:
         """Ends the replay buffer's threads. `run` does it too; calling it twice is harmless."""
         self._share.close()
 
-    def _run(self, stop: threading.Event) -> None:
+    def _run(self, stop: threading.Event, hurried: threading.Event) -> None:
         self._checkpoint(stop, wait=True)  # an unwritable disk shows now, and the versions to come are reserved
         follow, checkpoint, report = (
             _Pace(seconds, self._clock)
@@ -154,9 +155,10 @@ class Learner:
             if report.due():
                 self._report()
             self._count_time(trained, self._clock() - started)
-        if self._publishing.out_of_numbers:
-            self._checkpoint(stop, wait=True)
-        self._publishing.publish(self._updates, self._share.snapshot)
+        if not hurried.is_set():
+            if self._publishing.out_of_numbers:
+                self._checkpoint(stop, wait=True)
+            self._publishing.publish(self._updates, self._share.snapshot)
         self._report()
         self._checkpoint(stop, wait=True)
 

@@ -40,8 +40,8 @@ class Files:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens a file with `os.open`'s flags; what it creates has mode 0644."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o644)
+        """Opens a file with `os.open`'s flags; what it creates has mode 0666, less the umask."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self, fd: int) -> None:
         os.close(fd)
