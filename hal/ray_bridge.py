@@ -397,6 +397,8 @@ class Cluster:
             return
         try:
             shutil.copytree(source, self._log_dir, dirs_exist_ok=True, symlinks=True, ignore_dangling_symlinks=True)
+            for folder, _, _ in os.walk(self._log_dir):  # Ray opens its own to everybody
+                os.chmod(folder, 0o777 & ~umask_of())
         except OSError as error:  # a full disk costs Ray's logs only
             first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
             logger.warning("ray.logs_not_kept path=%s: %s", self._log_dir, first)

@@ -28,7 +28,7 @@ def updates(run: Path) -> float:
 @pytest.mark.slow
 def test_the_demo_learns_although_learner_session_and_gateway_are_killed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "survivor"
-    settings = ["--runs", tmp_path / "runs", "--console.port", "0", "--logging.wandb.mode", "disabled"]
+    settings = ["--runs", tmp_path / "runs", "--console.port", "0", "--logging.wandb.mode", "disabled", "--any-result"]
     with user_sys(tmp_path, "train", DEMO, "--name", "survivor", *settings) as launch:
         for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway"):
             before = updates(run)

@@ -69,6 +69,12 @@ def require_delivered(run: Path) -> None:
         assert set(keys(run / "edge" / robot / "outbox")) <= set(stored)
 
 
+def require_private(run: Path) -> None:
+    """Only the user who started the run may look into it."""
+    open_to_others = [path for path in (run, *run.rglob("*")) if not path.is_symlink() and path.stat().st_mode & 0o077]
+    assert not open_to_others
+
+
 def require_summary(run: Path) -> dict[str, object]:
     summary: dict[str, object] = json.loads((run / "summary.json").read_text())
     with StoreReader.open(run / "store") as reader:
@@ -95,6 +101,7 @@ def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> No
         assert launch.err == ""
         launch.require_nothing_left()
     require_delivered(run)
+    require_private(run)
     before, trained, before_s = set(keys(run / "store")), updates(run), trained_s(run)
     budget_s, resumed_s = math.ceil(before_s) + 3, time.monotonic()
     assert not (run / "summary.json").exists() and (tmp_path / "runs" / "latest").resolve() == run

@@ -22,7 +22,9 @@ from run_kit import Launch, user_sys
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.config import load
 from user_sys.edge.session import SessionConfig
+from user_sys.endings import ExitStatus
 from user_sys.errors import ConfigError, RunError
+from user_sys.evaluate import EvaluationConfig
 from user_sys.gateway import GatewayConfig
 from user_sys.gateway.relay import RelayConfig
 from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
@@ -31,6 +33,8 @@ from user_sys.monitor import LOST_AFTER_S, RunMonitor, earlier_s
 from user_sys.opening import tell_of_checkpoints
 from user_sys.prepare import free_endpoint, prepare
 from user_sys.progress import plain_line
+from user_sys.report import Summary
+from user_sys.results import status_of
 from user_sys.robot_cards import read_cards
 from user_sys.run_folder import CARD, RunCard, create, default_name, reopen
 from user_sys.topology import RunConfig, TargetConfig
@@ -477,3 +481,47 @@ def test_a_full_disk_is_one_line(config: Path, small_disk: Path, room: int) -> N
     """With so many KiB left the run folder or the demonstrations do not fit."""
     (small_disk / "filler").write_bytes(bytes((96 - room) * 1024))
     require_one_line(config.parent, "No space|no space|full", "train", config, f"--runs={small_disk}", "--name=full")
+
+
+# How a run ends
+
+
+@pytest.mark.parametrize(
+    ("reached", "successes", "any_result", "status"),
+    [
+        (None, 0, False, ExitStatus.REACHED),
+        (True, 6, False, ExitStatus.REACHED),
+        (False, 6, False, ExitStatus.NOT_REACHED),
+        (True, 5, False, ExitStatus.NOT_REACHED),
+        (False, 0, True, ExitStatus.REACHED),
+    ],
+)
+def test_the_exit_status_says_whether_the_target_was_reached(
+    reached: bool | None, successes: int, any_result: bool, status: ExitStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = 0.6 if reached is not None else 0.0
+    config = RunConfig(target=TargetConfig(0.9, 30), evaluation=EvaluationConfig(required=required))
+    counts = Summary("x", successes, 10, 1.0, 1, 1, 0, 0, target_reached=reached)
+    assert status_of(config, counts, any_result, Console()) == status
+    assert ("target not reached" in capsys.readouterr().out) == (reached is False or successes == 5)
+
+
+def test_a_required_share_is_not_reached_where_nothing_was_evaluated() -> None:
+    config = RunConfig(evaluation=EvaluationConfig(required=0.6))
+    assert status_of(config, Summary("x", 0, 0, 1.0, 1, 1, 0, 0), False, Console()) == ExitStatus.NOT_REACHED
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("", 0o700), ("027", 0o750)])
+def test_what_a_command_writes_is_private_unless_configured(umask: str, mode: int, tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text(FAKE)
+    env = {"USER_SYS_UMASK": umask}
+    with user_sys(tmp_path, "record", "demo.yaml", "--output", "demos", "--episodes", 1, env=env) as launch:
+        assert launch.wait() == 0, launch.err
+    found = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "demos").rglob("*") if path.is_dir()}
+    files = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "demos").rglob("*") if path.is_file()}
+    assert found <= {mode} and files <= {mode & 0o666, 0o600} and (mode & 0o666) in files
+
+
+def test_a_umask_that_is_none_is_refused(tmp_path: Path) -> None:
+    env = {"USER_SYS_UMASK": "private"}
+    require_one_line(tmp_path, "USER_SYS_UMASK='private' is no umask", "record", "demo.yaml", env=env)

@@ -4,6 +4,7 @@ through the tunnel."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -172,4 +173,6 @@ def _spec(robots: Path, name: str, stop: threading.Event) -> RobotSpec | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(ended)  # all is saved and closed; Python's own clean-up takes torch seconds, which Ctrl-C does not have
