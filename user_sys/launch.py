@@ -215,8 +215,7 @@ class Run:
         threading.Thread(target=self._watch_stops, name="e-stops", daemon=True).start()
         with ProgressDisplay(self._console) as display:
             reason = self._follow(display)
-            if self._config.target.success:
-                self._reached = self._target_reached()
+            self._reached = self._target_reached() if self._config.target.success else None
             self._leave(reason, display)
 
     def summary(self) -> Summary:
@@ -447,9 +446,8 @@ class Run:
         return share is not None and share >= target.success
 
     def _hold_robots(self) -> None:
-        """After a signal, in a thread of its own: the main one may wait for Ray. Sessions leave their robots, and then
-        drivers stop them, also one that is on its way to a start. Two ways lead to a session: one of them may be cut.
-        """
+        """After a signal, in a thread of its own: the main one may wait for Ray. Sessions leave their robots, of which
+        they hear in two ways; then drivers stop them, also one that is on its way to a start."""
         if (cluster := self._cluster) is None:
             return
         self._client.send(StopRun(reason=BY_PERSON))
@@ -474,12 +472,12 @@ class Run:
         if self._end.asked.is_set():
             self._cluster.ask_to_stop(*leaving)
         deadline = time.monotonic() + LEAVE_DEADLINE_S
+        over = (NodeState.STOPPED, NodeState.FAILED)
         while (leaving or self._guests()) and time.monotonic() < deadline and self._left_s(SAVED_BY_S):
             self._take_messages(TICK_S)
             display.show(self.monitor.progress("stopping"))
             statuses = self._cluster.statuses()
-            over = (NodeState.STOPPED, NodeState.FAILED)
-            leaving -= {name for name in leaving if name not in statuses or statuses[name].state in over}
+            leaving = {name for name in leaving if name in statuses and statuses[name].state not in over}
         if leaving or self._guests():
             log.warning("run.left_behind nodes=%s guests=%d", sorted(leaving), self._guests())
         if self.monitor.unwritten:

@@ -70,8 +70,7 @@ log = logging.getLogger(__name__)
 
 DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
-HURRIED_DRAIN_S = 2.0  # after a signal
-DRAIN_LOOK_S = 0.1
+HURRIED_DRAIN_S, DRAIN_LOOK_S = 2.0, 0.1  # after a signal
 SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
@@ -488,9 +487,8 @@ def _drain(client: TunnelClient, hurried: threading.Event) -> None:
     if (waiting := client.chunks_pending) and (down := client.reason):
         log.info("outbox.waiting chunks=%d, %g s at most for the link: %s", waiting, DRAIN_DEADLINE_S, down)
     deadline = time.monotonic() + DRAIN_DEADLINE_S
-    while (left := client.drain(DRAIN_LOOK_S)) and time.monotonic() < deadline:
-        if client.state is TunnelState.REFUSED:
-            break
+    refused = TunnelState.REFUSED
+    while (left := client.drain(DRAIN_LOOK_S)) and time.monotonic() < deadline and client.state is not refused:
         if hurried.is_set():
             hurried.clear()
             deadline = min(deadline, time.monotonic() + HURRIED_DRAIN_S)
