@@ -16,21 +16,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.hardware import arm, joint_arm, kernel_rows
 from benchmarks.harness import Row, report
+from benchmarks.limits import Limits
 from hal.errors import HardwareLost, LeaseError, StaleObservation
 from hal.lease import Fence
 from hal.robot import Observation
 from hal.safety import SafetyKernel
-from hal.spec import STATE, Array, RobotSpec
+from hal.spec import STATE, Array
 from hal.station import installed_drivers
+from robots.fake import FakeRobot, FakeRobotConfig, FakeTable
 from user_sys.compose import RobotConfig, build_station
 from user_sys.config import save
 from user_sys.edge.driver import Driver
@@ -40,10 +44,7 @@ ROUNDS = 1_000_000
 PAIRS = 7
 PERIODS_BEFORE = 20  # the commander drives before it is stopped
 DEADLINE_S = 120.0
-ROUNDING = 1e-6  # of a value to float32
-LEAD_S = 0.5  # how far a joint target may be ahead, at the joint's greatest speed
 HOSTILE = (np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45)
-TOOL = slice(14, 17)
 DRIVERS = {"fake": ("reach", {}), "sim": ("reach", {"cameras": []}), "point": ("upright", {})}
 """Driver -> task and options; ``point`` is docs/template, where it is installed."""
 
@@ -70,50 +71,85 @@ def hostile_action(rng: np.random.Generator, number: int, size: int = 4) -> Any:
     return action
 
 
-def broken_limits(spec: RobotSpec, applied: Array, before: Array, tool: Array) -> bool:
-    """Whether `applied` breaks a limit of the arm: each is written down a second time here."""
-    limits, step = spec.limits, applied[:3].astype(np.float64)
-    if applied.dtype != np.float32 or applied.shape != (4,) or not np.isfinite(applied).all():
-        return True
-    if (applied < np.float32(spec.action.low)).any() or (applied > np.float32(spec.action.high)).any():
-        return True
-    goal = tool + step
-    low, high = np.minimum(limits.workspace_low, tool), np.maximum(limits.workspace_high, tool)
-    outside = (goal < low - ROUNDING).any() or (goal > high + ROUNDING).any()
-    too_fast = np.linalg.norm(step) * spec.rate_hz > (limits.tool_speed_max or np.inf) + ROUNDING
-    braking = (step * before >= 0) & (np.abs(step) <= np.abs(before) + ROUNDING)
-    too_hasty = ~braking & (np.abs(step - before) > np.array(limits.action_rate_max[:3]) + ROUNDING)
-    entered = any(
-        ((goal > np.array(box.low) + ROUNDING) & (goal < np.array(box.high) - ROUNDING)).all()
-        and not ((tool > np.array(box.low)) & (tool < np.array(box.high))).all()
-        for box in limits.keep_out
+def tool_robot(rate_hz: float) -> FakeRobot:
+    """The fake robot above its table, with every limit on a tool."""
+    robot = FakeRobot(FakeRobotConfig(rate_hz=rate_hz, table=FakeTable(height_m=-0.2)))
+    limits = msgspec.structs.replace(
+        robot.spec.limits,
+        workspace_low=(-0.4,) * 3,
+        workspace_high=(0.4,) * 3,
+        keep_out=arm().limits.keep_out,
+        tool_speed_max=0.4,
+        tool_acceleration_max=3.0,
+        tool_jerk_max=40.0,
+        action_rate_max=(1.0, 1.0, 1.0, 0.04),
     )
-    return bool(outside or too_fast or too_hasty.any() or entered)
+    robot.spec = msgspec.structs.replace(robot.spec, limits=limits)
+    robot.connect()
+    return robot
 
 
-def attack(rounds: int) -> tuple[int, int]:
-    """How many hostile actions became commands, and how many of those broke a limit or came under an old token."""
-    rng, spec, clock, fence = np.random.default_rng(0), arm(), Clock(), Fence(None)
-    kernel = SafetyKernel(spec, clock)
+class Attacker:
+    """Proposes constant actions for a while, noise of all sizes, leaps from bound to bound, and no actions at all."""
+
+    def __init__(self, rng: np.random.Generator, reach: Array) -> None:
+        """`reach` (a,) is the size of an action that leads far."""
+        self._rng, self._reach = rng, reach
+        self._left, self._mode, self._wish = 0, 0, reach
+
+    def propose(self, number: int) -> Any:
+        rng, size = self._rng, len(self._reach)
+        if number % 8 == 0 and rng.random() < 0.5:
+            return hostile_action(rng, int(rng.integers(0, 3)), size)
+        if self._left == 0:
+            self._left, self._mode = int(rng.integers(1, 80)), int(rng.integers(4))
+            self._wish = rng.uniform(-1.5, 1.5, size) * self._reach
+        self._left -= 1
+        if self._mode == 0:
+            return (rng.standard_normal(size) * 10.0 ** rng.integers(-3, 3)).astype(np.float32)
+        if self._mode == 1:
+            return (np.sign(rng.standard_normal(size)) * 9 * self._reach).astype(np.float32)
+        return (self._wish * (1 + 0.01 * (self._mode == 2) * rng.standard_normal(size))).astype(np.float32)
+
+
+@dataclass
+class Attack:
+    """What became of proposed actions.
+
+    Attributes:
+        limits: the second implementation, with what it found.
+        tokens: how many old tokens were admitted.
+    """
+
+    limits: Limits
+    proposed: int = 0
+    tokens: int = 0
+
+
+def attack_tool(rounds: int, rate_hz: float, seed: int) -> Attack:
+    """Hostile actions, stale and broken readings, pushes and old tokens, on the fake robot."""
+    rng, clock, fence, robot = np.random.default_rng(seed), Clock(), Fence(None), tool_robot(rate_hz)
+    spec, kernel = robot.spec, SafetyKernel(robot.spec, clock)
+    found, attacker = Attack(Limits(spec), rounds), Attacker(rng, np.array(spec.action.high))
     fence.admit(1_000)
-    before, admitted, violations = np.zeros(3), 0, 0
     for number in range(rounds):
-        state = np.zeros(18, np.float32)
-        state[TOOL] = rng.uniform(-0.55, 0.55, 3)
-        if number % 16 == 3:
-            state[rng.integers(18)] = HOSTILE[rng.integers(len(HOSTILE))]
+        state = robot.observe().arrays[STATE]
+        if number % 1024 == 3:
+            state = state.copy()
+            state[rng.integers(len(state))] = HOSTILE[rng.integers(3)]
         observation = Observation({STATE: state}, clock.now_ns)
-        clock.now_ns += 10**9 if number % 16 == 4 else 10**8  # stale at times
-        if number % 16 == 5 and _admitted(fence, int(rng.integers(-5, 1_000))):
-            violations += 1
-        verdict = kernel.filter(hostile_action(rng, number), observation)
+        clock.now_ns += 10**9 if number % 1024 == 4 else 10**6  # stale at times
+        found.tokens += number % 16 == 5 and _admitted(fence, int(rng.integers(-5, 1_000)))
+        kernel.reduced = number % 2048 < 256
+        verdict = kernel.filter(attacker.propose(number), observation)
         if verdict.applied is None:
-            before = np.zeros(3)
-            continue
-        admitted += 1
-        violations += broken_limits(spec, verdict.applied, before, state[TOOL].astype(np.float64))
-        before = verdict.applied[:3].astype(np.float64)
-    return admitted, violations
+            found.limits.stopped()
+        else:
+            found.limits.check(verdict.applied, state)
+            kernel.correct(robot.command(verdict.applied))
+        if number % 512 == 511:  # somebody pushes it
+            robot.place(rng.uniform(-0.5, 0.5, 3), np.zeros(3))
+    return found
 
 
 def _admitted(fence: Fence, token: int) -> bool:
@@ -124,47 +160,79 @@ def _admitted(fence: Fence, token: int) -> bool:
     return True
 
 
-def broken_targets(spec: RobotSpec, applied: Array, base: Array, measured: Array) -> bool:
-    """Whether joint targets break a limit: each is written down a second time here. `base` are the targets before."""
-    limits = spec.limits
-    if applied.dtype != np.float32 or not np.isfinite(applied).all():
-        return True
-    fastest = np.array(limits.joint_velocity_max)
-    low, high = np.minimum(limits.joint_low, base), np.maximum(limits.joint_high, base)
-    outside = (applied < low - ROUNDING) | (applied > high + ROUNDING)
-    too_fast = np.abs(applied - base) > fastest * spec.period_s + ROUNDING
-    run_away = np.abs(applied - measured) > np.maximum(LEAD_S * fastest, np.abs(base - measured)) + ROUNDING
-    return bool((outside | too_fast | run_away).any())
-
-
-def attack_joints(rounds: int) -> tuple[int, int]:
-    """As `attack`, by targets of joints of which one never moves and each other one is held up half of the time."""
-    rng, spec, clock = np.random.default_rng(1), joint_arm(), Clock()
+def attack_joints(rounds: int, rate_hz: float, seed: int) -> Attack:
+    """As `attack_tool`, by targets of joints, of which each is held up now and then."""
+    rng, clock = np.random.default_rng(seed), Clock()
+    spec = msgspec.structs.replace(joint_arm(), rate_hz=rate_hz)
     kernel, joints = SafetyKernel(spec, clock), len(spec.joint_target)
-    measured, target, admitted, violations = np.zeros(joints), None, 0, 0
+    found, attacker = Attack(Limits(spec), rounds), Attacker(rng, np.full(joints, 3.0))
+    measured, held_up = np.zeros(joints), np.zeros(joints, bool)
     for number in range(rounds):
-        observation = Observation({STATE: measured.astype(np.float32)}, clock.now_ns)
-        clock.now_ns += 10**8
-        verdict = kernel.filter(hostile_action(rng, number, joints), observation)
+        if number % 128 == 0:
+            held_up = rng.random(joints) < 0.2
+        state = measured.astype(np.float32)
+        kernel.reduced = number % 2048 < 256
+        verdict = kernel.filter(attacker.propose(number), Observation({STATE: state}, clock.now_ns))
         if verdict.applied is None:
-            target = None
+            found.limits.stopped()
             continue
-        admitted += 1
-        violations += broken_targets(spec, verdict.applied, measured if target is None else target, measured)
-        target = verdict.applied.astype(np.float64)
-        moved = rng.random(joints) < 0.5
-        moved[0] = False
-        measured = np.where(moved, target, measured)
-    return admitted, violations
+        found.limits.check(verdict.applied, state)
+        measured = np.where(held_up, measured, verdict.applied)
+    return found
 
 
 def attack_rows(rounds: int) -> list[Row]:
-    """A quarter of the actions are joint targets, the others steps of a tool."""
-    found = attack(rounds - rounds // 4), attack_joints(rounds // 4)
-    admitted, violations = (sum(counts) for counts in zip(*found, strict=True))
-    peers: Mapping[str, float | str] = {"proposed": float(rounds), "became commands": float(admitted)}
-    name = "hostile actions: commands beyond a limit or under an old token"
-    return [Row(21, name, "commands", float(violations), 0.0, None, 0.0, violations == 0, dict(peers))]
+    """Half of the actions are steps of a tool and half joint targets, each at 10 and at 100 Hz."""
+    attacks = {
+        f"{name} at {rate_hz:g} Hz": attack(rounds // 4, rate_hz, seed)
+        for seed, (name, attack, rate_hz) in enumerate(
+            [("tool", attack_tool, 10.0), ("tool", attack_tool, 100.0)]
+            + [("joints", attack_joints, 10.0), ("joints", attack_joints, 100.0)]
+        )
+    }
+    rows = []
+    for limit in (
+        "bounds",
+        "position",
+        "workspace",
+        "forbidden box",
+        "velocity",
+        "acceleration",
+        "jerk",
+        "force",
+        "lead",
+    ):
+        broken = sum(attack.limits.broken[limit] for attack in attacks.values())
+        reached = {
+            f"reached by {name}, %": round(100 * attack.limits.reached[limit] / max(1, attack.limits.checked), 2)
+            for name, attack in attacks.items()
+            if attack.limits.reached[limit]
+        }
+        binds = bool(reached) or limit in ("bounds", "lead")
+        rows.append(
+            Row(
+                21,
+                f"hostile actions: commands beyond {limit}",
+                "commands",
+                broken,
+                0,
+                None,
+                0.0,
+                not broken and binds,
+                reached,
+            )
+        )
+    tokens = sum(attack.tokens for attack in attacks.values())
+    rows.append(Row(21, "hostile actions under an old token", "commands", tokens, 0, None, 0.0, not tokens))
+    exceeded = {
+        f"{name}, % of {attack.limits.checked:,}": round(
+            100 * attack.limits.exceeded / max(1, attack.limits.checked), 3
+        )
+        for name, attack in attacks.items()
+    }
+    total = sum(attack.limits.exceeded for attack in attacks.values())
+    name = f"of {rounds:,} actions, commands that had to exceed acceleration or jerk to keep an axis in its place"
+    return [*rows, Row(21, name, "commands", total, None, None, None, None, exceeded)]
 
 
 # Processes that fail --------------------------------------------------------------------------------------------------

@@ -205,7 +205,21 @@ class Limits:
                     high = min(high, box.low[number] - start)
                 elif start >= box.high[number]:
                     low = max(low, box.high[number] - start)
+                elif self._nearest(measured, box) == (number, False):
+                    high = 0.0
+                elif self._nearest(measured, box) == (number, True):
+                    low = 0.0
         return low, high
+
+    def _nearest(self, measured: list[float], box: Box) -> tuple[int, bool] | None:
+        """The axis of the face that a tool in `box` is nearest to, and whether it is the upper one."""
+        tool = [measured[index] for index in self.spec.limits.tool_position]
+        if _depth(tool, box) <= 0:
+            return None
+        ways = [(at - low, n, False) for n, (at, low) in enumerate(zip(tool, box.low, strict=True))]
+        ways += [(high - at, n, True) for n, (at, high) in enumerate(zip(tool, box.high, strict=True))]
+        _, number, upper = min(ways)
+        return number, upper
 
     def _force(self, measured: list[float]) -> tuple[list[float], bool]:
         force = [measured[index] for index in self.spec.limits.tool_force]

@@ -64,7 +64,8 @@ class ToolPlace:
         slack = gaps - np.maximum(ways, 0.0)
         left = gaps - np.maximum(np.concatenate([wish, -wish]), 0.0)
         avoidable = slack >= -ROUNDED
-        score = np.where(avoidable.any(axis=1, keepdims=True), np.where(avoidable, left, -np.inf), slack)
+        worse = np.where(gaps.max(axis=1, keepdims=True) < 0, gaps, slack)
+        score = np.where(avoidable.any(axis=1, keepdims=True), np.where(avoidable, left, -np.inf), worse)
         for gap, face in zip(gaps, score.argmax(axis=1), strict=True):
             way, axis = max(0.0, gap[face]), face % 3
             if face < 3:
