@@ -1,14 +1,22 @@
-"""How soon an arm stands when what drives it fails, on the simulated arms that the drivers are tested with.
+"""How soon an arm is safe when a part of its control fails, at the rates at which the drivers ship.
 
-``python -m benchmarks.faults [ur|lerobot|ros2]``; the latter two in the environments of ``make test-lerobot`` and
-``make test-ros2``. A process stands for the policy and leads the arm to and fro through a real driver process; the one
-or the other is stopped or killed. An arm stands from when it was seen last to move, or to be told to: that is read off
-the arm, every few milliseconds. Goal 21 are two control periods.
+``python -m benchmarks.faults DRIVER`` with ``ur``, ``lerobot``, ``ros2`` or ``franka``, in the environment of
+``make test-DRIVER``; `python -m benchmarks` runs each in its own. A process in the place of the policy moves one joint
+of a simulated arm to and fro through a real driver process. The one or the other is stopped or killed, or the arm's
+cable or its camera fails.
+
+The simulated arm and this program run at a real-time priority if the system allows it, as a real controller does.
+
+An arm stands from when it was last seen to move or to have a new target. That is read from the arm each millisecond. Of
+a cable the figure is when the driver process says that the arm is stale or lost, since no one sees the arm any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import logging
+import math
 import os
 import signal
 import statistics
@@ -16,27 +24,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Row, report
+from hal.camera import stale_by_default_s
+from hal.errors import HalError
 from user_sys.compose import RobotConfig
 from user_sys.config import save
 from user_sys.edge.driver_client import RemoteDriver
 
 PEERS = Path(__file__).parent.parent / "tests" / "robots"
-RATE_HZ = 10.0
-PAIRS = 7
-PERIODS_BEFORE, PERIODS_AFTER = 6, 6
+RATES = {"ur": (20.0, 50.0, 125.0), "lerobot": (30.0, 50.0), "ros2": (20.0, 50.0), "franka": (20.0, 50.0)}
+"""Hz: the driver's default, and faster ones that its device can follow."""
+PAIRS = 5
+PERIODS_BEFORE = 6
+WATCH_S = 0.6  # at least, and six periods
+CAMERA_HZ = 20.0
 START_S = 120.0
-SWING, SWING_S = 0.3, 4.0  # rad to either side
+SWING, SPEED = 0.3, 0.25  # rad to either side, rad/s
 PRESENT = 56  # a servo's register: where it is
-POLICY, DRIVER = "the policy's process", "the driver process"
+POLICY, DRIVER, CABLE, CAMERA = "the policy's process", "the driver process", "the arm's cable", "a camera"
+STALE = ("order.refused StaleObservation", "order.refused HardwareLost", "robot.lost", "watchdog.hold")
 
 # LeRobot imports torchvision, which on some machines needs help first
 DRIVE = """
@@ -49,22 +63,48 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Arm:
-    """A simulated arm. `shows` is where it is, or, of one that follows its target smoothly, is told to be."""
+    """A simulated arm.
+
+    Attributes:
+        joint: the action element that moves it.
+        shows: where it is, or, of one that follows its target smoothly, is told to be.
+        breaks: the faults of its devices, by name.
+    """
 
     options: dict[str, Any]
     joint: int
     shows: Callable[[], Any]
+    breaks: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+
+
+@contextmanager
+def network_camera(folder: Path) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """A camera for `robots.cameras`, and what freezes it."""
+    import simplejpeg
+
+    picture = folder / "picture.jpg"
+    picture.write_bytes(simplejpeg.encode_jpeg(np.zeros((48, 64, 3), np.uint8)))
+    argv = [sys.executable, str(PEERS / "mjpeg_camera.py"), str(picture)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = f"http://127.0.0.1:{process.stdout.readline().strip()}/stream.mjpg"
+        settings = {"kind": "opencv", "device": address, "width": 64, "height": 48, "rate_hz": CAMERA_HZ}
+        yield settings, lambda: process.send_signal(signal.SIGSTOP)
+        process.kill()
 
 
 @contextmanager
 def ur(folder: Path, rate_hz: float) -> Iterator[Arm]:
     from ur_kit import simulated_controller
 
-    with simulated_controller() as peer:
-        options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz}
-        yield Arm(options, 5, lambda: peer.state["servo"])
+    with simulated_controller() as peer, network_camera(folder) as (camera, freeze):
+        options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz, "cameras": {"front": camera}}
+        yield Arm(options, 5, lambda: peer.state["servo"], {CABLE: peer.freeze, CAMERA: freeze})
 
 
 @contextmanager
@@ -73,7 +113,7 @@ def lerobot(folder: Path, rate_hz: float) -> Iterator[Arm]:
 
     with simulated_arm(folder) as peer:
         options = {"type": "so101_follower", "settings": peer.settings, "rate_hz": rate_hz}
-        yield Arm(options, 0, lambda: peer.word("shoulder_pan", PRESENT))
+        yield Arm(options, 0, lambda: peer.word("shoulder_pan", PRESENT), {CABLE: peer.freeze})
 
 
 @contextmanager
@@ -85,47 +125,92 @@ def ros2(folder: Path, rate_hz: float) -> Iterator[Arm]:
         limits = {"*": {"low": -2.0, "high": 2.0, "speed_max": 1.0}}
         names = ["shoulder", "elbow", "wrist"]
         options = {"joints": names, "controller": "arm_controller", "limits": limits, "domain": DOMAIN}
+        camera = {"topic": "/camera/image_raw", "width": 64, "height": 48}
         yield Arm(
-            {**options, "rate_hz": rate_hz},
+            {**options, "rate_hz": rate_hz, "cameras": {"front": camera}},
             0,
-            lambda: {name: round(at, 3) for name, at in peer.state()["place"].items()},
+            lambda: {name: round(at, 4) for name, at in peer.state()["place"].items()},
+            {CABLE: peer.freeze, CAMERA: lambda: peer.say("mute pictures")},
         )
 
 
+@contextmanager
+def franka(folder: Path, rate_hz: float) -> Iterator[Arm]:
+    from franka_kit import SimulatedArm
+
+    peer = SimulatedArm()
+    with network_camera(folder) as (camera, freeze):
+        options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz, "realtime": False}
+        breaks = {CABLE: lambda: peer.process.send_signal(signal.SIGSTOP), CAMERA: freeze}
+        yield Arm({**options, "cameras": {"front": camera}}, 6, peer.commanded, breaks)
+    peer.close()
+
+
+ARMS = {"ur": ur, "lerobot": lerobot, "ros2": ros2, "franka": franka}
+CAMERAS_HZ = {"ur": CAMERA_HZ, "ros2": 30.0, "franka": CAMERA_HZ}
+CONTROLLERS_S = {"ur": 0.012, "lerobot": 0.005, "ros2": 0.02, "franka": None}
+"""What an arm's controller takes besides, until it stands: of a UR an RTDE period and a step of its own, of a servo the
+next packet's decoding, of ros2_control two of its updates. A Franka brakes as it is built to: that is only reported."""
+
+
 def lead(robot: str, joint: int) -> None:
-    """The policy's process: leads one joint to and fro for ever."""
+    """In the place of the policy: moves one joint to and fro at a constant speed. Once it is refused it says no more,
+    as a session does."""
     with RemoteDriver(robot, token=1) as driver:
         driver.attach(START_S)
         tick = driver.reset(0)
-        begun_s, count = time.monotonic(), 0
+        spec, begun_s, count = driver.spec, time.monotonic(), 0
+        at = start = 0.0 if spec.joint_delta else float(spec.rest_action(tick.observation)[joint])
         while True:
-            action, phase = driver.spec.rest_action(tick.observation), 2 * np.pi / SWING_S
-            at_s = time.monotonic() - begun_s
-            step = np.cos(phase * at_s) * phase * driver.spec.period_s
-            share = step if driver.spec.joint_delta else np.sin(phase * at_s)
-            action[joint] = SWING * share
-            tick, count = driver.command(action), count + 1
+            phase = ((time.monotonic() - begun_s) * SPEED / SWING + 1.0) % 4.0
+            target = SWING * (1.0 - abs(phase - 2.0)) + start
+            action = spec.rest_action(tick.observation)
+            action[joint] = target - at if spec.joint_delta else target
+            at = target
+            try:
+                tick = driver.command(action)
+            except HalError:
+                time.sleep(START_S)
+            count += 1
             if count == PERIODS_BEFORE:
                 print("driving", flush=True)
 
 
+@dataclass(frozen=True)
+class Scene:
+    """An arm under way: its processes by name, and the log of its driver process."""
+
+    processes: dict[str, subprocess.Popen[bytes]]
+    log: Path
+
+    def told_s(self, since_s: float) -> float | None:
+        """When the driver process said first, after `since_s`, that it holds, or that a reading is stale or lost."""
+        for line in self.log.read_text().splitlines():
+            if any(each in line for each in STALE):
+                at_s = datetime.datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                if at_s >= since_s - 0.001:
+                    return at_s
+        return None
+
+
 @contextmanager
-def driven(kind: str, arm: Arm, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def driven(kind: str, arm: Arm, folder: Path) -> Iterator[Scene]:
     """The two processes, once the arm is under way."""
     save(RobotConfig(name="arm-0", driver=kind, task="free", options=arm.options), folder / "robot.yaml")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PEERS), str(PEERS.parent.parent)])}
-    with ExitStack() as stack, (folder / "driver.log").open("wb") as log:
+    path = folder / "driver.log"
+    with ExitStack() as stack, path.open("wb") as log:
         argv = [sys.executable, "-c", DRIVE, kind, str(folder / "robot.yaml"), str(folder)]
-        driver = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+        driver = subprocess.Popen(argv, env=environment, stdout=log, stderr=log, preexec_fn=_usual)
         stack.callback(_end, driver)
         argv = [sys.executable, "-m", "benchmarks.faults", "--lead", "arm-0", str(arm.joint)]
-        policy = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=log)
+        policy = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=log, preexec_fn=_usual)
         stack.callback(_end, policy)
         assert policy.stdout is not None
         if policy.stdout.readline() != b"driving\n":
-            raise RuntimeError(f"the arm is not led: {(folder / 'driver.log').read_text()}")
+            raise RuntimeError(f"the arm is not led: {path.read_text()}")
         stack.callback(policy.stdout.close)
-        yield {POLICY: policy, DRIVER: driver}
+        yield Scene({POLICY: policy, DRIVER: driver}, path)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -133,50 +218,112 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def periods_until_it_stands(kind: str, rate_hz: float, who: str, number: signal.Signals, after: float) -> float:
-    """Control periods from the signal until the arm showed something new for the last time; 0: not after it.
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds from a fault until the arm showed something new for the last time, and until the driver process said that
+    it holds or that the arm is stale or lost; None if it did not."""
 
-    The signal is sent so many periods `after` the arm is under way.
-    """
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, ARMS[kind](Path(name), rate_hz) as arm:
-        with driven(kind, arm, Path(name)) as processes:
-            time.sleep(after / rate_hz)
+    stands_s: float | None
+    told_s: float | None
+
+
+@contextmanager
+def realtime() -> Iterator[None]:
+    """For what a controller does: this process, and those that it starts but for `_usual`."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        print("no real-time priority is granted: the simulated arms may be late", file=sys.stderr)
+    yield
+    _usual()
+
+
+def _usual() -> None:
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def fail(kind: str, rate_hz: float, what: str, number: signal.Signals | None, after: float) -> Outcome:
+    """Causes a fault, so many periods `after` the arm is under way."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, realtime(), ARMS[kind](Path(name), rate_hz) as arm:
+        with driven(kind, arm, Path(name)) as scene:
+            time.sleep((after + 2) / rate_hz)
             seen, changed_s = arm.shows(), 0.0
-            processes[who].send_signal(number)
-            sent_s = time.monotonic()
-            while (now_s := time.monotonic()) < sent_s + PERIODS_AFTER / rate_hz:
-                if (newer := arm.shows()) != seen:
+            sent_unix_s, sent_s = time.time(), time.monotonic()
+            arm.breaks[what]() if number is None else scene.processes[what].send_signal(number)
+            until_s = sent_s + max(WATCH_S, 6 / rate_hz)
+            while (now_s := time.monotonic()) < until_s:
+                if what != CABLE and (newer := arm.shows()) != seen:
                     seen, changed_s = newer, now_s
-            return max(0.0, changed_s - sent_s) * rate_hz
+                time.sleep(0.001)
+            told_s = scene.told_s(sent_unix_s)
+            stands_s = None if what == CABLE else max(0.0, changed_s - sent_s)
+            return Outcome(stands_s, None if told_s is None else told_s - sent_unix_s)
 
 
-def rows(kind: str, rate_hz: float, pairs: int) -> list[Row]:
+def faults(kind: str) -> list[tuple[str, signal.Signals | None]]:
+    ended = [(who, number) for who in (POLICY, DRIVER) for number in (signal.SIGSTOP, signal.SIGKILL)]
+    devices: list[tuple[str, signal.Signals | None]] = [(CABLE, None)]
+    return [*ended, *devices, *([(CAMERA, None)] if kind in CAMERAS_HZ else [])]
+
+
+def limit_ms(kind: str, rate_hz: float, what: str) -> float:
+    """What the fault may take: two control periods from when it can be noticed."""
+    notice_s = {
+        CABLE: 1 / rate_hz,  # until the next call
+        CAMERA: stale_by_default_s(CAMERAS_HZ.get(kind, 1.0)) + 1 / rate_hz,
+    }.get(what, 0.0)
+    return 1000 * (notice_s + 2 / rate_hz)
+
+
+def row(kind: str, rate_hz: float, what: str, number: signal.Signals | None, pairs: int) -> list[Row]:
+    try:
+        outcomes = [fail(kind, rate_hz, what, number, pair / pairs) for pair in range(pairs)]
+    except RuntimeError as error:  # the arm was not to be led
+        log.error("%s", error)
+        return [Row(21, f"{kind} at {rate_hz:g} Hz: not driven", "ms", math.nan, None, None, 1.0, False)]
+    event = number.name if number else {CABLE: "silence", CAMERA: "frozen picture"}[what]
+    name = f"{kind} at {rate_hz:g} Hz: {event} of {what} until"
+    bound, controller_s = limit_ms(kind, rate_hz, what), CONTROLLERS_S[kind]
     found = []
-    for who in (POLICY, DRIVER):
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            figures = [periods_until_it_stands(kind, rate_hz, who, number, pair / pairs) for pair in range(pairs)]
-            what = f"{kind}: {number.name} of {who} until the arm stands, worst of {pairs}"
-            worst, median = max(figures), statistics.median(figures)
-            found.append(Row(21, what, "periods", worst, 2.0, None, None, worst <= 2.0, {"median": median}))
+    if what != CABLE:
+        stands = [1000 * (each.stands_s or 0.0) for each in outcomes]
+        limit = None if controller_s is None else bound + 1000 * controller_s
+        note = "" if not controller_s else f"of the bound {1000 * controller_s:g} ms are the controller's"
+        found.append(_row(f"{name} the arm stands", stands, limit, rate_hz, note))
+    if what != DRIVER:
+        told = [math.inf if each.told_s is None else 1000 * each.told_s for each in outcomes]
+        found.append(_row(f"{name} the driver holds or says so", told, bound, rate_hz))
     return found
 
 
-ARMS = {"ur": ur, "lerobot": lerobot, "ros2": ros2}
+def _row(name: str, figures: list[float], bound: float | None, rate_hz: float, note: str = "") -> Row:
+    """`figures` and `bound` in ms; without a bound the row is only reported."""
+    worst = max(figures)
+    peers = {"periods": worst * rate_hz / 1000, "median": statistics.median(figures)}
+    ratio = None if bound is None or not worst else bound / worst
+    target, met = (None, None) if bound is None else (1.0, worst <= bound)
+    return Row(21, f"{name}, worst of {len(figures)}", "ms", worst, bound, ratio, target, met, peers, note=note)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("driver", nargs="?", choices=tuple(ARMS), default="ur")
-    parser.add_argument("--rate", type=float, default=RATE_HZ, help="Hz; less on a machine that others use too")
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--rates", type=float, nargs="+", help="Hz; by default those at which the driver ships")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="how often each fault is caused")
     parser.add_argument("--lead", nargs=2, metavar=("ROBOT", "JOINT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.lead:
         lead(args.lead[0], int(args.lead[1]))
     sys.path.insert(0, str(PEERS))
+    rates = args.rates or RATES[args.driver]
     with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as runtime:
         os.environ["USER_SYS_TEST_FOLDER"] = runtime
-        report(f"faults-{args.driver}", rows(args.driver, args.rate, args.pairs))
+        rows = []
+        for rate_hz in rates:
+            for what, number in faults(args.driver):
+                rows += row(args.driver, rate_hz, what, number, args.pairs)
+    reduced = "" if args.pairs >= PAIRS and not args.rates else f"{args.pairs} of {PAIRS} times at {rates} Hz"
+    report(f"faults-{args.driver}", rows, reduced=reduced)
 
 
 if __name__ == "__main__":

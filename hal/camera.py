@@ -41,6 +41,11 @@ class Camera(ABC):
     live: bool = False
     attend: Callable[[], None] = staticmethod(_nobody)
 
+    def load(self) -> None:
+        """Imports what `connect` needs. Called before the robot is connected: an import may keep all threads of the
+        process for longer than a robot's watchdog allows. What is missing is told by `connect`."""
+        return None
+
     @abstractmethod
     def connect(self) -> None:
         """Opens the device. Raises HardwareLost when it is not there."""

@@ -7,6 +7,7 @@ extra ``cameras``) and pyrealsense2 (of ``realsense``) are imported when a camer
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -103,6 +104,10 @@ class LocalCamera(Camera):
         self.spec, self.config = spec, config
         self._alone = DeviceLock(camera_place(config.kind, config.device))
         self._reader: _Reader | None = None
+
+    def load(self) -> None:
+        with contextlib.suppress(ImportError):
+            import_module(_LIBRARIES[self.config.kind])
 
     def connect(self) -> None:
         """See `hal.camera.Camera`; returns once there is a first frame.
@@ -283,6 +288,9 @@ _SOURCES: dict[str, type[_OpencvSource] | type[_RealsenseSource]] = {
     "opencv": _OpencvSource,
     "realsense": _RealsenseSource,
 }
+
+
+_LIBRARIES = {"opencv": "cv2", "realsense": "pyrealsense2"}
 
 
 class Stamps:

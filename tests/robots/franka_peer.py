@@ -1,7 +1,7 @@
 """A simulated FR3 in a process of its own: ``python franka_peer.py HOST``. franky-sim speaks libfranka's protocol.
 
 Orders come on stdin, a line each: ``set NAME VALUE`` puts a value of its own into the state that is sent, such as
-``set robot_mode 4``, a reflex.
+``set robot_mode 4``, a reflex; ``commanded`` asks for the joint angles that the arm is told to have.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ simulated = franka_robot_server.FrankaRobotServer.robot_state.fget
 franka_robot_server.FrankaRobotServer.robot_state = property(lambda self: dataclasses.replace(simulated(self), **sent))
 
 with MujocoSimulator(enable_visualization=False) as simulator:
-    simulator.add_robot()
+    arm = simulator.add_robot()
     with SimulationServer(simulator, hostname_candidates=[sys.argv[1]]) as server:
         server.run_async()
         print("ready", flush=True)
         for line in sys.stdin:
+            if line.strip() == "commanded":
+                print(json.dumps([round(angle, 5) for angle in arm.state.q_d]), flush=True)
+                continue
             _, name, value = line.split(maxsplit=2)
             sent[name] = json.loads(value)
             print("done", flush=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from franka_kit import DEADLINE_S, SimulatedArm
 
 from hal.conformance import RobotConformance
 from hal.errors import HardwareLost, SpecError, StaleObservation
@@ -26,40 +19,8 @@ from hal.station import StationRequest
 from robots.franka import FrankaConfig, FrankaRobot, make_station
 
 pytestmark = pytest.mark.franka
-PEER = Path(__file__).with_name("franka_peer.py")
-DEADLINE_S = 60.0
 PATIENT = {"rate_hz": 10.0, "answer_within_s": 30.0, "stale_after_s": 30.0, "realtime": False}
 REFLEX, USER_STOPPED = 4, 5
-_numbers = itertools.count(64)
-
-
-class SimulatedArm:
-    def __init__(self) -> None:
-        pid = os.getpid()
-        self.host = f"127.{64 + next(_numbers) % 128}.{pid >> 8 & 255}.{pid & 255 or 1}"
-        command = [sys.executable, str(PEER), self.host]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.await_line("ready")
-
-    def set(self, name: str, value: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"set {name} {json.dumps(value)}\n")
-        self.process.stdin.flush()
-        self.await_line("done")
-
-    def await_line(self, wanted: str) -> None:
-        assert self.process.stdout is not None
-        while True:
-            assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the arm says nothing"
-            if self.process.stdout.readline().strip() == wanted:
-                return
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ class Driver:
     Attributes:
         real_time: a command is observed at the end of its control period, for which `pace` waits.
         pace: blocks until the control period is over; whoever serves the driver sets it.
+        on_robot_connected: called between the robot's connection and those of cameras and input devices.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Driver:
         self.spec = robot.spec
         self.real_time = False
         self.pace: Callable[[], None] = lambda: None
+        self.on_robot_connected: Callable[[], None] = lambda: None
         self._teleoperators = list(teleoperators)
         self._connected = False
         self._frame_stride = frame_stride
@@ -118,12 +120,15 @@ class Driver:
         Raises:
             HardwareLost: the robot or a camera is not there, or a stop button of its own is pressed: that latches too.
         """
+        for camera in self.cameras:
+            camera.load()
         try:
             self.robot.connect()
         except EmergencyStopped as error:
             self.kernel.emergency_stop(f"the robot {self.spec.model}", str(error))
             raise HardwareLost(f"{error}: release it, then re-arm at the console") from error
         self._connected = True
+        self.on_robot_connected()
         if self.kernel.emergency is not None:
             self.robot.stop(StopLevel.SAFE)
             self._acknowledge()

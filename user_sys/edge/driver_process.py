@@ -51,7 +51,7 @@ from user_sys.config import load
 from user_sys.edge.driver import Driver, Tick
 from user_sys.edge.driver_client import FRAME
 from user_sys.edge.driver_wire import LATCH, WAITING, Reply, Request, TaskCard, endpoint
-from user_sys.edge.realtime import SWITCH_S, claim_realtime
+from user_sys.edge.realtime import SWITCH_S, claim_realtime, release_later_threads
 from user_sys.errors import UserSysError, WireError
 from user_sys.logs import configure_logging
 
@@ -391,11 +391,15 @@ def _run(config: RobotConfig, state: Path) -> None:
         )
         server.stop, server.real_time = stop, config.follows_clock
         try:
+            # Before the robot is connected: its threads must keep its watchdog fed, and locking memory halts them all
+            sys.setswitchinterval(SWITCH_S)
+            realtime = config.follows_clock and config.realtime == "auto"
+            refused = claim_realtime(config.cpus) if realtime else ""
+            driver.on_robot_connected = release_later_threads  # those of cameras
             if not connect_unless(driver, stop):
                 return
-            sys.setswitchinterval(SWITCH_S)
-            if config.follows_clock and config.realtime == "auto":
-                server.refused_realtime = _claim(config)  # after `connect`: threads of cameras stay ordinary ones
+            if realtime:
+                server.refused_realtime = _tell_realtime(config, refused)
             server.run()
         finally:
             log.info("safety.counts robot=%s %s", config.name, {name: n for name, n in kernel.counts.items() if n})
@@ -436,8 +440,7 @@ def connect_unless(driver: Driver, stop: threading.Event) -> bool:
     return True
 
 
-def _claim(config: RobotConfig) -> str:
-    refused = claim_realtime(config.cpus)
+def _tell_realtime(config: RobotConfig, refused: str) -> str:
     if refused:
         log.warning("realtime.refused robot=%s: %s; the control rate may waver under load", config.name, refused)
     else:

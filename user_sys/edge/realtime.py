@@ -36,6 +36,12 @@ def claim_realtime(cpus: Sequence[int]) -> str:
     return "; ".join(refused)
 
 
+def release_later_threads() -> None:
+    """Lets threads that the calling one starts from now on be ordinary ones. Harmless if real time was refused."""
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_FIFO:
+        _go_first(PRIORITY, os.SCHED_RESET_ON_FORK)
+
+
 def _stay_on(cpus: Sequence[int]) -> list[str]:
     try:
         if cpus:
