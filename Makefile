@@ -93,7 +93,7 @@ bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and c
 	$(BIN)/python -m benchmarks tunnel sites control $(ARGS)
 
 bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--quick)
-	$(BIN)/python -m benchmarks hal faults-ur faults-lerobot faults-ros2 $(ARGS)
+	$(BIN)/python -m benchmarks hal faults-ur faults-lerobot faults-ros2 faults-franka $(ARGS)
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py
