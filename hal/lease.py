@@ -271,7 +271,6 @@ class MachineLock:
         """
         if self._handle is not None:
             return
-        _warn_of_test_folder()
         try:
             handle = self._locked_file()
         except OSError as error:
@@ -339,6 +338,7 @@ class MachineLock:
 
 def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
     """The lock of a robot on this computer; raises as `hal.machine.robot_place` does."""
+    _warn_of_test_folder()
     return MachineLock(robot_place(robot, simulated=simulated).lock, holder, robot)
 
 

@@ -180,6 +180,7 @@ def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
         ),
         (RUNNING, RUNNING, report("open", "driving"), "the run drives the robot"),
         (RUNNING, RUNNING, report("lost", "driving", "silent"), "out of reach (silent): the robot works on"),
+        (RUNNING, RUNNING, report("lost", "held without a lease", "silent"), "run out, and the robot is held until"),
         (RUNNING, RUNNING, report("lost", "waiting for its lease", "closed"), "trying again; the robot is held"),
         (WAITING, RUNNING, None, "its driver process has ended and is started again: no such device"),
         (RUNNING, KILLED, None, "its session process has ended and is started again: killed by signal 9"),

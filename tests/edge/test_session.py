@@ -27,6 +27,7 @@ from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.edge.session_report import read_report
 from user_sys.episode import Chunk, Phase, Source, decode_chunk
+from user_sys.gateway.config import GatewayConfig
 from user_sys.learners import LEARNER
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
 from user_sys.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare
@@ -297,6 +298,26 @@ def test_a_session_goes_on_without_its_gateway_and_delivers_later(site: Site) ->
     assert acknowledged <= set(site.stored())
     require_whole(site)
     assert "lease.granted robot=fake-0 token=1" in session.log and "token=2" not in session.log
+
+
+def test_a_robot_whose_lease_runs_out_holds_and_goes_on_once_it_is_renewed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        site = Site(tmp_path, stack, gateway=GatewayConfig(lease_ttl_s=2.0))
+        gateway, driver, session = site.gateway(), site.driver(), site.session()
+
+        def does(what: str) -> bool:
+            report = read_report(ROBOT.name, session.process.pid)
+            return report is not None and report.doing == what
+
+        until(lambda: len(site.recorded()) > 3, "steps are recorded")
+        gateway.end(signal.SIGKILL)
+        driver.says("lease.over robot=fake-0")
+        until(lambda: does("held without a lease"), "the session reports it")
+        site.gateway()
+        until(lambda: does("driving"), "the lease is renewed")
+        stored = len(site.recorded())
+        until(lambda: len(site.recorded()) > stored + 2, "the robot is driven again")
+        assert session.process.poll() is None and "driver.lost" not in session.log
 
 
 def test_a_session_takes_no_more_of_the_uplink_than_it_may(tmp_path: Path) -> None:
