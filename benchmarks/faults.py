@@ -142,7 +142,7 @@ def franka(folder: Path, rate_hz: float) -> Iterator[Arm]:
     with network_camera(folder) as (camera, freeze):
         options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz, "realtime": False}
         breaks = {CABLE: lambda: peer.process.send_signal(signal.SIGSTOP), CAMERA: freeze}
-        yield Arm({**options, "cameras": {"front": camera}}, 6, peer.commanded, breaks)
+        yield Arm({**options, "cameras": {"front": camera}}, 6, peer.angles, breaks)
     peer.close()
 
 

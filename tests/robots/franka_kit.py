@@ -30,10 +30,10 @@ class SimulatedArm:
         self.process.stdin.flush()
         self.await_line("done")
 
-    def commanded(self) -> list[float]:
-        """The joint angles (7,) that the arm is told to have now, rad."""
+    def angles(self) -> list[float]:
+        """The joint angles (7,) of the arm, rad."""
         assert self.process.stdin is not None
-        self.process.stdin.write("commanded\n")
+        self.process.stdin.write("angles\n")
         self.process.stdin.flush()
         while not (line := self._line()).startswith("["):
             pass

@@ -1,7 +1,7 @@
 """A simulated FR3 in a process of its own: ``python franka_peer.py HOST``. franky-sim speaks libfranka's protocol.
 
 Orders come on stdin, a line each: ``set NAME VALUE`` puts a value of its own into the state that is sent, such as
-``set robot_mode 4``, a reflex; ``commanded`` asks for the joint angles that the arm is told to have.
+``set robot_mode 4``, a reflex; ``angles`` asks for those of its joints.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ with MujocoSimulator(enable_visualization=False) as simulator:
         server.run_async()
         print("ready", flush=True)
         for line in sys.stdin:
-            if line.strip() == "commanded":
-                print(json.dumps([round(angle, 5) for angle in arm.state.q_d]), flush=True)
+            if line.strip() == "angles":
+                print(json.dumps([round(float(angle), 4) for angle in arm.data.qpos[:7]]), flush=True)
                 continue
             _, name, value = line.split(maxsplit=2)
             sent[name] = json.loads(value)
