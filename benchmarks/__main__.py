@@ -62,7 +62,7 @@ PROGRAMS = (
     Program("hardware", 1),
     Program("simulation", 3),
     Program("policy_process", 2, quick="--seconds 5"),
-    Program("control", 32, quick="--seconds 10"),
+    Program("control", 23, quick="--seconds 10"),
     Program("estop", 8, quick="--presses 10 --leaves 2"),
     Program("pushes", 8, quick="--seconds 50 --runs 1"),
     Program("demo", 30, quick="--arms panda --seeds 0 --peer-limit-s 20"),
