@@ -150,7 +150,8 @@ ARMS = {"ur": ur, "lerobot": lerobot, "ros2": ros2, "franka": franka}
 CAMERAS_HZ = {"ur": CAMERA_HZ, "ros2": 30.0, "franka": CAMERA_HZ}
 CONTROLLERS_S = {"ur": 0.012, "lerobot": 0.005, "ros2": 0.02, "franka": None}
 """What an arm's controller takes besides, until it stands: of a UR an RTDE period and a step of its own, of a servo the
-next packet's decoding, of ros2_control two of its updates. A Franka brakes as it is built to: that is only reported."""
+next packet's decoding, of ros2_control two of its updates. Of a Franka it is not
+measured: its simulation does not stand still, so the figure is when the driver holds."""
 
 
 def lead(robot: str, joint: int) -> None:
@@ -285,9 +286,9 @@ def row(kind: str, rate_hz: float, what: str, number: signal.Signals | None, pai
     name = f"{kind} at {rate_hz:g} Hz: {event} of {what} until"
     bound, controller_s = limit_ms(kind, rate_hz, what), CONTROLLERS_S[kind]
     found = []
-    if what != CABLE:
+    if what != CABLE and controller_s is not None:
         stands = [1000 * (each.stands_s or 0.0) for each in outcomes]
-        limit = None if controller_s is None else bound + 1000 * controller_s
+        limit = bound + 1000 * controller_s
         note = "" if not controller_s else f"of the bound {1000 * controller_s:g} ms are the controller's"
         found.append(_row(f"{name} the arm stands", stands, limit, rate_hz, note))
     if what != DRIVER:
