@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import os
 import signal
 import socket
+import tempfile
 import tempfile
 
 import pytest
@@ -22,6 +24,11 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="user-sys-tests-")  # of 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
 # Ctrl-C is meant to work.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Locks, sockets and e-stops of the tests lie in a folder of their own, also those of the processes that they start.
+_FOLDER = tempfile.TemporaryDirectory(prefix="us-", dir="/tmp")  # a socket's path has at most 107 bytes
+os.environ["USER_SYS_TEST_FOLDER"] = _FOLDER.name
 
 
 @pytest.fixture
