@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import os
 import signal
 import socket
-import tempfile
 import tempfile
 
 import pytest
