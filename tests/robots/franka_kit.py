@@ -47,7 +47,9 @@ class SimulatedArm:
     def _line(self) -> str:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "the arm says nothing"
-        return self.process.stdout.readline().strip()
+        line = self.process.stdout.readline()
+        assert line, f"the arm ended with status {self.process.wait(DEADLINE_S)}"
+        return line.strip()
 
     def close(self) -> None:
         self.process.kill()
