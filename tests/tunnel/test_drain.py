@@ -102,7 +102,7 @@ def test_a_session_that_ends_while_its_link_is_down_delivers_once_that_is_back(
         for number in range(EPISODE_CHUNKS):
             outbox.append(recorded(number))
         robot = site.client("panda-0", outbox, wait=False)
-        session._drain(robot)
+        session._drain(robot, threading.Event())
         assert len(outbox) == 0
         robot.close()
     assert stored(tmp_path) == [("minute-00000", index) for index in range(EPISODE_CHUNKS)]

@@ -259,7 +259,7 @@ def _require_past(chunk: PackedChunk) -> None:
     newest_ns = chunk.header.started_unix_ns
     if captured is not None and len(captured):
         newest_ns = max(newest_ns, int(captured.max()) + chunk.header.unix_offset_ns)
-    ahead_s = newest_ns / 1e9 - time.time()
+    ahead_s = (newest_ns - time.time_ns()) / 1e9
     if ahead_s > MAX_AHEAD_S:
         raise WireError(
             f"recorded {ahead_s:.0f} s from now; set the clock of the robot's computer, or of the gateway's"
