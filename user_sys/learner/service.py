@@ -281,9 +281,9 @@ class Learner:
             ) from None
         if position > self._position():
             raise ConfigError(
-                f"the checkpoint of update {checkpoint.updates} in {folder} has seen record {position} of its store, and "
-                f"this store ends at record {self._position()}: it is another store, or lost its newest records. Put "
-                "the right store back; or move this checkpoint out of the folder, to go on from the one before it"
+                f"the checkpoint of update {checkpoint.updates} in {folder} has seen record {position} of its store, "
+                f"and this store ends at record {self._position()}: it is another store, or lost its newest records. "
+                "Put the right store back; or move this checkpoint out of the folder, to go on from the one before it"
             )
         if not self._share.load(checkpoint):
             before = scalars.get(PROCESSES, 1)
