@@ -18,7 +18,6 @@ from tunnel_kit import prepare, stored, until
 
 from user_sys.gateway.service import GatewayAddress, read_address
 from user_sys.tunnel.keys import new_keypair, save_keypair
-from user_sys.tunnel.wire import Channel
 
 CLOUD, PORT = "10.77.2.2", 5555
 SITE, ROUTER = "10.77.1.2", "10.77.1.1"
@@ -165,11 +164,11 @@ def stream(sites: Sites, run: Path, address: GatewayAddress, gateway: subprocess
     edge = sites.start(sites.site, run / "edge.log", *argv)
     try:
         grows(run)
-        assert seen_from(gateway) == {OUTER: len(Channel)}, "the site has one address and one port is dialled"
+        assert seen_from(gateway) == {OUTER: 4}, "the site has one address and one port is dialled"
         assert {remote.split(":")[1] for _, remote in sockets_of(edge, ESTABLISHED)} == {f"{PORT:04X}"}
         assert sockets_of(edge, LISTENING) == [], "nothing listens on the edge"
         sites.change_address()
-        until(lambda: seen_from(gateway)[NEW_OUTER] == len(Channel), "the edge comes back from the site's new address")
+        until(lambda: seen_from(gateway)[NEW_OUTER] == 4, "the edge comes back from the site's new address")
         grows(run)
     finally:
         (run / "enough").touch()
