@@ -7,6 +7,8 @@ BIN := .venv/bin
 RUN_EXTRAS := edge,sim,learner,interchange
 DEMO ?= full
 ARGS ?=
+WORKERS ?= auto
+IN_PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 FUZZ_S ?= 600
 CHAOS_TUNNEL := tests/tunnel/test_simulation.py tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile.py
 DEMO_CONFIG_full := configs/demo.yaml
@@ -23,7 +25,7 @@ INSTALLED_ROS2 := .venv-ros2/.installed
 INSTALLED_BENCH := .venv-bench/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-slow chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: help demo test test-all test-slow test-gpu chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,13 +34,19 @@ demo: $(INSTALLED_RUN)  ## a simulated arm learns to lift a cube, while you watc
 	@.ci/check-egl
 	@$(BIN)/user-sys train $(DEMO_CONFIG_$(DEMO)) $(ARGS)
 
-test: $(INSTALLED_DEV)  ## the default tests: no GPU, no network, no hardware (ARGS=-x)
+test: $(INSTALLED_DEV)  ## the default tests, in parallel: no GPU, no network, no hardware (ARGS=-x, WORKERS=3)
 	@.ci/check-egl
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(IN_PARALLEL) $(ARGS)
+
+test-all:  ## the default tests and all that they leave out, each in its environment, with a summary
+	@.ci/test-all $(ARGS)
 
 test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
 	@.ci/check-egl
-	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-gpu: $(INSTALLED_DEV)  ## the tests that need a GPU
+	$(BIN)/pytest -m gpu --timeout 1800 $(ARGS)
 
 chaos-tunnel: $(INSTALLED_DEV)  ## the tunnel behind a network that does its worst, and among hostile peers: an hour
 	$(BIN)/pytest -m 'slow or not slow' --timeout 3600 $(CHAOS_TUNNEL) $(ARGS)

@@ -17,16 +17,38 @@ settings.register_profile("repeatable", derandomize=True, database=None, print_b
 settings.register_profile("explore", print_blob=True, **_UNHURRIED)
 settings.load_profile("repeatable")
 
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="user-sys-tests-")  # of audit logs that belong to no run
+# Tests run beside each other and compute little: one thread each is faster. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, in them and in all that they start; here
 # Ctrl-C is meant to work.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Locks, sockets and e-stops of the tests lie in a folder of their own, also those of the processes that they start.
-_FOLDER = tempfile.TemporaryDirectory(prefix="us-", dir="/tmp")  # a socket's path has at most 107 bytes
-os.environ["USER_SYS_TEST_FOLDER"] = _FOLDER.name
+# Folders of this process, which is one of several under `pytest -n`, and of the processes that its tests start:
+# locks, sockets and e-stops (a socket's path has at most 107 bytes), and audit logs that belong to no run.
+_FOLDERS = {
+    name: tempfile.TemporaryDirectory(prefix="us-", dir="/tmp", ignore_cleanup_errors=True)
+    for name in ("USER_SYS_TEST_FOLDER", "XDG_STATE_HOME")
+}
+os.environ.update({name: folder.name for name, folder in _FOLDERS.items()})
+
+
+def pytest_unconfigure() -> None:
+    for folder in _FOLDERS.values():
+        folder.cleanup()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which the environments of single drivers do not have
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers of `pytest -n auto`. The tests wait for other processes half of their time; a worker takes up to 1 GB."""
+    return min(16, 2 * (os.cpu_count() or 1) + 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers start with the long tests, so that none of these remains when the others are done."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture
