@@ -16,7 +16,10 @@ LEAD_S = 0.5  # how far a joint's target may be ahead, at the joint's greatest s
 NEAR = 0.99  # the share of a limit from which on it counts as reached
 NEAR_M = 0.001  # the distance from a forbidden box from which on that counts as reached
 ROUNDED = 4e-7  # of a position to float32
-CHANGE = 4 * ROUNDED  # of a difference of steps
+CHANGE = 4 * ROUNDED
+"""Of a difference of steps. Targets below 4 rad are rounded to float32 by up to 1.2e-7 each, and the difference of two
+changes is made of eight of them: 9.5e-7. The kernel itself takes a change that exceeds a limit by up to 3e-7 as one
+within it (`hal.braking.ROUNDED`). Together that is 1.25e-6."""
 FAR = float("inf")
 
 
@@ -46,7 +49,7 @@ class Axis:
     lead: float = FAR
     last: float | None = None  # the newest target
     step: float = 0.0
-    change: float = 0.0
+    changes: tuple[float, ...] = (0.0,)  # the last one, as it may count: see `Limits._check_change`
 
 
 def axes_of(spec: RobotSpec) -> list[Axis]:
@@ -109,7 +112,7 @@ class Limits:
     def stopped(self) -> None:
         """The robot was stopped: its motion starts from rest."""
         for axis in self._axes:
-            axis.last, axis.step, axis.change = None, 0.0, 0.0
+            axis.last, axis.step, axis.changes = None, 0.0, (0.0,)
 
     def check(self, applied: Array, state: Array) -> set[str]:
         """The limits that `applied` breaks, for the state that it was applied in."""
@@ -167,10 +170,32 @@ class Limits:
     def _check_change(
         self, axis: Axis, step: float, place: tuple[float, float], broken: set[str], reached: set[str]
     ) -> bool:
+        """An axis that its place stops within `CHANGE` of its limits may or may not have exceeded them: rounding hides
+        it. Its change counts as 0 afterwards if it has. So either is right, and a limit is broken if both break it."""
+        found, counts, exceeds = set[str](), set[float](), True
+        for before in axis.changes:
+            wrong, exceeded = self._judge(axis, step, before, place, reached)
+            if wrong:
+                found |= wrong
+                continue
+            change = step - axis.step
+            at_edge = min(abs(step - place[0]), abs(step - place[1])) <= CHANGE
+            at_limit = max(abs(change) - axis.acceleration, abs(change - before) - axis.jerk) > -CHANGE
+            counts |= {0.0} if exceeded else {change, 0.0} if at_edge and at_limit else {change}
+            exceeds &= exceeded
+        if not counts:
+            broken |= found
+        axis.step, axis.changes = step, tuple(sorted(counts)) or (0.0,)
+        return exceeds
+
+    def _judge(
+        self, axis: Axis, step: float, before: float, place: tuple[float, float], reached: set[str]
+    ) -> tuple[set[str], bool]:
+        """The limits that `step` breaks after the change `before`, and whether it exceeds them."""
         change = step - axis.step
-        least = axis.step + max(axis.change - axis.jerk, -axis.acceleration)
-        most = axis.step + min(axis.change + axis.jerk, axis.acceleration)
-        hasty, jerky = abs(change) - axis.acceleration, abs(change - axis.change) - axis.jerk
+        least = axis.step + max(before - axis.jerk, -axis.acceleration)
+        most = axis.step + min(before + axis.jerk, axis.acceleration)
+        hasty, jerky = abs(change) - axis.acceleration, abs(change - before) - axis.jerk
         for name, over, limit in (("acceleration", hasty, axis.acceleration), ("jerk", jerky, axis.jerk)):
             if limit < FAR and over >= (NEAR - 1) * limit:
                 reached.add(name)
@@ -178,9 +203,8 @@ class Limits:
         had_to = least > place[1] - CHANGE or most < place[0] + CHANGE
         nearest = place[1] if least > place[1] - CHANGE else place[0]
         if exceeds and not (had_to and abs(step - nearest) <= CHANGE):
-            broken.update(name for name, over in (("acceleration", hasty), ("jerk", jerky)) if over > CHANGE)
-        axis.step, axis.change = step, 0.0 if exceeds else change
-        return exceeds
+            return {name for name, over in (("acceleration", hasty), ("jerk", jerky)) if over > CHANGE}, True
+        return set(), exceeds
 
     def _start(self, axis: Axis, measured: list[float]) -> float:
         if axis.target and axis.last is not None:

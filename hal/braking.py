@@ -92,17 +92,22 @@ class Motion:
     def room_up(self, way: Array) -> Array:
         """The greatest change after which an axis can still come to rest within `way` (>= 0): at least `brake`.
 
-        Infinite if every way is far.
+        Infinite if every way is far. A way of 0 moves along with the axis, as for one that is out of its place: what it
+        comes back in this period is not open to it in the next. So the step may not pass 0, and only `brake` is left.
         """
         if (way >= self.reach).all():
             return self._far
-        return np.maximum(self._room_for(way, self.step, self.change, self.most), self.brake)
+        room = self._room_for(way, self.step, self.change, self.most)
+        room[way <= 0.0] = -np.inf
+        return np.maximum(room, self.brake)
 
     def room_down(self, way: Array) -> Array:
         """As `room_up`, for a `way` (>= 0) in the other direction: at most `brake`."""
         if (way >= self.reach).all():
             return -self._far
-        return np.minimum(-self._room_for(way, -self.step, -self.change, -self.least), self.brake)
+        room = self._room_for(way, -self.step, -self.change, -self.least)
+        room[way <= 0.0] = -np.inf
+        return np.minimum(-room, self.brake)
 
     def ways(self) -> Array:
         """The ways (2, n) up and down that each axis needs to come to rest."""

@@ -213,23 +213,27 @@ class _Axes:
         wanted, motion = within[self.elements] - self._base, self._motion
         wish = self._wish(wanted, share)
         low, high = self._places(angle, state, wish)
+        pressed = self._block(low, high, state)
         room = motion.room_down(-low), motion.room_up(high)
         *speed, towards = motion.towards(np.stack([share * self._slowest, share * self._fastest, wish]) - motion.step)
         change = self._change(
             wanted, wish, towards, np.maximum(room[0], speed[0]), np.minimum(room[1], speed[1]), share
         )
         smooth = motion.step + change
-        step, contact = self._yield(np.minimum(np.maximum(smooth, low), high), angle, measured, state)
+        step, held_up = self._limit_lead(np.minimum(np.maximum(smooth, low), high), angle, measured)
         exact, before = wish - motion.step, motion.change
         motion.take(step)
         changed = step != wanted
         if not changed.any():
             return NO_REASON
         within[self.elements[changed]] = (self._base + step)[changed]
-        reasons = contact | self._hastes(exact, before)
+        reasons = held_up | self._hastes(exact, before)
         if (wish != wanted).any() or _outside(exact, speed[0], speed[1], ROUNDED):
             reasons |= Reason.SPEED
         placed = (exact < room[0] - ROUNDED) | (exact > room[1] + ROUNDED)
+        if pressed is not None and (placed & pressed).any():
+            reasons |= Reason.FORCE
+            placed &= ~pressed
         if placed[self._tools].any():
             reasons |= Reason.WORKSPACE
         return reasons | Reason.JOINT_POSITION if placed[self._joints].any() else reasons or Reason.SPEED
@@ -251,6 +255,18 @@ class _Axes:
         if self._tools.stop and self._place.needs_state:
             low[self._tools], high[self._tools] = self._place.interval(state, wish[self._tools], self._motion)
         return low, high
+
+    def _block(self, low: Array, high: Array, state: Array) -> Array | None:
+        """Takes out of the intervals, in place, the steps against a force above its limit. Returns the axes (bool) that
+        such a force acts on, if there is one."""
+        pressed = self._place.blocked_directions(state) if self._tools.stop else None
+        if pressed is None:
+            return None
+        down, up = pressed
+        low[self._tools][down], high[self._tools][up] = 0.0, 0.0
+        blocked = np.zeros(len(low), bool)
+        blocked[self._tools] = down | up
+        return blocked
 
     def _change(self, wanted: Array, wish: Array, towards: Array, down: Array, up: Array, share: float) -> Array:
         """The change of each step. An axis follows its wish for as long as the limits allow that. If they do not, it
@@ -275,17 +291,14 @@ class _Axes:
                 change[tools] = motion.brake[tools] + mixed * (change[tools] - motion.brake[tools])
         return change
 
-    def _yield(self, step: Array, angle: Array, measured: Array, state: Array) -> tuple[Array, Reason]:
-        """`step` without what presses: against a force above its limit, or on with a joint that is held up."""
-        reasons, yielding = NO_REASON, step.copy()
-        if self._tools.stop and self._place.yields(state, yielding[self._tools]):
-            reasons = Reason.FORCE
-        if len(self.targets):
-            low, high = np.minimum(measured - self._lead - angle, 0.0), np.maximum(measured + self._lead - angle, 0.0)
-            yielding[self._joints] = np.minimum(np.maximum(step[self._joints], low), high)
-            if (yielding != step)[self._joints].any():
-                reasons |= Reason.SPEED
-        return yielding, reasons
+    def _limit_lead(self, step: Array, angle: Array, measured: Array) -> tuple[Array, Reason]:
+        """`step` without what leads targets away from joints that are held up."""
+        if not len(self.targets):
+            return step, NO_REASON
+        low, high = np.minimum(measured - self._lead - angle, 0.0), np.maximum(measured + self._lead - angle, 0.0)
+        kept = step.copy()
+        kept[self._joints] = np.minimum(np.maximum(step[self._joints], low), high)
+        return kept, NO_REASON if (kept == step).all() else Reason.SPEED
 
     def _hastes(self, exact: Array, before: Array) -> Reason:
         hasty = np.abs(exact) > self._motion.acceleration + ROUNDED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hal.braking import ROUNDED, Motion
@@ -73,16 +75,15 @@ class ToolPlace:
             else:
                 low[axis] = max(low[axis], -way)
 
-    def yields(self, state: Array, step: Array) -> bool:
-        """Takes out of `step`, in place, what moves against a force above the limit. True if there is anything."""
+    def blocked_directions(self, state: Array) -> tuple[Array, Array] | None:
+        """The axes on which a step down, and those on which a step up, goes against a force above the limit, (3,) bool
+        each; None without such a force."""
         if not self._presses:
-            return False
+            return None
         force = state[self._force]
-        against: Array = step * force < 0
-        if not against.any() or float(np.sqrt(force @ force)) <= self._push:
-            return False
-        step[against] = 0.0
-        return True
+        if math.hypot(*force.tolist()) <= self._push:
+            return None
+        return force > 0, force < 0
 
 
 def tool_box(spec: RobotSpec) -> tuple[Array, Array]:
