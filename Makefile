@@ -10,7 +10,7 @@ ARGS ?=
 WORKERS ?= auto
 IN_PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 FUZZ_S ?= 600
-CHAOS_TUNNEL := tests/tunnel/test_simulation.py tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile.py
+CHAOS_TUNNEL := tests/tunnel/test_simulation.py tests/tunnel/test_chaos.py tests/tunnel/test_crashes.py tests/tunnel/test_hostile_peers.py
 DEMO_CONFIG_full := configs/demo.yaml
 DEMO_CONFIG_smoke := configs/demo-smoke.yaml
 ifeq ($(DEMO_CONFIG_$(DEMO)),)

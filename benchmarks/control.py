@@ -37,17 +37,16 @@ from hal.spec import Array
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
 from user_sys.compose import RobotConfig, robot_spec
 from user_sys.edge.demonstrations import DemonstrationConfig
-from user_sys.edge.stations import module_argv, station_argv
+from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.episode import decode_chunk
 from user_sys.errors import RunError
-from user_sys.learner.learner_config import LearnerConfig
-from user_sys.logs import last_words
-from user_sys.messages import PROTOCOL_VERSION, Hello, RobotStatus, StopRun, WatchRequest
-from user_sys.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare
-from user_sys.run_folder import create
+from user_sys.learner.config import LearnerConfig
+from user_sys.logs import last_log_message
+from user_sys.messages import PROTOCOL_VERSION, Hello, PreviewRequest, RobotStatus, StopRun
+from user_sys.run.config import RunConfig, create_run_folder
+from user_sys.run.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare_run_folder
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
-from user_sys.topology import RunConfig
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.weights.publisher import PublishConfig, Publisher
@@ -93,11 +92,11 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
         config = RunConfig(
             robots=(robot,), runs=Path(runs), learner=learner, demonstrations=DemonstrationConfig(episodes=0)
         )
-        folder, card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
-        prepare(config, folder, card)
+        folder, card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
+        prepare_run_folder(config, folder, card)
         gateway = module_argv("user_sys.gateway", "--run", folder.path)
         stack.enter_context(_process(gateway, folder.path / "gateway.log"))
-        (_, driver), (_, session) = station_argv(NAME, folder.edge(NAME))
+        (_, driver), (_, session) = robot_process_argv(NAME, folder.edge(NAME))
         stack.enter_context(_process(driver, folder.path / "driver.log"))
         acting = stack.enter_context(_process(session, folder.path / "session.log"))
         console = stack.enter_context(_client(CONSOLE, folder.keys, card.endpoint))
@@ -106,14 +105,14 @@ def measure(seconds: float, realtime: Realtime, *, loaded: bool = True, learning
             argv = module_argv("user_sys.learner", folder.path, LEARNER, card.endpoint, "127.0.0.1", 0)
             trainer = stack.enter_context(_process(argv, folder.path / "learner.log"))
         if not _takes_steps(console, acting):
-            words = {name: last_words(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}
+            words = {name: last_log_message(folder.path / f"{name}.log") for name in ("gateway", "driver", "session")}
             raise RunError(f"the robot has not taken a step within {START_S:g} s: {words}")
         _load(pushes, console, robot, seconds, loaded)
         if learning and (trainer.poll() is not None or not _trains(folder.path / "metrics" / f"{LEARNER}.jsonl")):
-            raise RunError(f"the learner did not train: {last_words(folder.path / 'learner.log')}")
+            raise RunError(f"the learner did not train: {last_log_message(folder.path / 'learner.log')}")
         console.send(StopRun(reason="measured"))
         if acting.wait(LEAVE_S):
-            raise RunError(f"the session failed: {last_words(folder.path / 'session.log')}")
+            raise RunError(f"the session failed: {last_log_message(folder.path / 'session.log')}")
         return _read(folder.store, folder.path)
 
 
@@ -166,7 +165,7 @@ def _load(
                 changed = {name: array + np.float32(1e-3) * version for name, array in weights.items()}
                 publisher.publish(changed, version, updates=version)
             if loaded:
-                console.send(WatchRequest(robot=NAME, rate_hz=10.0, ttl_s=5.0))
+                console.send(PreviewRequest(robot=NAME, rate_hz=10.0, ttl_s=5.0))
             time.sleep(PUSH_EVERY_S)
 
 
@@ -175,7 +174,7 @@ def _read(store: Path, logs: Path) -> Measured:
     episodes: dict[str, list[tuple[Array, Array, Array]]] = {}
     with LogReader.open(store) as reader:
         for ref in reader.records():
-            if ref.kind == CHUNK:
+            if ref.kind == CHUNK_KIND:
                 chunk = decode_chunk(reader.read(ref))
                 columns = [chunk.columns[name] for name in ("t_capture_ns", "t_command_ns", "policy_version")]
                 episodes.setdefault(chunk.header.episode, []).append(tuple(np.array(each) for each in columns))

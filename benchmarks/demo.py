@@ -44,7 +44,17 @@ class Demo:
 def run_demo(arm: str, seed: int, runs: Path) -> Demo:
     """Raises CalledProcessError when the run fails, and TimeoutExpired after `RUN_DEADLINE_S`."""
     name = f"{arm}-{seed}"
-    command = [sys.executable, "-m", "user_sys.cli", "train", str(CONFIGS[arm]), "--name", name, "--runs", str(runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "user_sys.commands.main",
+        "train",
+        str(CONFIGS[arm]),
+        "--name",
+        name,
+        "--runs",
+        str(runs),
+    ]
     began = time.monotonic()
     done = subprocess.run([*command, "--seed", str(seed), "--console.port", "0"], timeout=RUN_DEADLINE_S)
     command_s = time.monotonic() - began

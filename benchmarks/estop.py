@@ -41,15 +41,14 @@ from benchmarks.harness import Row, report
 from user_sys.compose import RobotConfig
 from user_sys.console.hub import ConsoleHub
 from user_sys.console.server import ConsoleServer
-from user_sys.edge.stations import module_argv, station_argv
+from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.episode import Phase, decode_chunk
 from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport, MetricsReport, OperatorReply, RobotStatus, StopRun
-from user_sys.prepare import CONSOLE, free_endpoint, prepare
-from user_sys.run_folder import RunFolder, create
+from user_sys.run.config import RunConfig, RunFolder, create_run_folder
+from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
-from user_sys.topology import RunConfig
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 
 GOAL = 21
@@ -92,17 +91,17 @@ def _repeat(take: Callable[[TunnelClient, ConsoleHub, float], None], client: Tun
 def _take_message(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
     message = client.receive(wait_s)
     if isinstance(message, RobotStatus | EpisodeReport | MetricsReport | OperatorReply):
-        hub.feed(message)
+        hub.update(message)
 
 
 def _take_stop(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
     if isinstance(reply := client.receive_stop(wait_s), OperatorReply):
-        hub.feed(reply)
+        hub.update(reply)
 
 
 def _take_picture(client: TunnelClient, hub: ConsoleHub, wait_s: float) -> None:
-    if (shown := client.take_preview(wait_s)) is not None:
-        hub.feed_picture(shown[0], bytes(shown[1]))
+    if (shown := client.receive_preview(wait_s)) is not None:
+        hub.update_preview(shown[0], bytes(shown[1]))
 
 
 def flood(url: str) -> None:
@@ -124,11 +123,11 @@ class Site:
         options = {"rate_hz": RATE_HZ, "cameras": ["front"], "image_size": 128}
         robot = RobotConfig(name=NAME, driver="fake", real_time=True, realtime="off", options=options)
         config = RunConfig(robots=(robot,), runs=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="us-"))))
-        self.folder, card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
-        prepare(config, self.folder, card)
+        self.folder, card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
+        prepare_run_folder(config, self.folder, card)
         self.driver_log, self._stack, self._endpoint = self.folder.path / "driver.log", stack, card.endpoint
         self._start("gateway", module_argv("user_sys.gateway", "--run", self.folder.path))
-        (_, driver), (_, session) = station_argv(NAME, self.folder.edge(NAME))
+        (_, driver), (_, session) = robot_process_argv(NAME, self.folder.edge(NAME))
         self._start("driver", driver)
         self._session = self._start("session", session)
         with _client(CONSOLE, self.folder.keys, card.endpoint) as console:
@@ -232,7 +231,7 @@ def held_after_ms(folder: RunFolder, left_ns: list[int]) -> list[float]:
     by_hand: list[int] = []
     with LogReader.open(folder.store) as reader:
         for ref in reader.records():
-            if ref.kind == CHUNK:
+            if ref.kind == CHUNK_KIND:
                 columns = decode_chunk(reader.read(ref)).columns
                 person = np.isin(columns["phase"], (Phase.TELEOP, Phase.CORRECTION))
                 by_hand += [int(at) for at in columns["t_command_ns"][person]]

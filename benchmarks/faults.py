@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Row, report
-from hal.camera import stale_by_default_s
+from hal.camera import default_stale_after_s
 from hal.errors import HalError
 from user_sys.compose import RobotConfig
 from user_sys.config import save
-from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_client import DriverClient
 
 PEERS = Path(__file__).parent.parent / "tests" / "robots"
 RATES = {"ur": (20.0, 50.0, 125.0), "lerobot": (30.0, 50.0), "ros2": (20.0, 50.0), "franka": (20.0, 50.0)}
@@ -58,7 +58,7 @@ import sys
 if sys.argv.pop(1) == "lerobot":
     from lerobot_kit import let_torchvision_in
     let_torchvision_in()
-from user_sys.edge.driver_process import main
+from user_sys.edge.driver_server import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -109,9 +109,9 @@ def ur(folder: Path, rate_hz: float) -> Iterator[Arm]:
 
 @contextmanager
 def lerobot(folder: Path, rate_hz: float) -> Iterator[Arm]:
-    from lerobot_kit import simulated_arm
+    from lerobot_kit import feetech_arm_simulator
 
-    with simulated_arm(folder) as peer:
+    with feetech_arm_simulator(folder) as peer:
         options = {"type": "so101_follower", "settings": peer.settings, "rate_hz": rate_hz}
         yield Arm(options, 0, lambda: peer.word("shoulder_pan", PRESENT), {CABLE: peer.freeze})
 
@@ -136,9 +136,9 @@ def ros2(folder: Path, rate_hz: float) -> Iterator[Arm]:
 
 @contextmanager
 def franka(folder: Path, rate_hz: float) -> Iterator[Arm]:
-    from franka_kit import SimulatedArm
+    from franka_kit import FrankaSimulator
 
-    peer = SimulatedArm()
+    peer = FrankaSimulator()
     with network_camera(folder) as (camera, freeze):
         options = {"host": peer.host, "action": "joint_delta", "rate_hz": rate_hz, "realtime": False}
         breaks = {CABLE: lambda: peer.process.send_signal(signal.SIGSTOP), CAMERA: freeze}
@@ -157,7 +157,7 @@ measured: its simulation does not stand still, so the figure is when the driver 
 def lead(robot: str, joint: int) -> None:
     """In the place of the policy: moves one joint to and fro at a constant speed. Once it is refused it says no more,
     as a session does."""
-    with RemoteDriver(robot, token=1) as driver:
+    with DriverClient(robot, token=1) as driver:
         driver.attach(START_S)
         tick = driver.reset(0)
         spec, begun_s, count = driver.spec, time.monotonic(), 0
@@ -169,7 +169,7 @@ def lead(robot: str, joint: int) -> None:
             action[joint] = target - at if spec.joint_delta else target
             at = target
             try:
-                tick = driver.command(action)
+                tick = driver.step(action)
             except HalError:
                 time.sleep(START_S)
             count += 1
@@ -271,7 +271,7 @@ def limit_ms(kind: str, rate_hz: float, what: str) -> float:
     """What the fault may take: two control periods from when it can be noticed."""
     notice_s = {
         CABLE: 1 / rate_hz,  # until the next call
-        CAMERA: stale_by_default_s(CAMERAS_HZ.get(kind, 1.0)) + 1 / rate_hz,
+        CAMERA: default_stale_after_s(CAMERAS_HZ.get(kind, 1.0)) + 1 / rate_hz,
     }.get(what, 0.0)
     return 1000 * (notice_s + 2 / rate_hz)
 

@@ -28,10 +28,10 @@ from torch import nn
 from benchmarks.harness import Row, report
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.learner.device import ahead_of_pushes
-from user_sys.weights.governor import SETTLE_S, Allowance, Governor, GovernorConfig
-from user_sys.weights.gpu.device import HostCopies, green_stream, on_stream
-from user_sys.weights.snapshot import DeviceWeights, Unbounded
+from user_sys.learner.config import training_stream
+from user_sys.weights.governor import PUSH_AFTERMATH_S, GovernedBudget, Governor, GovernorConfig
+from user_sys.weights.gpu_copy import HostCopier, green_stream, on_stream
+from user_sys.weights.snapshot import DeviceWeights, UnlimitedBudget
 
 CTAS = (1, 2, 4, 8, 16, 32)
 GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1])
@@ -120,12 +120,12 @@ class Mode:
         """Brings them to the host as the learner's thread does, and tells the governor as the learner's envoy does."""
         weights.wait()
         if (governor := self.governor) is None:
-            weights.fetch(into, Unbounded(self.ctas))
+            weights.fetch(into, UnlimitedBudget(self.ctas))
             return
-        governor.begin()
-        allowance = Allowance(GOVERNED, lambda: governor.share)
+        governor.begin_push()
+        allowance = GovernedBudget(GOVERNED, lambda: governor.share)
         weights.fetch(into, allowance)
-        governor.end(allowance.worked_s)
+        governor.end_push(allowance.worked_s)
 
 
 def modes(device: torch.device) -> Iterator[Mode]:
@@ -147,7 +147,7 @@ def green(device: torch.device) -> bool:
 
 
 @contextmanager
-def pushing(gpu: Gpu, mode: Mode, copies: HostCopies, into: Mapping[str, Array]) -> Iterator[list[float]]:
+def pushing(gpu: Gpu, mode: Mode, copies: HostCopier, into: Mapping[str, Array]) -> Iterator[list[float]]:
     """Pushes without pause until the block ends; yields the seconds of each push as they come."""
     times: list[float] = []
     stop, failures = threading.Event(), list[BaseException]()
@@ -194,12 +194,12 @@ def measure(gpu: Gpu, observe: Callable[[float], None]) -> Measured:
 def rows(gpu: Gpu, mode: Mode) -> list[Row]:
     """Idle and pushing in turn; the governor learns from all of it."""
     observe = mode.governor.observe if mode.governor else lambda seconds: None
-    copies = HostCopies(gpu.device, "bf16", mode.green_sms)
+    copies = HostCopier(gpu.device, "bf16", mode.green_sms)
     into = {name: np.empty(shape, dtype) for name, (dtype, shape) in copies.layout(gpu.masters).items()}
     pairs, pushes = [], list[float]()
     for number in range(-(SETTLING if mode.governor else 1), gpu.scale.rounds):
         if mode.governor:
-            time.sleep(SETTLE_S)  # until then it takes what it hears of for a push's doing
+            time.sleep(PUSH_AFTERMATH_S)  # until then it takes what it hears of for a push's doing
         idle = measure(gpu, observe)
         with pushing(gpu, mode, copies, into) as times:
             busy = measure(gpu, observe)
@@ -231,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reduced = "no GPU" if device.type == "cpu" else "a small policy" if options.smoke else ""
-    with ahead_of_pushes(device.type):
+    with training_stream(device.type):
         gpu = Gpu(SMOKE if options.smoke or device.type == "cpu" else FULL, device)
         found: list[Row] = []
         for mode in modes(device):

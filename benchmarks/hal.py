@@ -28,17 +28,17 @@ import numpy as np
 from benchmarks.hardware import arm, joint_arm, kernel_rows
 from benchmarks.harness import Row, report
 from benchmarks.limits import Limits
+from hal.driver import installed_drivers
 from hal.errors import HardwareLost, LeaseError, StaleObservation
 from hal.lease import Fence
 from hal.robot import Observation
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
-from hal.station import installed_drivers
 from robots.fake import FakeRobot, FakeRobotConfig, FakeTable
-from user_sys.compose import RobotConfig, build_station
+from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import save
-from user_sys.edge.driver import Driver
-from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.environment import RobotEnvironment
 
 ROUNDS = 1_000_000
 PAIRS = 7
@@ -131,7 +131,7 @@ def attack_tool(rounds: int, rate_hz: float, seed: int) -> Attack:
     rng, clock, fence, robot = np.random.default_rng(seed), Clock(), Fence(None), tool_robot(rate_hz)
     spec, kernel = robot.spec, SafetyKernel(robot.spec, clock)
     found, attacker = Attack(Limits(spec), rounds), Attacker(rng, np.array(spec.action.high))
-    fence.admit(1_000)
+    fence.check_token(1_000)
     for number in range(rounds):
         state = robot.observe().arrays[STATE]
         if number % 1024 == 3:
@@ -140,21 +140,21 @@ def attack_tool(rounds: int, rate_hz: float, seed: int) -> Attack:
         observation = Observation({STATE: state}, clock.now_ns)
         clock.now_ns += 10**9 if number % 1024 == 4 else 10**6  # stale at times
         found.tokens += number % 16 == 5 and _admitted(fence, int(rng.integers(-5, 1_000)))
-        kernel.reduced = number % 2048 < 256
+        kernel.is_speed_reduced = number % 2048 < 256
         verdict = kernel.filter(attacker.propose(number), observation)
         if verdict.applied is None:
             found.limits.stopped()
         else:
             found.limits.check(verdict.applied, state)
-            kernel.correct(robot.command(verdict.applied))
+            kernel.set_applied(robot.command(verdict.applied))
         if number % 512 == 511:  # somebody pushes it
-            robot.place(rng.uniform(-0.5, 0.5, 3), np.zeros(3))
+            robot.set_state(rng.uniform(-0.5, 0.5, 3), np.zeros(3))
     return found
 
 
 def _admitted(fence: Fence, token: int) -> bool:
     try:
-        fence.admit(token)
+        fence.check_token(token)
     except LeaseError:
         return False
     return True
@@ -171,7 +171,7 @@ def attack_joints(rounds: int, rate_hz: float, seed: int) -> Attack:
         if number % 128 == 0:
             held_up = rng.random(joints) < 0.2
         state = measured.astype(np.float32)
-        kernel.reduced = number % 2048 < 256
+        kernel.is_speed_reduced = number % 2048 < 256
         verdict = kernel.filter(attacker.propose(number), Observation({STATE: state}, clock.now_ns))
         if verdict.applied is None:
             found.limits.stopped()
@@ -240,12 +240,12 @@ def attack_rows(rounds: int) -> list[Row]:
 
 def command_for_ever(robot: str) -> None:
     """The commander: a session that asks for the neutral action in every control period."""
-    with RemoteDriver(robot, token=1) as driver:
+    with DriverClient(robot, token=1) as driver:
         driver.attach(DEADLINE_S)
         driver.real_time = True
         tick = driver.reset(0)
         for count in itertools.count():
-            tick = driver.command(driver.spec.rest_action(tick.observation))
+            tick = driver.step(driver.spec.rest_action(tick.observation))
             if count == PERIODS_BEFORE:
                 print("driving", flush=True)
 
@@ -255,7 +255,7 @@ def driven(config: RobotConfig, folder: Path) -> Iterator[tuple[subprocess.Popen
     """A driver process and a commander that it obeys; gives the commander and the driver's log."""
     save(config, folder / "robot.yaml")
     log = folder / "driver.log"
-    argv = [sys.executable, "-m", "user_sys.edge.driver_process", str(folder / "robot.yaml"), str(folder)]
+    argv = [sys.executable, "-m", "user_sys.edge.driver_server", str(folder / "robot.yaml"), str(folder)]
     with log.open("ab") as output:
         driver = subprocess.Popen(argv, stdout=output, stderr=output)
     argv = [sys.executable, "-m", "benchmarks.hal", "--command", config.name]
@@ -292,7 +292,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def hold_rows(name: str) -> list[Row]:
     task, options = DRIVERS[name]
     config = RobotConfig(name=f"bench-{name}", driver=name, task=task, real_time=True, options=dict(options))
-    period_s = build_station(config, cameras=False).robot.spec.period_s
+    period_s = build_robot_setup(config, cameras=False).robot.spec.period_s
     rows = []
     for number in (signal.SIGSTOP, signal.SIGKILL):
         figures = []
@@ -311,14 +311,14 @@ def periods_until_noticed(faults: dict[str, int], kind: type[Exception]) -> floa
     """Control periods from a fault of the fake robot until the driver says that the robot is lost, or holds it."""
     fails_at = next(iter(faults.values()))
     options = {"rate_hz": 50.0, "faults": faults}
-    station = build_station(RobotConfig(name="bench-fault", driver="fake", task="reach", options=options))
-    driver = Driver(station.robot, station.task, SafetyKernel(station.robot.spec))
+    station = build_robot_setup(RobotConfig(name="bench-fault", driver="fake", task="reach", options=options))
+    driver = RobotEnvironment(station.robot, station.task, SafetyKernel(station.robot.spec))
     driver.connect()
     driver.reset(0)
     action = np.array(station.robot.spec.neutral, np.float32)
     for count in range(1, 200):
         try:
-            driver.command(action)
+            driver.step(action)
         except kind:
             return float(count - fails_at + 1)
         time.sleep(station.robot.spec.period_s)

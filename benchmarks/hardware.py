@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness import Row, compare, report
 from hal.lease import Fence, LeaseTable
-from hal.ray_bridge import start_local
+from hal.ray_cluster import start_local_cluster
 from hal.robot import Observation
 from hal.safety import SafetyKernel
 from hal.spec import STATE, ArraySpec, Box, RobotSpec, SafetyLimits
@@ -142,7 +142,7 @@ def lease_rows(folder: Path) -> list[Row]:
         return call_us(lambda: table.acquire("arm-0", "bench"), 50)
 
     def admit() -> float:
-        return call_us(lambda: fence.admit(next(tokens)), 50)
+        return call_us(lambda: fence.check_token(next(tokens)), 50)
 
     written = "bound: raw write, sync, rename, sync"
     return [
@@ -153,7 +153,7 @@ def lease_rows(folder: Path) -> list[Row]:
 
 def ray_row() -> Row:
     start = time.perf_counter()
-    with start_local({"robot:arm-0": 1.0}, num_cpus=1):
+    with start_local_cluster({"robot:arm-0": 1.0}, num_cpus=1):
         took_s = time.perf_counter() - start
     return against_budget("Ray: start of a local cluster; bound: its budget", "s", [took_s], RAY_BUDGET_S)
 

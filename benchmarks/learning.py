@@ -26,19 +26,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.harness import ROOT, Row, report
-from user_sys.compose import build_station, make_policy
+from user_sys.compose import build_robot_setup, make_policy
 from user_sys.config import load
-from user_sys.edge.demonstrations import demonstrate
-from user_sys.edge.driver import Tick
-from user_sys.edge.local import local_driver
-from user_sys.edge.loop import EpisodeSummary, run_episode
-from user_sys.edge.pilots import PolicyPilot
-from user_sys.edge.recorder import Decision, Recorder
-from user_sys.episode import Source
-from user_sys.evaluate import EvaluationConfig, evaluate
-from user_sys.learner.share import Share
+from user_sys.edge.agents import PolicyAgent
+from user_sys.edge.demonstrations import generate_demonstrations
+from user_sys.edge.environment import TimeStep
+from user_sys.edge.local_environment import open_local_environment
+from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.recorder import Recorder, SelectedAction
+from user_sys.episode import EpisodeSource
+from user_sys.learner.trainer import RankTrainer
+from user_sys.run.config import RunConfig
+from user_sys.run.evaluate import EvaluationConfig, evaluate
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.topology import RunConfig
 
 CONFIGS = {arm: ROOT / "configs" / f"{name}.yaml" for arm, name in
            (("panda", "demo"), ("so101", "demo-so101"), ("ur5e", "demo-ur5e"))}  # fmt: skip
@@ -80,11 +80,11 @@ class PlainLoop:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._store = stack.enter_context(StoreWriter.open(folder))
             reader = stack.enter_context(StoreReader.open(folder))
-            self._station = build_station(self._robot)
+            self._station = build_robot_setup(self._robot)
             spec = self._station.robot.spec
             features = config.policy.features
-            self._share = Share(
-                config.learner, spec, reader, features=features, seed=self._seed, device="cpu", ranks=None
+            self._share = RankTrainer(
+                config.learner, spec, reader, features=features, seed=self._seed, device="cpu", group=None
             )
             stack.callback(self._share.close)
             self._policy = make_policy(config.policy, spec, self._seed)
@@ -99,7 +99,7 @@ class PlainLoop:
         limit_s = self._config.learner.max_training_s if limit_s is None else limit_s
         for _ in self._demonstrations():
             pass
-        self._share.follow()
+        self._share.refresh()
         began_s, target = time.monotonic(), self._config.target
         outcomes: deque[bool] = deque(maxlen=target.episodes)
         done = False
@@ -112,7 +112,7 @@ class PlainLoop:
                 break
         seconds = time.monotonic() - began_s
         judged = EvaluationConfig(episodes=self._config.evaluation.episodes, video_episodes=0)
-        weights = self._share.weights()
+        weights = self._share.policy_weights()
         found = [
             bool(summary.success)
             for summary in evaluate(
@@ -121,23 +121,27 @@ class PlainLoop:
         ]
         return Result(seconds, self._steps, self._updates, sum(found), len(found), done)
 
-    def _demonstrations(self) -> Iterator[EpisodeSummary]:
+    def _demonstrations(self) -> Iterator[EpisodeResult]:
         config = self._config
-        return demonstrate(self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed)
+        return generate_demonstrations(
+            self._robot, config.demonstrations, 0, self._keep, config.recorder, seed=self._seed
+        )
 
     def _episodes(self) -> Iterator[bool]:
         """Without end: whether each succeeded."""
         station, chunks = self._station, list[bytes]()
         task = station.task
-        record = Recorder(station.robot.spec, station.name, task.name, task.sentence, chunks.append)
-        pilot = PolicyPilot(lambda: (self._policy, 0), task.sentence, task.max_steps, deterministic=False)
-        with local_driver(station, self._robot) as driver:
+        record = Recorder(station.robot.spec, station.name, task.name, task.instruction, chunks.append)
+        pilot = PolicyAgent(lambda: (self._policy, 0), task.instruction, task.max_steps, deterministic=False)
+        with open_local_environment(station, self._robot) as driver:
             for number in itertools.count():
                 start = 1_000_000 * self._seed + number
-                summary = run_episode(driver, pilot, record, source=Source.ONLINE, seed=start, listeners=[self._train])
+                summary = run_episode(
+                    driver, pilot, record, source=EpisodeSource.ONLINE, seed=start, listeners=[self._train]
+                )
                 self._keep(chunks)
                 chunks.clear()
-                self._share.follow()
+                self._share.refresh()
                 yield bool(summary.success)
 
     def _keep(self, chunks: Sequence[bytes]) -> None:
@@ -145,7 +149,7 @@ class PlainLoop:
             self._store.append(chunk)
         self._store.sync()
 
-    def _train(self, tick: Tick, decision: Decision | None) -> None:
+    def _train(self, tick: TimeStep, decision: SelectedAction | None) -> None:
         self._steps += 1
         self._owed += self._owed_a_step
         while self._owed >= 1.0:
@@ -157,7 +161,7 @@ class PlainLoop:
         self._updates += 1
         if (now_s := time.monotonic()) - self._published_s >= self._config.learner.publish.every_s:
             self._published_s = now_s
-            self._policy.load(self._share.weights())
+            self._policy.load(self._share.policy_weights())
 
 
 def train(arm: str, seed: int, steps_per_update: float, limit_s: float | None = None) -> Result:

@@ -1,8 +1,8 @@
 """The limits of a robot's motion a second time: plain arithmetic, without the code that applies them.
 
 `Limits.check` takes each applied action and says which limits it breaks. It also counts how often a limit was reached,
-so that a limit that never binds is seen. The rules are those of `hal.motion`: an axis may exceed its acceleration and
-jerk only if every step within them leaves its place, and then takes the nearest step that does not.
+so that a limit that never binds is seen. The rules are those of `hal.motion_limits`: an axis may exceed its
+acceleration and jerk only if every step within them leaves its place, and then takes the nearest step that does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUNDED = 4e-7  # of a position to float32
 CHANGE = 4 * ROUNDED
 """Of a difference of steps. Targets below 4 rad are rounded to float32 by up to 1.2e-7 each, and the difference of two
 changes is made of eight of them: 9.5e-7. The kernel itself takes a change that exceeds a limit by up to 3e-7 as one
-within it (`hal.braking.ROUNDED`). Together that is 1.25e-6."""
+within it (`hal.motion_limits.ROUNDING`). Together that is 1.25e-6."""
 FAR = float("inf")
 
 

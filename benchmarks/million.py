@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks.harness import OUT, Row, reached, report
 from benchmarks.replay import BATCH, CHUNK_STEPS, EPISODE_STEPS, FLOATS, features, per_second, replaying, sampler
 from benchmarks.store import chunk
-from user_sys.episode import IMAGES, Chunk, frame_columns
+from user_sys.episode import IMAGE_PREFIX, Chunk, frame_columns
+from user_sys.replay.batches import ObservationFeatures
 from user_sys.replay.cache import SLOT_BYTES
-from user_sys.replay.features import Features
-from user_sys.replay.prioritized import Prioritized
+from user_sys.replay.prioritized import PrioritizedSelector
 from user_sys.store.store import StoreReader, StoreWriter
 
 MILLION = 1_000_000
@@ -74,8 +74,10 @@ def _part(first: int, rng: np.random.Generator) -> Chunk:
     last = first + CHUNK_STEPS == EPISODE_STEPS
     end = msgspec.structs.replace(plain.header.end, steps=EPISODE_STEPS) if last and plain.header.end else None
     header = msgspec.structs.replace(plain.header, first_step=first, end=end)
-    final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
-    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames), range(len(frames)))}, final)
+    final = {**plain.final, f"{IMAGE_PREFIX}0": frames[-1]} if last else {}
+    return Chunk(
+        header, {**plain.columns, **frame_columns(f"{IMAGE_PREFIX}0", list(frames), range(len(frames)))}, final
+    )
 
 
 def _named(part: Chunk, episode: str) -> Chunk:
@@ -162,13 +164,13 @@ def _timed(action: Callable[[], None], path: Path, cold: bool) -> float:
     return time.perf_counter() - start
 
 
-def checkpoints(path: Path, folder: Path, wanted: Features, cache_bytes: int, what: str) -> list[Row]:
+def checkpoints(path: Path, folder: Path, wanted: ObservationFeatures, cache_bytes: int, what: str) -> list[Row]:
     """How long taking a prioritized sampler's state keeps its thread from sampling, and others from inserting.
 
     Others are a thread of the same process, and a process of its own, as a gateway is beside a learner.
     """
     with replaying(path, wanted, cache_bytes) as replay:
-        drawing = sampler(replay, Prioritized())
+        drawing = sampler(replay, PrioritizedSelector())
         batch = drawing.empty_batch()
         held = []
         for _ in range(CHECKPOINTS):
@@ -239,7 +241,7 @@ class Point(NamedTuple):
     budget: int
 
 
-def point(path: Path, wanted: Features, steps: int, ratio: float) -> Point:
+def point(path: Path, wanted: ObservationFeatures, steps: int, ratio: float) -> Point:
     # A quarter of the budget goes to vectors: the budget is such that the frames' part holds the share asked for.
     budget = int(ratio * steps * 1.01 * (SIDE * SIDE * 3 + SLOT_BYTES) / 0.75)
     gc.collect()  # the buffer of the point before
@@ -250,7 +252,12 @@ def point(path: Path, wanted: Features, steps: int, ratio: float) -> Point:
         for _ in range(4 * (steps // CHUNK_STEPS) // BATCH):  # nearly every chunk was verified in full once, then
             drawing.sample(batch)
         rate = per_second(lambda: drawing.sample(batch), BATCH, POINT_S)
-        return Point(ratio, rate, resident_bytes() - before - stated_bytes(replay.timeline.observations, steps), budget)
+        return Point(
+            ratio,
+            rate,
+            resident_bytes() - before - stated_bytes(replay.observation_index.observation_count, steps),
+            budget,
+        )
 
 
 def stated_bytes(observations: int, steps: int) -> int:

@@ -21,12 +21,11 @@ from msgspec.structs import replace
 from benchmarks.harness import Row, report
 from hal.spec import Array, RobotSpec
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig
-from user_sys.compose import PolicyConfig, RobotConfig, make_policy, policy_forms, robot_spec
-from user_sys.edge.stations import module_argv
-from user_sys.errors import PolicyAway, RunError
-from user_sys.inference.address import read_address
-from user_sys.inference.remote import PolicyLink
-from user_sys.inference.wire import POLICY
+from user_sys.compose import PolicyConfig, RobotConfig, make_policy, policy_precisions, robot_spec
+from user_sys.edge.robot_processes import module_argv
+from user_sys.errors import PolicyUnavailable, RunError
+from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.remote_policy import PolicyClient, read_server_address
 from user_sys.policies.policy import Policy
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 
@@ -39,7 +38,7 @@ WAIT = 0.9  # of the control period: what comes later is counted as missed
 @contextmanager
 def policy_process(folder: Path, device: str) -> Iterator[Path]:
     """The file with the address of a process that lets `ROBOTS` in with the keys in `folder`."""
-    save_keypair(new_keypair(), folder, POLICY)
+    save_keypair(new_keypair(), folder, POLICY_NODE)
     for robot in ROBOTS:
         save_keypair(new_keypair(), folder, robot)
         Keyring(folder).allow(load_keypair(folder / f"{robot}.key").public, robot, "robot")
@@ -54,10 +53,10 @@ def policy_process(folder: Path, device: str) -> Iterator[Path]:
         process.wait(START_S)
 
 
-def link_of(robot: str, folder: Path, address: Path, spec: RobotSpec) -> PolicyLink:
-    keys, public = load_keypair(folder / f"{robot}.key"), load_public_key(folder / f"{POLICY}.pub")
-    forms = policy_forms(PolicyConfig())
-    return PolicyLink(spec, "mlp", (), forms, keys, public, lambda: read_address(address), WAIT)
+def link_of(robot: str, folder: Path, address: Path, spec: RobotSpec) -> PolicyClient:
+    keys, public = load_keypair(folder / f"{robot}.key"), load_public_key(folder / f"{POLICY_NODE}.pub")
+    forms = policy_precisions(PolicyConfig())
+    return PolicyClient(spec, "mlp", (), forms, keys, public, lambda: read_server_address(address), WAIT)
 
 
 def await_policy(policy: Policy, spec: RobotSpec) -> None:
@@ -66,7 +65,7 @@ def await_policy(policy: Policy, spec: RobotSpec) -> None:
         try:
             policy.act(observation(spec), "", deterministic=True)
             return
-        except PolicyAway:
+        except PolicyUnavailable:
             time.sleep(0.1)
     raise RunError("the policy process did not come up")
 
@@ -85,7 +84,7 @@ def ask(policy: Policy, spec: RobotSpec, seconds: float, times_ms: list[float]) 
         try:
             policy.act(seen, "", deterministic=False)
             times_ms.append(1e3 * (time.perf_counter() - began))
-        except PolicyAway:
+        except PolicyUnavailable:
             times_ms.append(np.inf)
 
 
@@ -109,7 +108,7 @@ def rows(seconds: float, device: str) -> list[Row]:
         folder = Path(name)
         address = stack.enter_context(policy_process(folder, device))
         links = [stack.enter_context(link_of(robot, folder, address, spec)) for robot in ROBOTS]
-        there: list[Policy] = [link.policy(0) for link in links]
+        there: list[Policy] = [link.make_policy(0) for link in links]
         here = make_policy(PolicyConfig(), spec, 0)
         for policy in (here, *there):
             policy.load(weights)

@@ -32,9 +32,9 @@ from benchmarks.harness import Row, reached, report
 from benchmarks.holds import Holds, count_holds
 from benchmarks.pushes_ends import ENDED, PUSHING, SECONDS, STEPS, VERSION
 from hal.spec import Array
-from user_sys.episode import Source, decode_chunk
+from user_sys.episode import EpisodeSource, decode_chunk
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
+from user_sys.store.store import CHUNK_KIND
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "demo.yaml"
@@ -154,10 +154,10 @@ def ends_s(store: Path) -> list[tuple[Array, float]]:
     found: dict[str, list[tuple[Array, Array]]] = {}
     with LogReader.open(store) as reader:
         for ref in reader.records():
-            if ref.kind == CHUNK:
+            if ref.kind == CHUNK_KIND:
                 chunk = decode_chunk(reader.read(ref))
                 header = chunk.header
-                if header.source is Source.ONLINE:
+                if header.source is EpisodeSource.ONLINE:
                     times = (np.array(chunk.columns[f"t_{what}_ns"]) for what in ("capture", "command"))
                     capture, command = ((each + header.unix_offset_ns) / 1e9 for each in times)
                     found.setdefault(header.episode, []).append((capture, command))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from user_sys import cli, crew
+from user_sys.commands import main as commands
+from user_sys.run import topology
 from user_sys.weights.snapshot import PolicySnapshot
 
 LEARNER, PRODUCTS = "learner", "user_sys.learner"
@@ -27,23 +28,22 @@ def main(argv: list[str]) -> int:
     phases, (command, *rest) = argv[:3], argv[3:]
     if command == LEARNER:
         return learner(*map(float, phases), rest)
-    as_it_was = crew.module_argv
+    as_it_was = topology.module_argv
 
     def module_argv(name: str, *args: object) -> tuple[str, ...]:
         if name != PRODUCTS:
             return as_it_was(name, *args)
         return as_it_was("benchmarks.pushes_ends", *phases, LEARNER, *args)
 
-    crew.module_argv = module_argv  # type: ignore[attr-defined]
-    return cli.main([command, *rest])
+    topology.module_argv = module_argv  # type: ignore[attr-defined]
+    return commands.main([command, *rest])
 
 
 def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
     from user_sys.learner import __main__ as products
-    from user_sys.learner.publishing import Publishing
-    from user_sys.learner.service import Learner
+    from user_sys.learner.learner import Learner, VersionPublisher
 
-    count_time, publish_if_due = Learner._count_time, Publishing.publish_if_due
+    count_time, publish_if_due = Learner._count_time, VersionPublisher.publish_if_due
     steps = list[tuple[float, float, float, float]]()
     pushing = True
 
@@ -56,7 +56,7 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
         pushing = into_s < 0 or into_s % (on_s + off_s) >= off_s
 
     def publish_in_turns(
-        publishing: Publishing,
+        publishing: VersionPublisher,
         updates: int,
         weights: Callable[[], PolicySnapshot],
         kl: Callable[[PolicySnapshot], float],
@@ -65,7 +65,7 @@ def learner(on_s: float, off_s: float, from_s: float, argv: list[str]) -> int:
             publish_if_due(publishing, updates, weights, kl)
 
     Learner._count_time = count_time_and_note  # type: ignore[method-assign]
-    Publishing.publish_if_due = publish_in_turns  # type: ignore[method-assign]
+    VersionPublisher.publish_if_due = publish_in_turns  # type: ignore[method-assign]
     try:
         return products.main(argv)
     finally:

@@ -29,15 +29,12 @@ from benchmarks import peers
 from benchmarks.harness import OUT, Row, against, compare, report
 from benchmarks.store import chunk, pictures
 from user_sys.codec import Array
-from user_sys.episode import IMAGES, Chunk, frame_columns
-from user_sys.replay.batch import TransitionBatch
+from user_sys.episode import IMAGE_PREFIX, Chunk, frame_columns
+from user_sys.replay.batches import ObservationFeatures, TransitionBatch, TransitionBuilder
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Chooser, Uniform
-from user_sys.replay.features import Features
-from user_sys.replay.prioritized import Prioritized
+from user_sys.replay.prioritized import PrioritizedSelector
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
-from user_sys.replay.where import Where
+from user_sys.replay.selectors import Selector, StepFilter, UniformSelector
 from user_sys.store.store import StoreReader, StoreWriter
 
 BATCH = 256
@@ -61,10 +58,10 @@ def per_second(step: Callable[[], object], count: int, run_s: float = RUN_S) -> 
     return calls * count / elapsed
 
 
-def features(cameras: int, side: int = SIDE, floats: int = FLOATS // 2) -> Features:
+def features(cameras: int, side: int = SIDE, floats: int = FLOATS // 2) -> ObservationFeatures:
     """Observation and next observation hold half the floats each."""
-    shapes = {f"{IMAGES}{camera}": (side, side, 3) for camera in range(cameras)}
-    return Features(vectors={"observation.state": floats}, action_size=4, cameras=shapes)
+    shapes = {f"{IMAGE_PREFIX}{camera}": (side, side, 3) for camera in range(cameras)}
+    return ObservationFeatures(vectors={"observation.state": floats}, action_size=4, cameras=shapes)
 
 
 def raw_chunk(episode: int, first: int, steps: int, side: int, floats: int, last: bool) -> Chunk:
@@ -81,8 +78,10 @@ def raw_chunk(episode: int, first: int, steps: int, side: int, floats: int, last
         first_step=first,
         end=plain.header.end if last else None,
     )
-    final = {**plain.final, f"{IMAGES}0": frames[-1]} if last else {}
-    return Chunk(header, {**plain.columns, **frame_columns(f"{IMAGES}0", list(frames), range(len(frames)))}, final)
+    final = {**plain.final, f"{IMAGE_PREFIX}0": frames[-1]} if last else {}
+    return Chunk(
+        header, {**plain.columns, **frame_columns(f"{IMAGE_PREFIX}0", list(frames), range(len(frames)))}, final
+    )
 
 
 def write_jpeg(path: Path, cameras: int, jpegs: list[bytes], rows: int) -> None:
@@ -99,7 +98,9 @@ def write_raw(path: Path, rows: int) -> None:
 
 
 @contextlib.contextmanager
-def replaying(path: Path, wanted: Features, cache_bytes: int, cold_threads: int = 16) -> Iterator[ReplayBuffer]:
+def replaying(
+    path: Path, wanted: ObservationFeatures, cache_bytes: int, cold_threads: int = 16
+) -> Iterator[ReplayBuffer]:
     """A buffer over the store at `path` whose cache is as full as it gets."""
     with (
         StoreReader.open(path) as reader,
@@ -112,17 +113,19 @@ def replaying(path: Path, wanted: Features, cache_bytes: int, cold_threads: int 
 
 def wait_filled(replay: ReplayBuffer) -> None:
     deadline = time.monotonic() + FILL_DEADLINE_S
-    while replay.report().waiting:
+    while replay.report().pending:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the cache did not fill: {replay.report()}")
         time.sleep(0.02)
 
 
-def sampler(replay: ReplayBuffer, chooser: Chooser | None = None, n: int = BATCH) -> Sampler[TransitionBatch]:
-    return Sampler(replay, Uniform() if chooser is None else chooser, Transitions(), n)  # a new one is empty, so false
+def sampler(replay: ReplayBuffer, chooser: Selector | None = None, n: int = BATCH) -> Sampler[TransitionBatch]:
+    return Sampler(
+        replay, UniformSelector() if chooser is None else chooser, TransitionBuilder(), n
+    )  # a new one is empty, so false
 
 
-def cache_for(rows: int, wanted: Features) -> int:
+def cache_for(rows: int, wanted: ObservationFeatures) -> int:
     """Bytes in which `rows` observations surely fit."""
     frames = sum(table.nbytes for table in wanted.frame_tables(1).values())
     return int(rows * (frames + 400) * 1.5)
@@ -152,7 +155,7 @@ def hot(
     path, wanted = folder / f"hot-{cameras}{sitting}", features(cameras)
     write_jpeg(path, cameras, jpegs, ROWS)
     with replaying(path, wanted, cache_for(ROWS, wanted)) as replay:
-        uniform, prioritized, bound = sampler(replay), sampler(replay, Prioritized()), Take(cameras)
+        uniform, prioritized, bound = sampler(replay), sampler(replay, PrioritizedSelector()), Take(cameras)
         batch, other = uniform.empty_batch(), prioritized.empty_batch()
         what = f"{2 * cameras} images a transition ({cameras} now, {cameras} next){sitting}"
         stated = cameras == 1
@@ -180,7 +183,7 @@ def hot(
             unit="transitions/s",
             target=0.8 if stated else None,
         )
-        if replay.report().cold:
+        if replay.report().misses:
             raise AssertionError(f"hot sampling read cold: {replay.report()}")
     named = [against(row, name, target) for name, target in PEER_TARGETS.items() if name in buffers]
     return [row, *named, fed]
@@ -220,7 +223,7 @@ CONTROL_HZ = 10  # of robots in real time
 
 
 def while_writing(
-    folder: Path, jpegs: list[bytes], where: Where, what: str, target: float | None, robots: int = 0
+    folder: Path, jpegs: list[bytes], where: StepFilter, what: str, target: float | None, robots: int = 0
 ) -> Row:
     """Sampling while another process commits chunks of two cameras, as fast as `commit` does for that many robots.
 
@@ -245,7 +248,7 @@ def while_writing(
         copy = folder / f"copy-{next(number)}"
         shutil.copytree(path, copy)
         with replaying(copy, wanted, cache_bytes) as replay, committing(copy, robots) as writer:
-            drawing, chunks = sampler(replay, Uniform(where)), replay.timeline.index.chunks
+            drawing, chunks = sampler(replay, UniformSelector(where)), replay.observation_index.index.chunks
             before = len(chunks)
             while len(chunks) < before + 8 and writer.poll() is None:
                 replay.refresh()
@@ -255,7 +258,7 @@ def while_writing(
         return found
 
     with replaying(path, wanted, cache_bytes) as replay:
-        drawing = sampler(replay, Uniform(where))
+        drawing = sampler(replay, UniformSelector(where))
         pace = f"as {robots} robots send them at {CONTROL_HZ} Hz" if robots else "at half the disk's rate"
         return compare(
             f"sampling {what} while frames of two cameras are written {pace}, and decoded, against idle",
@@ -420,10 +423,10 @@ def main() -> None:
             states_alone(folder, jpegs),
         ]
         rows += [
-            while_writing(folder, jpegs, Where(), "all experience", 0.7),
-            while_writing(folder, jpegs, Where(tasks=frozenset({"lift"})), "what was there before", None),
-            while_writing(folder, jpegs, Where(), "all experience", None, robots=8),
-            while_writing(folder, jpegs, Where(), "all experience", None, robots=100),
+            while_writing(folder, jpegs, StepFilter(), "all experience", 0.7),
+            while_writing(folder, jpegs, StepFilter(tasks=frozenset({"lift"})), "what was there before", None),
+            while_writing(folder, jpegs, StepFilter(), "all experience", None, robots=8),
+            while_writing(folder, jpegs, StepFilter(), "all experience", None, robots=100),
             cold_raw(folder),
             cold_jpeg(folder, jpegs),
             *hot_beside_peers(folder, jpegs, ", second sitting"),

@@ -14,10 +14,10 @@ import mujoco
 import numpy as np
 
 from benchmarks.harness import Row, compare, report
+from sim.driver import make_task
 from sim.experts import make_expert
 from sim.rendering import make_cameras
 from sim.robot import ARMS, SimRobot, SimRobotConfig
-from sim.scenes import make_task
 
 GOAL = 0  # of the simulation none is stated
 PERIODS = 300
@@ -96,7 +96,7 @@ def held_cube(name: str) -> tuple[mujoco.MjModel, mujoco.MjData]:
     robot = SimRobot(SimRobotConfig(model=name, cameras=()))
     robot.connect()
     arm = robot.config.arm
-    x, y = np.mean(arm.cube_places, axis=0)
+    x, y = np.mean(arm.cube_start_area, axis=0)
     height = arm.cube_edge_m / 2
     robot.world.reset(np.array([x, y, max(height, arm.workspace.low[2])]), np.array([x, y, height]))
     for _ in range(8):

@@ -2,12 +2,12 @@
 
 ``python -m benchmarks.sites`` (goal 8). At each of two sites a robot shows its policy what two cameras see (98 kB),
 waits for the action, and carries it out for `MOVE_S`; `STEPS` steps are an episode, and its length is the time of its
-steps. The policy acts in a policy process (`user_sys.inference`), through the session's own `PolicyLink`.
+steps. The policy acts in a policy process (`user_sys.inference`), through the session's own `PolicyClient`.
 
 The product decides where that process runs: `place_run` gets the needs of the run and the resources of three computers,
 one at each site and one with the store. Needs with ``near_by: site`` bring it to the robot's site; needs without leave
-it beside the store. A robot reaches a process at another site through an emulated link (`sim.link`) of `DELAY_MS` one
-way and `MBIT_S` each way, as in configs/two-sites.yaml, and one at its own site directly.
+it beside the store. A robot reaches a process at another site through an emulated link (`sim.network_emulator`) of
+`DELAY_MS` one way and `MBIT_S` each way, as in configs/two-sites.yaml, and one at its own site directly.
 """
 
 from __future__ import annotations
@@ -28,26 +28,22 @@ from benchmarks.harness import Row, compare, reached, report
 from benchmarks.tunnel_ends import announce, far_end
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
-from sim.link import Link
-from sim.link_config import LinkConfig
-from user_sys.candidates import place_run
+from sim.network_emulator import EmulatedLink, LinkConfig
 from user_sys.codec import Array
-from user_sys.compose import PolicyConfig, RobotConfig, policy_forms, robot_spec
-from user_sys.edge.stations import module_argv
-from user_sys.errors import PolicyAway, RunError
-from user_sys.inference.address import read_address
-from user_sys.inference.remote import PolicyLink
-from user_sys.inference.wire import POLICY
+from user_sys.compose import PolicyConfig, RobotConfig, policy_precisions, robot_spec
+from user_sys.edge.robot_processes import module_argv
+from user_sys.errors import PolicyUnavailable, RunError
+from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.remote_policy import PolicyClient, read_server_address
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.needs import NeedConfig
 from user_sys.policies.policy import Policy
-from user_sys.topology import RunConfig
+from user_sys.run.allocation import place_run
+from user_sys.run.config import ResourceRequestConfig, RunConfig
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, load_public_key, new_keypair, save_keypair
 from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.protocol import AnyMessage, Payload, TunnelState
 from user_sys.tunnel.server import Peer, TunnelServer
-from user_sys.tunnel.states import TunnelState
-from user_sys.tunnel.wire import AnyMessage, Payload
 
 DELAY_MS, MBIT_S = 50.0, 20.0  # as in configs/two-sites.yaml
 STEPS = 20
@@ -69,7 +65,10 @@ def site_of_policy(site: str, sites: Sequence[str], *, near: bool) -> str:
     """Where the product puts the policy process of the robot at `site`."""
     word = {"near": "cell", "near_by": "site"} if near else {}
     robot = RobotConfig(name=f"robot-{site}", driver="fake")
-    needs = NeedConfig("robot", name=robot.name, **word), NeedConfig("compute", use="policy", cores=1, **word)  # type: ignore[arg-type]
+    needs = (
+        ResourceRequestConfig("robot", name=robot.name, **word),
+        ResourceRequestConfig("compute", use="policy", cores=1, **word),
+    )  # type: ignore[arg-type]
     config = RunConfig(robots=(robot,), policy=PolicyConfig(at="site"), needs=needs)
     computers = [
         ResourceRecord(kind=Kind.COMPUTE, name=each, model="x86_64", node=each, cores=8, labels={"site": each})
@@ -79,7 +78,7 @@ def site_of_policy(site: str, sites: Sequence[str], *, near: bool) -> str:
         ResourceRecord(kind=Kind.ROBOT, name=f"robot-{each}", model="fake", node=each, labels={"site": each})
         for each in sites
     ]
-    placed = place_run(config, config.requests(), [*robots, *computers], near_store=(STORE,))
+    placed = place_run(config, config.requests(), [*robots, *computers], store_nodes=(STORE,))
     return placed.assigned[-1][0].labels["site"]
 
 
@@ -121,7 +120,7 @@ class Site:
     def _acts(self) -> bool:
         try:
             self._policy.act({"observation.pictures": np.zeros(PICTURES, np.float32)}, "", deterministic=False)
-        except PolicyAway:
+        except PolicyUnavailable:
             return False
         return True
 
@@ -139,23 +138,23 @@ class Site:
 def sites(names: Sequence[str], *, near: bool, linked: bool = True) -> Iterator[list[Site]]:
     """Robots at work at these sites, each with the policy process that placement gives its run."""
     spec, link = pictured(), LinkConfig(delay_ms=DELAY_MS, up_mbit_s=MBIT_S, down_mbit_s=MBIT_S)
-    forms, found = policy_forms(PolicyConfig()), []
+    forms, found = policy_precisions(PolicyConfig()), []
     with ExitStack() as stack:
         for name in names:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             endpoint = stack.enter_context(policy_process(keys, name))
             if linked and site_of_policy(name, names, near=near) != name:
-                endpoint = stack.enter_context(Link(endpoint.removeprefix("tcp://"), link)).endpoint
-            own, server = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{POLICY}.pub")
-            way = PolicyLink(spec, "mlp", (), forms, own, server, lambda at=endpoint: at, ANSWER_WITHIN)  # type: ignore[misc]
-            found.append(Site(stack.enter_context(way).policy(0), spec))
+                endpoint = stack.enter_context(EmulatedLink(endpoint.removeprefix("tcp://"), link)).endpoint
+            own, server = load_keypair(keys / f"{name}.key"), load_public_key(keys / f"{POLICY_NODE}.pub")
+            way = PolicyClient(spec, "mlp", (), forms, own, server, lambda at=endpoint: at, ANSWER_WITHIN)  # type: ignore[misc]
+            found.append(Site(stack.enter_context(way).make_policy(0), spec))
         yield found
 
 
 @contextmanager
 def policy_process(folder: Path, robot: str) -> Iterator[str]:
     """The endpoint of a policy process that lets `robot` in with the keys in `folder`."""
-    for name in (POLICY, robot):
+    for name in (POLICY_NODE, robot):
         save_keypair(new_keypair(), folder, name)
     Keyring(folder).allow(load_keypair(folder / f"{robot}.key").public, robot, "robot")
     address = folder / "address"
@@ -164,7 +163,7 @@ def policy_process(folder: Path, robot: str) -> Iterator[str]:
         process = subprocess.Popen(module_argv("user_sys.inference", *options), stderr=log)
     try:
         deadline = time.monotonic() + DEADLINE_S
-        while not (endpoint := read_address(address)):
+        while not (endpoint := read_server_address(address)):
             if time.monotonic() > deadline or process.poll() is not None:
                 raise RunError(f"the policy process did not start: {(folder / 'log').read_text()}")
             time.sleep(LOOK_S)
@@ -219,16 +218,16 @@ def one_site_row() -> Row:
 class Channel:
     """A TunnelHandler that lets robots in."""
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None:
+    def on_peer_opened(self, peer: Peer) -> None:
         return
 
-    def peer_closed(self, peer: Peer, reason: str) -> None:
+    def on_peer_closed(self, peer: Peer, reason: str) -> None:
         return
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         return
 
 

@@ -22,8 +22,17 @@ import simplejpeg
 
 from benchmarks import peers
 from benchmarks.harness import OUT, Row, against, compare, report
-from user_sys.episode import APPLIED, IMAGES, Chunk, ChunkHeader, EpisodeEnd, Source, frame_columns, open_chunk
-from user_sys.store.block import CHUNK
+from user_sys.episode import (
+    APPLIED_ACTION,
+    IMAGE_PREFIX,
+    Chunk,
+    ChunkHeader,
+    EpisodeEnd,
+    EpisodeSource,
+    frame_columns,
+    parse_chunk,
+)
+from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.log import LogWriter
 from user_sys.store.store import StoreWriter
 
@@ -37,7 +46,7 @@ def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int
     columns: dict[str, np.ndarray] = {
         "observation.state": np.random.default_rng(episode).random((steps, state), np.float32),
         "action": np.zeros((steps, 4), np.float32),
-        APPLIED: np.zeros((steps, 4), np.float32),
+        APPLIED_ACTION: np.zeros((steps, 4), np.float32),
         "reward": np.zeros(steps, np.float32),
         "terminated": np.zeros(steps, bool),
         "phase": np.zeros(steps, np.uint8),
@@ -45,7 +54,7 @@ def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int
     }
     for camera in range(cameras):
         frames = [jpegs[(episode * 31 + camera + step) % len(jpegs)] for step in range(steps)]
-        columns |= frame_columns(f"{IMAGES}{camera}", frames, range(steps))
+        columns |= frame_columns(f"{IMAGE_PREFIX}{camera}", frames, range(steps))
     header = ChunkHeader(
         episode=f"ep-{episode}",
         index=index,
@@ -55,7 +64,7 @@ def chunk(episode: int, steps: int, cameras: int, jpegs: list[bytes], index: int
         embodiment="e1",
         task="lift",
         sentence="lift",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=0,
         started_unix_ns=1,
         end=EpisodeEnd(steps=steps, success=True),
@@ -101,7 +110,7 @@ class Disk:
         """As `ours`, for chunks that were checked before: the gateway has done so when it hands them to the store."""
         with StoreWriter.open(self.fresh()) as writer:
             for packets in self.groups(group):
-                checked = [(packet, open_chunk(packet)) for packet in packets]
+                checked = [(packet, parse_chunk(packet)) for packet in packets]
                 start = time.perf_counter()
                 for packet, opened in checked:
                     writer.append(packet, opened)
@@ -114,7 +123,7 @@ class Disk:
             for packets in self.groups(group):
                 start = time.perf_counter()
                 for packet in packets:
-                    writer.append(CHUNK, packet)
+                    writer.append(CHUNK_KIND, packet)
                 writer.sync()
                 yield time.perf_counter() - start
 

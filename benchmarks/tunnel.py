@@ -23,8 +23,8 @@ from benchmarks.harness import Row, compare, report
 from benchmarks.ray_ends import ABSENT, ray_peer
 from benchmarks.tunnel_ends import LOAD_PAYLOAD, MemorySource, bare_curve, hello, push_weights, tunnel
 from user_sys.edge.outbox import Outbox
-from user_sys.episode import Chunk, ChunkHeader, Source
-from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.episode import Chunk, ChunkHeader, EpisodeSource
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.messages import LeaseRequest, WeightsReceived
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient
@@ -153,7 +153,7 @@ def chunk(number: int, size: int, episode: str) -> bytes:
         embodiment="fake",
         task="lift",
         sentence="lift the cube",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=0,
         started_unix_ns=0,
     )
@@ -169,7 +169,7 @@ def gateway_process(run: Path) -> Iterator[tuple[GatewayAddress, KeyPair]]:
     with (run / "gateway.log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while (address := read_address(run)) is None:
+            while (address := read_gateway_address(run)) is None:
                 assert time.monotonic() < deadline, (run / "gateway.log").read_text()
                 time.sleep(0.01)
             yield address, keys

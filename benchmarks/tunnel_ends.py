@@ -24,14 +24,14 @@ from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
     MetricsReport,
-    WeightsGrains,
+    WeightsBlocks,
     WeightsReceived,
 )
 from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer, TunnelServer
-from user_sys.tunnel.uplink import PendingChunk
-from user_sys.tunnel.wire import AnyMessage, Payload
 
 LOAD_PAYLOAD = 1 << 20
 HEADER_BYTES = 60
@@ -61,8 +61,8 @@ class MemorySource:
     def set_aside(self, sequence: int, reason: str) -> None:
         raise AssertionError(f"chunk {sequence} refused: {reason}")
 
-    def listen(self, appended: Callable[[], None] | None) -> None:
-        self._appended = appended
+    def set_on_append(self, on_append: Callable[[], None] | None) -> None:
+        self._appended = on_append
 
     def stop(self) -> None:
         """Offers nothing beyond what is under way."""
@@ -81,19 +81,19 @@ class Echo:
     def __init__(self) -> None:
         self.server: TunnelServer
         self._pushing = False
-        self._weights = WeightsGrains(parcel=b"p", first=0)
+        self._weights = WeightsBlocks(parcel=b"p", first=0)
         self._payload = bytes(LOAD_PAYLOAD)
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None:
+    def on_peer_opened(self, peer: Peer) -> None:
         return
 
-    def peer_closed(self, peer: Peer, reason: str) -> None:
+    def on_peer_closed(self, peer: Peer, reason: str) -> None:
         return
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         match message:
             case ChunkOffer():
                 self.server.send(peer.name, ChunkAck(sequence=message.sequence))

@@ -27,10 +27,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import OUT, ROOT, Row, report
 from user_sys.config import load
-from user_sys.episode import Source, decode_chunk
+from user_sys.episode import EpisodeSource, decode_chunk
+from user_sys.run.config import RunConfig, RunFolder
 from user_sys.store.log_reader import LogReader
-from user_sys.store.store import CHUNK
-from user_sys.topology import RunConfig, RunFolder
+from user_sys.store.store import CHUNK_KIND
 
 CONFIG = ROOT / "configs" / "two-sites.yaml"
 PLOT = OUT / "two-sites.png"
@@ -78,7 +78,17 @@ def rehearse(runs: Path, overrides: Sequence[str]) -> Outcome:
     """Raises CalledProcessError when the run fails, and TimeoutError after `RUN_DEADLINE_S`."""
     robot = load(RunConfig, CONFIG, overrides).robots[0].name
     folder = RunFolder(runs / "two-sites")
-    command = [sys.executable, "-m", "user_sys.cli", "train", str(CONFIG), "--name", "two-sites", "--runs", str(runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "user_sys.commands.main",
+        "train",
+        str(CONFIG),
+        "--name",
+        "two-sites",
+        "--runs",
+        str(runs),
+    ]
     watch, deadline = OutboxWatch(folder.edge(robot) / "outbox"), time.monotonic() + RUN_DEADLINE_S
     with subprocess.Popen([*command, "--console.port", "0", *overrides]) as run:
         while run.poll() is None:
@@ -96,8 +106,8 @@ def rehearse(runs: Path, overrides: Sequence[str]) -> Outcome:
 def arrived(store: Path) -> Counter[tuple[str, int]]:
     """How often each chunk of the robot's own episodes is in the store."""
     with LogReader.open(store) as reader:
-        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK]
-    return Counter((header.episode, header.index) for header in headers if header.source is not Source.DEMO)
+        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK_KIND]
+    return Counter((header.episode, header.index) for header in headers if header.source is not EpisodeSource.DEMO)
 
 
 def rows(outcome: Outcome) -> list[Row]:

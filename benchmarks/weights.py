@@ -24,9 +24,9 @@ from benchmarks.weights_links import far_rows, fleet_row
 from benchmarks.weights_peers import BareCurve, GrpcPeer, RayPeer
 from benchmarks.weights_steps import step_rows
 from user_sys.codec import Array
-from user_sys.weights.parcel import delta_parcel
-from user_sys.weights.state import build_state
-from user_sys.weights.swap import PolicySwapper
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
+from user_sys.weights.patches import delta_patch
+from user_sys.weights.state import build_tensor_set
 
 SWAPS_S = 10.0
 ROBOT = "panda-0"
@@ -99,15 +99,15 @@ def large_rows(parameters: int) -> list[Row]:
     rows = small_change_rows(f"{title}, 1% of values changed", partial(changed, parameters, 0.01))
     rows += small_change_rows(f"{title}, LoRA of 2.25M trained", partial(adapted, parameters))
     weights = large(parameters)
-    before, after = build_state(weights), build_state(updated(weights, 0.55, 2))
-    chosen = float(delta_parcel(0, before, 1, after) is not None)
+    before, after = build_tensor_set(weights), build_tensor_set(updated(weights, 0.55, 2))
+    chosen = float(delta_patch(0, before, 1, after) is not None)
     rows.append(Row(10, f"{title}, 55% changed: difference chosen", "0/1", chosen, 0.0, None, met=chosen == 0.0))
     return rows
 
 
 def swap_row() -> Row:
     """p99.9 of a swap while another thread loads versions of 1 MB one after the other."""
-    weights, swapper, stop = floats(1, 8), PolicySwapper(Holder), threading.Event()
+    weights, swapper, stop = floats(1, 8), DoubleBufferedPolicy(Holder), threading.Event()
 
     def load() -> None:
         version = 0

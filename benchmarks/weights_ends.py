@@ -16,22 +16,20 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from user_sys.codec import Array
-from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsApplied, WeightsOffer, WeightsRequest
+from user_sys.messages import NO_VERSION, PROTOCOL_VERSION, Hello, WeightsApplied, WeightsOffer, WeightsRequest
 from user_sys.policies.policy import ActionChunk, Policy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import TunnelServer
 from user_sys.tunnel.session import Peer
-from user_sys.tunnel.wire import AnyMessage, Payload
-from user_sys.weights.catalogue import Catalogue
+from user_sys.weights.distribution import PrefetchPlanner, read_blocks
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.inlet import InletConfig, WeightsInlet
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel
-from user_sys.weights.records import NO_VERSION
-from user_sys.weights.serve import Ahead, answers
+from user_sys.weights.patches import Patch, VersionIndex, delta_patch, full_patch
+from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 from user_sys.weights.signing import new_signer
-from user_sys.weights.state import BF16, State, build_state, describe
-from user_sys.weights.swap import PolicySwapper
+from user_sys.weights.state import BF16, TensorSet, build_manifest, build_tensor_set
 
 DEADLINE_S = 120.0
 LOOK_S = 0.5
@@ -81,31 +79,31 @@ def updated(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, 
 class Pair:
     """Two versions, and what leads from each to the other; and how long that took to make."""
 
-    before: State
-    after: State
-    there: Parcel
-    back: Parcel
+    before: TensorSet
+    after: TensorSet
+    there: Patch
+    back: Patch
     encode_s: float
 
 
 def changed(parameters: int, share: float) -> Pair:
     """That share of the values of a large policy changed."""
     weights = large(parameters)
-    return _pair(build_state(weights), build_state(updated(weights, share, 1)))
+    return _pair(build_tensor_set(weights), build_tensor_set(updated(weights, share, 1)))
 
 
 def adapted(parameters: int) -> Pair:
     """An adapter of 2.25M parameters beside a large policy that stays as it is."""
-    before = build_state(large(parameters))
+    before = build_tensor_set(large(parameters))
     adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
     tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
-    with_adapters = build_state({**before.tensors, **adapters}, former=before)
-    return _pair(with_adapters, build_state({**before.tensors, **tuned}, former=with_adapters))
+    with_adapters = build_tensor_set({**before.tensors, **adapters}, former=before)
+    return _pair(with_adapters, build_tensor_set({**before.tensors, **tuned}, former=with_adapters))
 
 
-def _pair(before: State, after: State) -> Pair:
+def _pair(before: TensorSet, after: TensorSet) -> Pair:
     started = time.perf_counter()
-    there, back = delta_parcel(0, before, 1, after), delta_parcel(0, after, 1, before)
+    there, back = delta_patch(0, before, 1, after), delta_patch(0, after, 1, before)
     encode_s = (time.perf_counter() - started) / 2
     assert there is not None and back is not None
     return Pair(before, after, there, back, encode_s)
@@ -116,45 +114,45 @@ class _Gateway:
 
     def __init__(self) -> None:
         self.server: TunnelServer
-        self.catalogue = Catalogue()
+        self.catalogue = VersionIndex()
         self.version = NO_VERSION
         self.signer = new_signer()
         self._waiting: dict[str, WeightsApplied] = {}
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None:
+    def on_peer_opened(self, peer: Peer) -> None:
         return
 
-    def peer_closed(self, peer: Peer, reason: str) -> None:
+    def on_peer_closed(self, peer: Peer, reason: str) -> None:
         return
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, WeightsRequest):
             self._answer(peer.name, message)
         elif isinstance(message, WeightsApplied):
             self._waiting[peer.name] = message
 
     def _answer(self, name: str, request: WeightsRequest) -> None:
-        for found, content in answers(self.catalogue, request):
+        for found, content in read_blocks(self.catalogue, request):
             self.server.send(name, found, content)
 
     def push(self, name: str, offer: WeightsOffer) -> None:
         """Offers a version to a robot, and sends ahead what it lets come unasked."""
         waits = self._waiting.pop(name, None)
-        ahead = Ahead(self.catalogue, self.version).requests(waits) if waits is not None else ()
+        ahead = PrefetchPlanner(self.catalogue, self.version).requests(waits) if waits is not None else ()
         assert self.server.send(name, with_fields(offer, ahead=ahead))
         for request in ahead:
             self._answer(name, request)
 
-    def offer(self, state: State, parcel: Parcel) -> WeightsOffer:
+    def offer(self, state: TensorSet, parcel: Patch) -> WeightsOffer:
         """Puts the next version in the catalogue: the parcel is told as of this one, whatever number it had."""
         self.version += 1
         base = NO_VERSION if parcel.info.base == NO_VERSION else self.version - 1
         info = with_fields(parcel.info, id=self.version.to_bytes(32, "little"), version=self.version, base=base)
-        self.catalogue.parcels = {info.id: Parcel(info, parcel.payload)}
-        manifest = describe(state, self.version, 0, 0, (0.0, 0.0))
+        self.catalogue.patches = {info.id: Patch(info, parcel.payload)}
+        manifest = build_manifest(state, self.version, 0, 0, (0.0, 0.0))
         signed = self.signer.sign(manifest)
         self.catalogue.manifests = {("exact", self.version): (manifest, signed)}
         return WeightsOffer(manifests=(signed,), parcels=(info,), signer=self.signer.public_key)
@@ -165,8 +163,8 @@ def _serve(pipe: Connection, make: Callable[[], Pair | dict[str, Array]], folder
     gateway, keys = _Gateway(), new_keypair()
     made = make()
     pair = made if isinstance(made, Pair) else None
-    state = pair.before if pair else build_state(made)  # type: ignore[arg-type]
-    full = full_parcel(state, 0)
+    state = pair.before if pair else build_tensor_set(made)  # type: ignore[arg-type]
+    full = full_patch(state, 0)
     with TunnelServer("tcp://127.0.0.1:0", keys, Keyring(Path(folder)), gateway) as gateway.server:
         pipe.send((gateway.server.endpoint, keys.public, _sizes(full, pair)))
         with pipe:
@@ -209,13 +207,13 @@ class Sizes:
     encode_s: float
 
 
-def _sizes(full: Parcel, pair: Pair | None) -> Sizes:
+def _sizes(full: Patch, pair: Pair | None) -> Sizes:
     if pair is None:
         return Sizes(full.info.size_bytes, 0, "full", 0.0)
     return Sizes(full.info.size_bytes, pair.there.info.size_bytes, pair.there.info.codec, pair.encode_s)
 
 
-class Notifying(PolicySwapper):
+class Notifying(DoubleBufferedPolicy):
     """Says when a version is there to be swapped to: whoever looks for it all the time takes the processor from it."""
 
     def __init__(self) -> None:
@@ -232,7 +230,7 @@ class Notifying(PolicySwapper):
 class Robot:
     """A robot's receiving end and the policy that it loads, in this process."""
 
-    def __init__(self, name: str, client: TunnelClient, swapper: Notifying, inlet: WeightsInlet) -> None:
+    def __init__(self, name: str, client: TunnelClient, swapper: Notifying, inlet: WeightsReceiver) -> None:
         self._name, self._client, self._swapper, self._inlet = name, client, swapper, inlet
 
     def await_version(self, version: int) -> None:
@@ -244,7 +242,7 @@ class Robot:
             self._inlet.raise_failure()
             self._swapper.swap_if_ready()
             assert time.perf_counter() < until_s, "the push did not arrive"
-        self._client.send(self._inlet.applied(self._name))
+        self._client.send(self._inlet.applied_report(self._name))
 
     @property
     def version(self) -> int:
@@ -254,7 +252,7 @@ class Robot:
     @property
     def stages(self) -> Mapping[str, float]:
         """Seconds of the last push's stages."""
-        return self._inlet.receiver.stages
+        return self._inlet.planner.stage_seconds
 
 
 class Pushes:
@@ -273,10 +271,10 @@ class Pushes:
             self._keys[name] = new_keypair()
             Keyring(self._folder).allow(self._keys[name].public, name, "robot")
         hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=name)
-        swapper, config = Notifying(), InletConfig(governor=GovernorConfig(enabled=False))
+        swapper, config = Notifying(), ReceiverConfig(governor=GovernorConfig(enabled=False))
         with TunnelClient(endpoint or self.endpoint, self._keys[name], self._public_key, hello) as client:
             client.wait_open(DEADLINE_S)
-            with WeightsInlet(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
+            with WeightsReceiver(client, swapper, config, self._folder, None, Governor(config.governor)) as inlet:
                 yield Robot(name, client, swapper, inlet)
 
     def seconds(self, names: Sequence[str], awaited: Sequence[Robot]) -> float:

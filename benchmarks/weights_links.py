@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.harness import Row, compare
 from benchmarks.weights_ends import floats, pushing
-from sim.link import Link
-from sim.link_config import LinkConfig
+from sim.network_emulator import EmulatedLink, LinkConfig
 
 FAST = tuple(f"fast-{n}" for n in range(7))
 SLOW_LINK = LinkConfig(delay_ms=20.0, up_mbit_s=1.0, down_mbit_s=1.0)
@@ -33,7 +32,7 @@ def far_rows() -> list[Row]:
 def _far_row(config: LinkConfig) -> Row:
     with ExitStack() as stack:
         pushes = stack.enter_context(pushing(partial(floats, 10, 8)))
-        link = stack.enter_context(Link(urlsplit(pushes.endpoint).netloc, config))
+        link = stack.enter_context(EmulatedLink(urlsplit(pushes.endpoint).netloc, config))
         robot = stack.enter_context(pushes.robot(FAR, link.endpoint))
         seconds = [pushes.seconds([FAR], [robot]) for _ in range(9)][2:]  # the first two find out how fast the link is
     size_bytes, round_trip_ms = pushes.sizes.full_bytes, 2 * config.delay_ms
@@ -51,7 +50,7 @@ def fleet_row() -> Row:
         pushes = stack.enter_context(pushing(partial(floats, 1, 8)))
         fast = [stack.enter_context(pushes.robot(name)) for name in FAST]
         numbers = itertools.count()
-        link = stack.enter_context(Link(urlsplit(pushes.endpoint).netloc, SLOW_LINK))
+        link = stack.enter_context(EmulatedLink(urlsplit(pushes.endpoint).netloc, SLOW_LINK))
 
         def beside_the_slow_one() -> float:
             name = f"slow-{next(numbers)}"  # the session of the former one may last until its link is empty

@@ -24,18 +24,18 @@ from benchmarks.harness import OUT, Row, reached
 from user_sys.algorithms.conformance import example_batch
 from user_sys.algorithms.rlpd import Rlpd
 from user_sys.algorithms.rlpd_config import RlpdConfig
-from user_sys.gateway.service import GatewayAddress, read_address
-from user_sys.learner.envoy import Envoy
-from user_sys.learner.envoy_wire import Setup
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.learner.publisher_client import PublisherClient
+from user_sys.learner.publisher_protocol import PublisherSettings
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, Role, load_keypair, new_keypair, save_keypair
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.inlet import InletConfig, WeightsInlet
 from user_sys.weights.publisher import PublishConfig
-from user_sys.weights.swap import PolicySwapper
+from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 
 PAIRS = 15
 MANY_PAIRS = 45  # where the goal is 1%: the medians of fifteen differ by more from one sitting to the next
@@ -85,7 +85,7 @@ class Fleet:
         gateway = self._stack.enter_context(subprocess.Popen(argv, stdout=log, stderr=log))
         self._stack.callback(gateway.terminate)
         deadline = time.monotonic() + 30
-        while (address := read_address(self.run)) is None:
+        while (address := read_gateway_address(self.run)) is None:
             assert time.monotonic() < deadline, (self.run / "gateway.log").read_text()
             time.sleep(0.01)
         self.address = address
@@ -97,24 +97,24 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def envoy(self, config: GovernorConfig) -> Envoy:
+    def envoy(self, config: GovernorConfig) -> PublisherClient:
         keys, hello = self.run / "keys", Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
-        setup = Setup(
+        setup = PublisherSettings(
             endpoint=self.address.endpoint,
-            key=str(keys / "learner.key"),
+            tunnel_key=str(keys / "learner.key"),
             gateway_key=self.address.public_key,
             hello=hello,
-            signing=str(keys),
+            signing_folder=str(keys),
             publish=PublishConfig(governor=config),
         )
-        return Envoy(setup, print)
+        return PublisherClient(setup, print)
 
-    def step(self, envoy: Envoy, push: bool) -> float:
+    def step(self, envoy: PublisherClient, push: bool) -> float:
         """Seconds of one update as the learner makes it, with what it does to publish when it does."""
         self.steps += 1
         started = time.perf_counter()
         self.algorithm.update(self.batch)
-        if push and not envoy.busy:
+        if push and not envoy.is_busy:
             self.version += 1
             envoy.publish(self.algorithm.policy_snapshot(), self.version, self.version)
         taken_s = time.perf_counter() - started
@@ -136,17 +136,19 @@ def connect(run: Path, address: GatewayAddress, name: str, role: Role) -> Tunnel
 def act(run: Path, address: GatewayAddress) -> None:
     """A robot that does nothing but take each version, at 100 Hz. Its process is terminated."""
     spec = example_spec()
-    swapper, config = PolicySwapper(lambda: MlpPolicy(spec)), InletConfig()
+    swapper, config = DoubleBufferedPolicy(lambda: MlpPolicy(spec)), ReceiverConfig()
     with connect(run, address, "panda-0", "robot") as client:
         client.wait_open(30)
-        with WeightsInlet(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)) as inlet:
+        with WeightsReceiver(client, swapper, config, run / "keys", run / "edge", Governor(config.governor)) as inlet:
             while True:
                 if swapper.swap_if_ready() is not None:
-                    client.send(inlet.applied("panda-0"))
+                    client.send(inlet.applied_report("panda-0"))
                 time.sleep(0.01)
 
 
-def _row(fleet: Fleet, envoy: Envoy, title: str, every_s: float, pairs: int, target: float | None) -> list[Row]:
+def _row(
+    fleet: Fleet, envoy: PublisherClient, title: str, every_s: float, pairs: int, target: float | None
+) -> list[Row]:
     next_s = 0.0
 
     def due() -> bool:
@@ -205,9 +207,9 @@ class Half:
     process_ms: float
 
 
-def half(fleet: Fleet, envoy: Envoy, due: Callable[[], bool]) -> Half:
+def half(fleet: Fleet, envoy: PublisherClient, due: Callable[[], bool]) -> Half:
     """`STEPS` steps, after what was under way has arrived and `BEFORE_S` of the same have passed."""
-    envoy.settle(10)
+    envoy.wait_until_stored(10)
     before_s = time.monotonic() + BEFORE_S
     while time.monotonic() < before_s or fleet.steps % PERIOD:
         fleet.step(envoy, due())
@@ -220,7 +222,7 @@ def half(fleet: Fleet, envoy: Envoy, due: Callable[[], bool]) -> Half:
     return Half(1e3 * statistics.median(wall), 1e3 * statistics.median(own), process_ms)
 
 
-def plot(fleet: Fleet, envoy: Envoy) -> None:
+def plot(fleet: Fleet, envoy: PublisherClient) -> None:
     """The governor's decisions over half a minute: a learner that pushes for ten seconds of every fifteen."""
     import matplotlib
 

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from hal.spec import Array, CameraSpec
 
-WAY_S = 0.1  # what a picture may take from its capture until it is here: exposure, transfer, decoding
+CAPTURE_LATENCY_S = 0.1  # what a picture may take from its capture until it is here: exposure, transfer, decoding
 
 
-def stale_by_default_s(rate_hz: float) -> float:
+def default_stale_after_s(rate_hz: float) -> float:
     """How old the newest picture of a camera of this rate may be where nobody says it: two may be missing."""
-    return 3 / rate_hz + WAY_S
+    return 3 / rate_hz + CAPTURE_LATENCY_S
 
 
 @dataclass(frozen=True)
-class Frame:
+class CameraFrame:
     """One picture: `image` is uint8 (height, width, 3) RGB; `t_capture_ns` is ``time.monotonic_ns()`` at capture."""
 
     image: Array
     t_capture_ns: int
 
 
-def _nobody() -> None:
+def _no_op() -> None:
     """Nobody wants anything while a camera is waited for."""
 
 
@@ -32,16 +32,16 @@ class Camera(ABC):
     """One camera; `spec` is known before `connect`. One thread calls it.
 
     Attributes:
-        live: set before `connect` by who reads it in real time: `read` is to take little of a control period then.
+        real_time: set before `connect` by who reads it in real time: `read` is to take little of a control period then.
             Devices take their pictures by themselves anyway; a simulated camera has another thread draw them.
-        attend: a `connect` that waits calls it all the while; what it raises ends the waiting.
+        check_stop: a `connect` that waits calls it all the while; what it raises ends the waiting.
     """
 
     spec: CameraSpec
-    live: bool = False
-    attend: Callable[[], None] = staticmethod(_nobody)
+    real_time: bool = False
+    check_stop: Callable[[], None] = staticmethod(_no_op)
 
-    def load(self) -> None:
+    def preload(self) -> None:
         """Imports what `connect` needs. Called before the robot is connected: an import may keep all threads of the
         process for longer than a robot's watchdog allows. What is missing is told by `connect`."""
         return None
@@ -51,7 +51,7 @@ class Camera(ABC):
         """Opens the device. Raises HardwareLost when it is not there."""
 
     @abstractmethod
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         """The newest frame, without waiting for the next. Raises HardwareLost or StaleObservation."""
 
     @abstractmethod

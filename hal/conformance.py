@@ -51,11 +51,11 @@ class RobotConformance(ABC):
     """The contract of `hal.robot.Robot`. Each test makes a robot of its own.
 
     Attributes:
-        may_leap: joints that are moved by targets may be sent to the end of their range at once, as in a simulation.
-            Nothing slows a command down here: without it, no such joint is told to move.
+        allows_large_steps: joints that are moved by targets may be sent to the end of their range at once, as in a
+            simulation. Nothing slows a command down here: without it, no such joint is told to move.
     """
 
-    may_leap = False
+    allows_large_steps = False
 
     @abstractmethod
     def make_robot(self) -> Robot:
@@ -65,7 +65,7 @@ class RobotConformance(ABC):
         """An action that is safe at any time; overridden for a robot that the spec's neutral action does not suit."""
         return gentle_action(robot.spec, robot.observe())
 
-    def same_place(self, before: Observation, after: Observation) -> bool:
+    def has_not_moved(self, before: Observation, after: Observation) -> bool:
         """True where nothing moved between two observations; overridden for a robot whose readings are noisy."""
         return all(np.array_equal(before.arrays[name], after.arrays[name]) for name in before.arrays)
 
@@ -131,7 +131,7 @@ class RobotConformance(ABC):
     def test_a_command_beyond_the_bounds_is_clipped_or_refused(self) -> None:
         with self.make_robot() as robot:
             far, spec = self.gentle_action(robot), robot.spec
-            free = [i for i in range(len(far)) if self.may_leap or i not in spec.joint_target]
+            free = [i for i in range(len(far)) if self.allows_large_steps or i not in spec.joint_target]
             far[free[-1:]] = [spec.action.high[i] + 1 for i in free[-1:]]
             with contextlib.suppress(SpecError):
                 _assert_within(robot.command(far), spec)
@@ -149,7 +149,7 @@ class RobotConformance(ABC):
             ):
                 with _raises(SpecError, deed):
                     robot.command(bad)
-            assert self.same_place(before, robot.observe()), "the robot moved upon a refused command"
+            assert self.has_not_moved(before, robot.observe()), "the robot moved upon a refused command"
 
     def test_stopping_is_allowed_at_any_time_and_may_be_repeated(self) -> None:
         with self.make_robot() as robot:

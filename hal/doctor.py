@@ -23,31 +23,31 @@ from pathlib import Path
 
 import msgspec
 
+from hal.driver import installed_drivers, load_driver
 from hal.errors import LeaseError
-from hal.machine import (
-    COMMAND,
-    FOLDER,
-    GROUP_COMMAND,
-    TEST_FOLDER,
-    require_own,
+from hal.machine_folder import (
+    CREATE_COMMAND,
+    CREATE_GROUP_COMMAND,
+    MACHINE_FOLDER,
+    TEST_FOLDER_VARIABLE,
+    machine_folder_problem,
+    require_private_folder,
     runtime_folder,
-    test_folder,
-    unfit,
+    tests_folder,
 )
-from hal.station import installed_drivers, load_driver
 
 MIN_FREE_BYTES = 5_000_000_000
 MIN_SHARED_BYTES = 200_000_000  # Ray's object store lies there
 MIN_RTPRIO = 20
 MAX_PORT = 65535
 MAX_CLOCK_ERROR_S = 0.05
-MAX_DRAWING_S = 60.0
+RENDER_TIMEOUT_S = 60.0
 MAX_DEVICES = 64  # of one sort
 _STA_UNSYNC = 0x40  # adjtimex(2)
 _UNLIMITED = resource.RLIM_INFINITY
 
 
-class Verdict(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """OK; ADVICE: it works, and could work better, or something optional is missing; PROBLEM: it does not work."""
 
     OK = "ok"
@@ -55,17 +55,17 @@ class Verdict(enum.StrEnum):
     PROBLEM = "problem"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found. `mend` says what to do; empty where there is nothing to do."""
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check found. `fix` says what to do; empty where there is nothing to do."""
 
     check: str
-    verdict: Verdict
-    says: str
-    mend: str = ""
+    status: CheckStatus
+    message: str
+    fix: str = ""
 
 
 @dataclass(frozen=True)
-class Library:
+class OptionalLibrary:
     """A vendor's library: the module to import, what it is for, and how it is installed."""
 
     module: str
@@ -73,39 +73,51 @@ class Library:
     install: str
 
 
-def installed_torch() -> Path | None:
+def torch_folder() -> Path | None:
     """The folder of the installed torch, which is not imported; None where there is none."""
     found = importlib.util.find_spec("torch")
     return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 @dataclass(frozen=True)
-class Machine:
+class DoctorConfig:
     """Where to look.
 
     Attributes:
         root: of the file system; a test looks elsewhere.
-        may_use: whether this user may read and write a device.
-        folder: where runs are to be written.
+        can_access: whether this user may read and write a device.
+        runs_folder: where runs are to be written.
         ports: to be listened on, by what for.
         libraries: of the drivers, optional each.
-        torch: the folder of an installed torch; None where there is none.
-        drawing: a command that tries to draw without a screen, for simulated cameras. It ends with status 0 if that
-            works; otherwise it prints what is wrong. Empty: nothing is to be drawn here.
+        torch_folder: the folder of an installed torch; None where there is none.
+        render_command: a command that tries to draw without a screen, for simulated cameras. It ends with status 0 if
+            that works; otherwise it prints what is wrong. Empty: nothing is to be drawn here.
     """
 
     root: Path = Path("/")
-    may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
-    folder: Path = Path(".")
+    can_access: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    runs_folder: Path = Path(".")
     ports: Mapping[str, int] = field(default_factory=dict)
-    libraries: Sequence[Library] = ()
-    torch: Path | None = field(default_factory=installed_torch)
-    drawing: Sequence[str] = ()
+    libraries: Sequence[OptionalLibrary] = ()
+    torch_folder: Path | None = field(default_factory=torch_folder)
+    render_command: Sequence[str] = ()
 
 
-def examine(machine: Machine) -> Iterator[Finding]:
+def run_checks(machine: DoctorConfig) -> Iterator[CheckResult]:
     """Every check, in the order in which a person would look. Takes a second or two."""
-    checks = (_drivers, _libraries, _gpus, _devices, _cameras, _clock, _realtime, _drawing, _ports, _disk, _place)
+    checks = (
+        _drivers,
+        _libraries,
+        _gpus,
+        _devices,
+        _cameras,
+        _clock,
+        _realtime,
+        _rendering,
+        _ports,
+        _disk,
+        _machine_folder,
+    )
     for check in checks:
         try:
             yield from check(machine)
@@ -113,19 +125,19 @@ def examine(machine: Machine) -> Iterator[Finding]:
             yield _problem(check.__name__.strip("_"), f"it could not be looked at: {error}", "look again")
 
 
-def _ok(check: str, says: str) -> Finding:
-    return Finding(check=check, verdict=Verdict.OK, says=says)
+def _ok(check: str, says: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.OK, message=says)
 
 
-def _advice(check: str, says: str, mend: str) -> Finding:
-    return Finding(check=check, verdict=Verdict.ADVICE, says=says, mend=mend)
+def _advice(check: str, says: str, mend: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.ADVICE, message=says, fix=mend)
 
 
-def _problem(check: str, says: str, mend: str) -> Finding:
-    return Finding(check=check, verdict=Verdict.PROBLEM, says=says, mend=mend)
+def _problem(check: str, says: str, mend: str) -> CheckResult:
+    return CheckResult(check=check, status=CheckStatus.PROBLEM, message=says, fix=mend)
 
 
-def _drivers(_: Machine) -> Iterator[Finding]:
+def _drivers(_: DoctorConfig) -> Iterator[CheckResult]:
     for name in installed_drivers():
         try:
             load_driver(name)
@@ -134,7 +146,7 @@ def _drivers(_: Machine) -> Iterator[Finding]:
             yield _problem("drivers", str(error), "reinstall or update the package that brings it")
 
 
-def _libraries(machine: Machine) -> Iterator[Finding]:
+def _libraries(machine: DoctorConfig) -> Iterator[CheckResult]:
     for library in machine.libraries:
         if importlib.util.find_spec(library.module) is not None:
             yield _ok("libraries", f"{library.module} is there, for {library.purpose}")
@@ -143,14 +155,14 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
             yield _advice("libraries", says, library.install)
 
 
-def _gpus(machine: Machine) -> Iterator[Finding]:
+def _gpus(machine: DoctorConfig) -> Iterator[CheckResult]:
     """Also where the driver shows no file of its own, as under WSL, its library may answer."""
     driver = (machine.root / "proc/driver/nvidia/version").exists()
     if importlib.util.find_spec("pynvml") is None:
         if driver:
             yield _problem("gpu", "there is an NVIDIA driver, and nvidia-ml-py is missing", "pip install nvidia-ml-py")
         else:
-            yield _ok("gpu", _NO_DRIVER)
+            yield _ok("gpu", _NO_NVIDIA_DRIVER)
         return
     import pynvml
 
@@ -162,16 +174,16 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         if not driver:
-            yield _ok("gpu", _NO_DRIVER)
+            yield _ok("gpu", _NO_NVIDIA_DRIVER)
             return
         mend = "restart the computer after an update of the driver; in a container, pass the GPU through (--gpus all)"
         yield _problem("gpu", f"the NVIDIA driver does not answer: {error}", mend)
 
 
-def _torch(machine: Machine, cuda: int) -> Iterator[Finding]:
+def _torch(machine: DoctorConfig, cuda: int) -> Iterator[CheckResult]:
     """Whether torch can compute on the GPUs of a driver that speaks this CUDA, as 12080 is 12.8. Of one major version a
     program may be newer than the driver (CUDA Compatibility, "Minor Version Compatibility")."""
-    file = machine.torch / "version.py" if machine.torch else None
+    file = machine.torch_folder / "version.py" if machine.torch_folder else None
     if file is None or not file.exists():
         return
     built_for: str | None = runpy.run_path(str(file)).get("cuda")
@@ -186,7 +198,7 @@ def _torch(machine: Machine, cuda: int) -> Iterator[Finding]:
         yield _ok("gpu", f"torch was built for CUDA {built_for}, which the driver speaks")
 
 
-_NO_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"
+_NO_NVIDIA_DRIVER = "no NVIDIA driver is loaded: this computer computes on its processors"
 
 
 _DEVICES = {
@@ -196,24 +208,26 @@ _DEVICES = {
 }
 
 
-def _devices(machine: Machine) -> Iterator[Finding]:
+def _devices(machine: DoctorConfig) -> Iterator[CheckResult]:
     for check, (patterns, purpose, tell) in _DEVICES.items():
         found = [path for pattern in patterns for path in sorted((machine.root / "dev").glob(pattern))][:MAX_DEVICES]
-        refused = [path for path in found if not machine.may_use(path)]
+        refused = [path for path in found if not machine.can_access(path)]
         if not found:
             yield _ok(check, f"none is attached ({purpose})")
         elif not refused:
-            yield _ok(check, f"{_names(machine, found)} may be used")
-        for group in sorted({_group(path) for path in refused}):
-            mine = [path for path in refused if _group(path) == group]
-            yield tell(check, f"{_names(machine, mine)} may not be used by you ({purpose})", _permit(group))
+            yield _ok(check, f"{_device_paths(machine, found)} may be used")
+        for group in sorted({_group_name(path) for path in refused}):
+            mine = [path for path in refused if _group_name(path) == group]
+            yield tell(
+                check, f"{_device_paths(machine, mine)} may not be used by you ({purpose})", _permission_fix(group)
+            )
 
 
-def _names(machine: Machine, paths: Sequence[Path]) -> str:
+def _device_paths(machine: DoctorConfig, paths: Sequence[Path]) -> str:
     return ", ".join(f"/{path.relative_to(machine.root)}" for path in paths)
 
 
-def _group(path: Path) -> str:
+def _group_name(path: Path) -> str:
     gid = path.stat().st_gid
     try:
         return grp.getgrgid(gid).gr_name
@@ -221,13 +235,13 @@ def _group(path: Path) -> str:
         return str(gid)
 
 
-def _permit(group: str) -> str:
+def _permission_fix(group: str) -> str:
     if group == "root":
         return 'let the person at the desk use it with a udev rule, such as KERNEL=="hidraw*", TAG+="uaccess"'
     return f"sudo usermod -aG {group} $USER, then log in again"
 
 
-def _cameras(machine: Machine) -> Iterator[Finding]:
+def _cameras(machine: DoctorConfig) -> Iterator[CheckResult]:
     names = sorted((machine.root / "sys/class/video4linux").glob("video*/name"))
     cameras = [f"/dev/{path.parent.name} ({path.read_text(errors='replace').strip()})" for path in names[:MAX_DEVICES]]
     yield _ok("cameras", ", ".join(cameras) or "the kernel knows no camera (V4L2)")
@@ -251,7 +265,7 @@ class _Timex(ctypes.Structure):
     ]
 
 
-def read_clock() -> tuple[bool, float]:
+def read_clock_sync() -> tuple[bool, float]:
     """Whether the kernel's clock is kept by a time server, and its greatest error, s. Raises OSError."""
     timex, libc = _Timex(), ctypes.CDLL(None, use_errno=True)
     if libc.adjtimex(ctypes.byref(timex)) < 0:
@@ -259,10 +273,10 @@ def read_clock() -> tuple[bool, float]:
     return not timex.status & _STA_UNSYNC, timex.maxerror / 1e6
 
 
-def _clock(_: Machine) -> Iterator[Finding]:
+def _clock(_: DoctorConfig) -> Iterator[CheckResult]:
     mend = "let a time server keep it: sudo timedatectl set-ntp true, or install chrony"
     try:
-        kept, error_s = read_clock()
+        kept, error_s = read_clock_sync()
     except OSError as error:
         yield _advice("clock", f"whether a time server keeps the clock is not known: {error.strerror}", mend)
         return
@@ -278,13 +292,13 @@ def _clock(_: Machine) -> Iterator[Finding]:
 _CAP_IPC_LOCK, _CAP_SYS_NICE = 14, 23  # linux/capability.h
 
 
-def _realtime(machine: Machine) -> Iterator[Finding]:
+def _realtime(machine: DoctorConfig) -> Iterator[CheckResult]:
     for name, which, least, entry, capability, container in (
         ("real-time priority", resource.RLIMIT_RTPRIO, MIN_RTPRIO, f"rtprio {MIN_RTPRIO}", _CAP_SYS_NICE, "SYS_NICE"),
         ("locked memory", resource.RLIMIT_MEMLOCK, _UNLIMITED, "memlock unlimited", _CAP_IPC_LOCK, "IPC_LOCK"),
     ):
         limit, _ = resource.getrlimit(which)
-        if _capable(machine, capability) or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
+        if _has_capability(machine, capability) or limit == _UNLIMITED or (least != _UNLIMITED and limit >= least):
             yield _ok("real time", f"{name} may be claimed")
         else:
             mend = (
@@ -301,7 +315,7 @@ def _realtime(machine: Machine) -> Iterator[Finding]:
 _GOVERNORS = "devices/system/cpu/cpu*/cpufreq/scaling_governor"
 
 
-def _capable(machine: Machine, capability: int) -> bool:
+def _has_capability(machine: DoctorConfig, capability: int) -> bool:
     """Whether this process has it: the root of a container may not."""
     status = machine.root / "proc/self/status"
     lines = status.read_text().splitlines() if status.exists() else []
@@ -309,29 +323,29 @@ def _capable(machine: Machine, capability: int) -> bool:
     return bool(int(effective, 16) >> capability & 1)
 
 
-def _drawing(machine: Machine) -> Iterator[Finding]:
+def _rendering(machine: DoctorConfig) -> Iterator[CheckResult]:
     """A process of its own tries: a graphics driver that is broken may end the process that loads it."""
-    if not machine.drawing:
+    if not machine.render_command:
         yield _ok("drawing", "no simulated robots are installed whose cameras would be drawn")
         return
     try:
-        done = subprocess.run(machine.drawing, capture_output=True, text=True, timeout=MAX_DRAWING_S)
+        done = subprocess.run(machine.render_command, capture_output=True, text=True, timeout=RENDER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        yield _problem("drawing", f"drawing without a screen was not over after {MAX_DRAWING_S:g} s", _EGL_MEND)
+        yield _problem("drawing", f"drawing without a screen was not over after {RENDER_TIMEOUT_S:g} s", _EGL_FIX)
         return
     if done.returncode == 0:
         yield _ok("drawing", "simulated cameras can be drawn without a screen")
     else:
         words = done.stdout.splitlines()[:1] or done.stderr.splitlines()[-1:] or [f"status {done.returncode}"]
         yield _problem(
-            "drawing", f"EGL is missing or broken, so no simulated camera can be drawn: {words[0]}", _EGL_MEND
+            "drawing", f"EGL is missing or broken, so no simulated camera can be drawn: {words[0]}", _EGL_FIX
         )
 
 
-_EGL_MEND = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0"
+_EGL_FIX = "on Debian or Ubuntu: sudo apt-get install libegl1 libegl-mesa0"
 
 
-def _ports(machine: Machine) -> Iterator[Finding]:
+def _ports(machine: DoctorConfig) -> Iterator[CheckResult]:
     for purpose, port in machine.ports.items():
         if not 0 < port <= MAX_PORT:
             yield _problem("ports", f"there is no port {port} ({purpose})", f"choose one from 1 to {MAX_PORT}")
@@ -344,8 +358,8 @@ def _ports(machine: Machine) -> Iterator[Finding]:
             yield _advice("ports", f"port {port} {why} ({purpose})", f"end what uses it (ss -ltnp 'sport = :{port}')")
 
 
-def _disk(machine: Machine) -> Iterator[Finding]:
-    folder = machine.folder.resolve()
+def _disk(machine: DoctorConfig) -> Iterator[CheckResult]:
+    folder = machine.runs_folder.resolve()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK):
@@ -360,21 +374,23 @@ def _disk(machine: Machine) -> Iterator[Finding]:
         yield _problem("disk", f"/dev/shm has {size:.0f} MB; Ray needs more", "in a container: --shm-size=1g")
 
 
-def _place(_: Machine) -> Iterator[Finding]:
+def _machine_folder(_: DoctorConfig) -> Iterator[CheckResult]:
     """Where locks and e-stops of this computer's robots are kept."""
-    if (folder := test_folder()) is not None:
-        says = f"{TEST_FOLDER} is set: locks and e-stops lie in {folder}, where nothing else finds them"
-        yield _problem("place", says, f"unset {TEST_FOLDER}, which is for tests")
-    elif reason := unfit():
+    if (folder := tests_folder()) is not None:
+        says = f"{TEST_FOLDER_VARIABLE} is set: locks and e-stops lie in {folder}, where nothing else finds them"
+        yield _problem("place", says, f"unset {TEST_FOLDER_VARIABLE}, which is for tests")
+    elif reason := machine_folder_problem():
         says = f"{reason}: simulated robots work, real ones are refused"
-        yield _advice("place", says, f"{COMMAND}; for one group only: {GROUP_COMMAND}")
-    elif _in_container() and FOLDER.stat().st_dev == Path("/").stat().st_dev:
-        says = f"this is a container, and {FOLDER} is its own: programs outside do not find its locks and e-stops"
-        yield _problem("place", says, f"mount the computer's: -v {FOLDER}:{FOLDER}")
+        yield _advice("place", says, f"{CREATE_COMMAND}; for one group only: {CREATE_GROUP_COMMAND}")
+    elif _in_container() and MACHINE_FOLDER.stat().st_dev == Path("/").stat().st_dev:
+        says = (
+            f"this is a container, and {MACHINE_FOLDER} is its own: programs outside do not find its locks and e-stops"
+        )
+        yield _problem("place", says, f"mount the computer's: -v {MACHINE_FOLDER}:{MACHINE_FOLDER}")
     else:
-        yield _ok("place", f"locks and e-stops of this computer's robots are kept in {FOLDER}")
+        yield _ok("place", f"locks and e-stops of this computer's robots are kept in {MACHINE_FOLDER}")
     try:
-        require_own(runtime_folder())
+        require_private_folder(runtime_folder())
     except FileNotFoundError:  # it is made when it is needed
         return
     except LeaseError as error:

@@ -1,13 +1,19 @@
-"""Small files that survive a power cut."""
+"""Small files that survive a power cut.
+
+What this program writes is for its user alone, unless one environment variable says otherwise.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-PRIVATE = 0o600  # a file's mode: nobody else reads it
+from hal.errors import HalError
+
+PRIVATE_FILE_MODE = 0o600  # a file's mode: nobody else reads it
 
 
 def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -67,3 +73,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+UMASK_VARIABLE = "USER_SYS_UMASK"
+PRIVATE_UMASK = 0o077
+
+
+def umask_from_environment(environment: Mapping[str, str] = os.environ) -> int:
+    """The umask for this program and the processes that it starts. Raises HalError: the variable is no octal umask."""
+    text = environment.get(UMASK_VARIABLE, "")
+    if not text:
+        return PRIVATE_UMASK
+    if not re.fullmatch("[0-7]{1,4}", text):
+        raise HalError(f"{UMASK_VARIABLE}={text[:20]!r} is no umask: write an octal number, such as 027")
+    return int(text, 8)

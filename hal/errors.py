@@ -11,6 +11,8 @@ HalError
 ├── EmergencyStopped     stop the robot: latched until a person re-arms it
 ├── PlacementError       ask for less: explains what was asked, what there is, what is missing
 └── SupervisionError     look at its log: a node's process cannot be started, or ends again and again
+
+How somebody comes by what a driver or a verb needs and this package does not bring by itself.
 """
 
 from __future__ import annotations
@@ -58,3 +60,10 @@ class PlacementError(HalError):
 
 class SupervisionError(HalError):
     """A supervised process cannot be started or kept running."""
+
+
+def install_hint(extra: str) -> str:
+    """The command, in words. The package is on no index, where its name may be anybody's: it is a checkout or a wheel's
+    file.
+    """
+    return f"pip install '.[{extra}]' in a checkout, or with the wheel's name before [{extra}] (docs/deployment.md)"

@@ -25,22 +25,22 @@ from typing import Self
 
 import msgspec
 
+from hal.decode_errors import DECODE_ERRORS
 from hal.durable import make_folder_durably, replace_durably
 from hal.errors import LeaseError, LeaseHeld, SpecError, StaleToken
-from hal.machine import (
+from hal.machine_folder import (
     MAX_NAME_CHARS,
-    TEST_FOLDER,
-    RobotPlace,
-    changing,
-    open_shared,
+    TEST_FOLDER_VARIABLE,
+    RobotFiles,
+    known_robot_files,
+    open_locked,
+    open_shared_file,
     overwrite,
-    require_name,
-    robot_place,
-    robot_places,
-    test_folder,
+    require_robot_name,
+    robot_files,
+    tests_folder,
     try_lock,
 )
-from hal.undecodable import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ DEFAULT_TTL_S = 10.0
 MAX_HOLDER_CHARS = 500
 _HOLDER_BYTES = 4096
 _TOKEN_BYTES = 32
-_TAKE_WITHIN_S = 0.01
+_ACQUIRE_TIMEOUT_S = 0.01
 _NS = 1_000_000_000
 
 
@@ -100,7 +100,7 @@ class LeaseTable:
         held = [robot for robot, entry in self._entries.items() if entry.holder is not None]
         self._deadline_ns = dict.fromkeys(held, self._next_deadline())
 
-    def acquire(self, robot: str, holder: str, floor: int = 0) -> Lease:
+    def acquire(self, robot: str, holder: str, min_token: int = 0) -> Lease:
         """Gives `robot` to `holder` under a new token, greater than all before it and than `floor`.
 
         `floor` is the newest token that the robot's driver has seen, from another table perhaps: a robot that goes
@@ -114,14 +114,14 @@ class LeaseTable:
             SpecError: a name that is empty, too long or not printable.
             OSError: the table cannot be written; nothing was given out.
         """
-        require_name(robot)
+        require_robot_name(robot)
         if not holder.strip() or len(holder) > MAX_NAME_CHARS or not holder.isprintable():
             raise SpecError(f"a lease's holder must be a printable name, got {holder[:80]!r}")
         self.expire()
         entry = self._entries.get(robot, _Entry(token=0, holder=None))
         if entry.holder is not None and entry.holder != holder:
             raise LeaseHeld(f"{robot} is driven by {entry.holder} for at least {self._seconds_left(robot):.1f} s more")
-        fresh = _Entry(token=max(entry.token, floor) + 1, holder=holder)
+        fresh = _Entry(token=max(entry.token, min_token) + 1, holder=holder)
         self._store(robot, fresh)
         self._deadline_ns[robot] = self._next_deadline()
         logger.info("lease.acquired robot=%s holder=%s token=%d", robot, holder, fresh.token)
@@ -212,7 +212,7 @@ class Fence:
 
     def __init__(self, path: Path | None) -> None:
         """Args:
-            path: `hal.machine.RobotPlace.fence`; None keeps the token in memory, for tests.
+            path: `hal.machine_folder.RobotFiles.fence`; None keeps the token in memory, for tests.
 
         Raises:
             LeaseError: the file cannot be read.
@@ -225,7 +225,7 @@ class Fence:
         """The newest token seen; 0 before the first."""
         return self._newest
 
-    def admit(self, token: int) -> None:
+    def check_token(self, token: int) -> None:
         """Lets a command pass. A token newer than all before is on the disk before this returns.
 
         Raises:
@@ -237,7 +237,7 @@ class Fence:
             raise StaleToken(f"token {token} is too old: this robot has been driven under token {self._newest}")
         if self._path is not None:
             make_folder_durably(self._path.parent)
-            with changing(self._path) as (handle, _):
+            with open_locked(self._path) as (handle, _):
                 overwrite(handle, f"{token}\n".encode(), _TOKEN_BYTES)
         self._newest = token
 
@@ -255,7 +255,7 @@ class MachineLock:
 
     def __init__(self, path: Path, holder: str = "", label: str = "") -> None:
         """Args:
-        path: the lock's file, in a folder of `hal.machine`.
+        path: the lock's file, in a folder of `hal.machine_folder`.
         holder: tells others for what the lock is taken.
         label: of what is locked, for messages; by default the file's name.
         """
@@ -275,7 +275,7 @@ class MachineLock:
             handle = self._locked_file()
         except OSError as error:
             raise LeaseError(f"the lock {self._path} cannot be opened: {error.strerror}") from error
-        holder = _Holder(pid=os.getpid(), user=_user(), what=self._holder[:MAX_HOLDER_CHARS])
+        holder = _Holder(pid=os.getpid(), user=_user_name(), what=self._holder[:MAX_HOLDER_CHARS])
         try:
             overwrite(handle, msgspec.json.encode(holder), _HOLDER_BYTES, sync=False)
         except OSError as error:  # as of a full disk: the lock counts all the same
@@ -285,8 +285,8 @@ class MachineLock:
     def _locked_file(self) -> int:
         """The open and locked file. It is opened again if it was removed meanwhile, or two would lock two files."""
         while True:
-            handle = open_shared(self._path)
-            if not try_lock(handle, _TAKE_WITHIN_S):  # `held` has it for some microseconds
+            handle = open_shared_file(self._path)
+            if not try_lock(handle, _ACQUIRE_TIMEOUT_S):  # `is_held` has it for some microseconds
                 os.close(handle)
                 raise LeaseHeld(f"{self._label} is driven on this machine by {self.owner() or 'another process'}")
             with contextlib.suppress(FileNotFoundError):
@@ -294,7 +294,7 @@ class MachineLock:
                     return handle
             os.close(handle)
 
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether a living process has the lock, this one included. Never waits, takes nothing."""
         if self._handle is not None:
             return True
@@ -314,11 +314,11 @@ class MachineLock:
 
     def owner(self) -> str:
         """The process that has it, e.g. ``pid 4711 of ana for runs/demo/edge/panda-0``; empty if none. Never waits."""
-        if not self.held():
+        if not self.is_held():
             return ""
         try:
             holder = msgspec.json.decode(self._path.read_bytes(), type=_Holder)
-        except (OSError, *UNDECODABLE):  # another user's, or about to be written
+        except (OSError, *DECODE_ERRORS):  # another user's, or about to be written
             return "another process"
         return f"pid {holder.pid} of {holder.user} {holder.what}".strip()
 
@@ -337,23 +337,23 @@ class MachineLock:
 
 
 def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
-    """The lock of a robot on this computer; raises as `hal.machine.robot_place` does."""
+    """The lock of a robot on this computer; raises as `hal.machine_folder.robot_files` does."""
     _warn_of_test_folder()
-    return MachineLock(robot_place(robot, simulated=simulated).lock, holder, robot)
+    return MachineLock(robot_files(robot, simulated=simulated).lock_path, holder, robot)
 
 
-def driver_of(robot: str) -> str:
+def driver_process_of(robot: str) -> str:
     """The process that drives `robot` on this computer, real or simulated by this user, in words; empty if none."""
-    places = [place for place in robot_places() if place.name == robot and place.uid in (None, os.getuid())]
-    return next((owner for place in places if (owner := MachineLock(place.lock).owner())), "")
+    places = [place for place in known_robot_files() if place.name == robot and place.uid in (None, os.getuid())]
+    return next((owner for place in places if (owner := MachineLock(place.lock_path).owner())), "")
 
 
-def driven() -> list[RobotPlace]:
+def driven_robots() -> list[RobotFiles]:
     """The robots that are driven on this computer now: real ones, and simulated ones of all users."""
-    return [place for place in robot_places() if MachineLock(place.lock).held()]
+    return [place for place in known_robot_files() if MachineLock(place.lock_path).is_held()]
 
 
-def _user() -> str:
+def _user_name() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -361,13 +361,15 @@ def _user() -> str:
 
 
 def _warn_of_test_folder() -> None:
-    folder = test_folder()
-    if folder is not None and folder not in _warned:
-        _warned.add(folder)
-        logger.warning("machine.test_folder %s=%s: its locks and e-stops are no computer's", TEST_FOLDER, folder)
+    folder = tests_folder()
+    if folder is not None and folder not in _warned_folders:
+        _warned_folders.add(folder)
+        logger.warning(
+            "machine.test_folder %s=%s: its locks and e-stops are no computer's", TEST_FOLDER_VARIABLE, folder
+        )
 
 
-_warned: set[Path] = set()
+_warned_folders: set[Path] = set()
 
 
 def _read_table(path: Path | None) -> _Table:
@@ -375,7 +377,7 @@ def _read_table(path: Path | None) -> _Table:
         return _Table()
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_Table)
-    except (OSError, *UNDECODABLE) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise LeaseError(f"the lease table {path} cannot be read ({error}); tokens must not start over") from error
     if table.version != 1:
         raise LeaseError(f"the lease table {path} has version {table.version}; this program knows 1")
@@ -386,7 +388,7 @@ def _read_token(path: Path | None) -> int:
     if path is None:
         return 0
     try:
-        handle = open_shared(path, create=False)
+        handle = open_shared_file(path, create=False)
     except FileNotFoundError:
         return 0
     except OSError as error:

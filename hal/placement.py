@@ -1,17 +1,265 @@
-"""Placement: which resources a job gets. All that it asks for or nothing, the same for the same records."""
+"""Why a job does not get what it asks for, in sentences that a colleague would say.
+
+Placement: which resources a job gets. All that it asks for or nothing, the same for the same records.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import msgspec
 
 from hal.errors import PlacementError
-from hal.placement_words import explain
-from hal.request import Request
-from hal.resource import Health, Kind, ResourceRecord
+from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
+
+_GB = 1_000_000_000
+_NOUNS = {Kind.ROBOT: "robot", Kind.GPU: "GPU", Kind.COMPUTE: "computer", Kind.BUS: "motor bus"}
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+MAX_LISTED = 6
+
+
+def explain_failure_text(
+    requests: Sequence[ResourceRequest],
+    missing: Sequence[ResourceRequest],
+    records: Sequence[ResourceRecord],
+    *,
+    together: bool,
+    relief: Sequence[ResourceRecord],
+) -> str:
+    """A few sentences: what was asked, what there is, what is missing and what would help.
+
+    Args:
+        missing: the requests that cannot be met.
+        together: each could be met if it were alone.
+        relief: the resources each of which would help if it were there and free.
+    """
+    sentences = [
+        f"The job asks for {format_list([describe_request(request) for request in requests])}{_nearness(requests)}"
+    ]
+    if together:
+        sentences.append(_not_together(requests, records))
+    else:
+        sentences += [_describe_lack(request, records) for request in missing]
+    if relief:
+        names = format_list([record.name for record in relief], "or")
+        lost = all(record.health is Health.LOST for record in relief)
+        sentences.append(f"It would fit if {names} were {'there' if lost else 'free'}")
+    return " ".join(f"{sentence}{'' if sentence.endswith('?') else '.'}" for sentence in sentences)
+
+
+def describe_request(request: ResourceRequest) -> str:
+    """E.g. ``two robots of model panda at site lab`` or ``one GPU with at least 24 GB``."""
+    if request.name:
+        return f"the {_noun(request, 1)} {request.name}"
+    return f"{_number(request.count)} {_describe_sort(request, request.count)}"
+
+
+def describe_record(record: ResourceRecord) -> str:
+    """E.g. ``panda-1 is driven by run demo``."""
+    if record.health is Health.LEASED:
+        verb = "driven" if record.kind is Kind.ROBOT else "used"
+        return f"{record.name} is {verb} {record.note or 'by another job'}"
+    words = {
+        Health.READY: "is free",
+        Health.LOST: f"has not been there since {format_time(seen)}"
+        if (seen := record.seen_unix_s)
+        else "is not there",
+        Health.DRAINING: "is to be given back and goes to nobody else",
+        Health.QUARANTINED: "is quarantined",
+    }[record.health]
+    why = record.note or record.trouble
+    return f"{record.name} {words}{f' ({why})' if why else ''}"
+
+
+def format_time(unix_s: float) -> str:
+    """When that was, by this computer's clock and time zone, e.g. ``2026-11-21 14:05``."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
+def format_list(parts: Sequence[str], last: str = "and") -> str:
+    """E.g. ``a, b and c``; a long list is cut."""
+    shown = [*parts[:MAX_LISTED], f"{len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED + 1 else list(parts)
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} {last} {shown[-1]}"
+
+
+def _describe_lack(request: ResourceRequest, records: Sequence[ResourceRecord]) -> str:
+    fitting = [record for record in records if request.matches(record)]
+    if not fitting:
+        return _nothing_fits(request, records)
+    free = [record for record in fitting if record.health is Health.READY]
+    taken = [
+        describe_record(record) for record in sorted(fitting, key=lambda r: r.name) if record.health is not Health.READY
+    ]
+    if request.name:
+        return format_list(taken) if taken else f"{request.name} is there, but not near the rest"
+    if len(fitting) < request.count and request.kind is not Kind.COMPUTE:  # of a computer, several may have parts
+        there = _too_few(len(fitting), sorted(record.name for record in free), bool(taken))
+    elif not free:
+        there = f"{_number(len(fitting)).capitalize()} would do, but none is free"
+    elif len(free) < request.count:
+        names = format_list(sorted(record.name for record in free))
+        there = f"Only {_number(len(free))} {_is_or_are(len(free))} free, {names}"
+    else:
+        there = f"There are enough, but not near each other: {_whereabouts(request, free)}"
+    return f"{there}: {format_list(taken)}" if taken else there
+
+
+def _too_few(there: int, free: Sequence[str], taken: bool) -> str:
+    """Even if all of them were free."""
+    text = f"There {_is_or_are(there)} only {_number(there)}"
+    if not taken:
+        return f"{text}, {format_list(free)}"
+    if free:
+        return f"{text}, of which only {format_list(free)} {_is_or_are(len(free))} free"
+    return f"{text}, and {'it is not' if there == 1 else 'none is'} free"
+
+
+def _nothing_fits(request: ResourceRequest, records: Sequence[ResourceRecord]) -> str:
+    """Names the first demand that nothing meets, and what comes closest."""
+    closest = list(records)
+    for number, fits in enumerate(request.criteria()):
+        left = [record for record in closest if fits(record)]
+        if not left:
+            return _CAUSES[number](request, sorted(closest, key=lambda record: record.name))
+        closest = left
+    return f"There is no {_describe_sort(request, 1)}"
+
+
+def _no_kind(request: ResourceRequest, _: Sequence[ResourceRecord]) -> str:
+    return f"No {_noun(request, 1)} is known here"
+
+
+def _no_name(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    names = [record.name for record in there]
+    near = get_close_matches(request.name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there is {format_list(names)}"
+    return f"There is no {_noun(request, 1)} called {request.name}; {hint}"
+
+
+def _no_model(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    models = format_list([f"{record.name} is a {record.model}" for record in there])
+    return f"There is no {_noun(request, 1)} of model {request.model}: {models}"
+
+
+def _no_capability(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    def lacks(record: ResourceRecord) -> str:
+        lacking = [_capability(c) for c in request.capabilities if c not in record.capabilities]
+        return f"{record.name} lacks {format_list(lacking)}"
+
+    return f"None has all that is wanted: {format_list([lacks(record) for record in there])}"
+
+
+def _no_label(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    wanted = " and ".join(_label(name, value) for name, value in sorted(request.labels.items()))
+
+    def has(record: ResourceRecord) -> str:
+        facts = [_label(n, record.labels[n]) for n in sorted(request.labels) if n in record.labels]
+        return f"{record.name} is {format_list(facts)}" if facts else f"{record.name} does not say"
+
+    return f"None is {wanted}: {format_list([has(record) for record in there])}"
+
+
+def _no_memory(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    most = max(there, key=lambda record: record.memory_bytes)
+    if not most.memory_bytes and most.kind is Kind.GPU:
+        return (
+            f"No {_noun(request, 1)} here says how much memory it has: {format_list([record.name for record in there])}"
+        )
+    free = " free" if most.kind is Kind.COMPUTE and most.found_by == "ray" else ""
+    return (
+        f"The largest {_noun(request, 1)} here, {most.name} ({most.model}), has {_format_gb(most.memory_bytes)}{free}"
+    )
+
+
+def _no_cores(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    most = max(there, key=lambda record: record.cores)
+    if not any(record.note for record in there):
+        return f"The largest computer here, {most.name}, has {most.cores} processors"
+    used = [f"{record.name} has {record.cores} free ({record.note})" for record in there if record.note]
+    return f"No computer here has as many processors free: {format_list(used)}"
+
+
+_CAUSES = (_no_kind, _no_name, _no_model, _no_capability, _no_label, _no_memory, _no_cores)
+"""In the order of `Request.demands`."""
+
+
+def _not_together(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> str:
+    near = [request for request in requests if request.colocate]
+    ready = [record for record in records if record.health is Health.READY]
+    if near:
+        where = [_spread(request, [record for record in ready if request.matches(record)]) for request in near]
+        return f"Each of them is there, but not near each other ({'; '.join(where)})"
+    return "Each of them is there alone, but there are not enough for all at the same time"
+
+
+def _spread(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    """E.g. ``GPUs: rack/gpu-0 on rack``; of one that is named, its place."""
+    places = _whereabouts(request, there)
+    return places if request.name else f"{_describe_sort(request, 2)}: {places}"
+
+
+def _whereabouts(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+    return format_list(
+        [f"{record.name} on {request.location_of(record)}" for record in sorted(there, key=lambda r: r.name)]
+    )
+
+
+def _nearness(requests: Sequence[ResourceRequest]) -> str:
+    groups = {request.colocate: request.colocate_by for request in requests if request.colocate}
+    words = {"node": "on one computer", "site": "at one site"}
+    parts = []
+    for near, by in groups.items():
+        members = [_noun(request, request.count) for request in requests if request.colocate == near]
+        parts.append(f", the {format_list(members)} {words[by]}")
+    return "".join(parts)
+
+
+def _describe_sort(request: ResourceRequest, count: int) -> str:
+    """The request without its number."""
+    words = [_noun(request, count)]
+    if request.name:
+        words.append(request.name)
+    if request.model:
+        words.append(f"of model {request.model}")
+    have = [_capability(capability) for capability in request.capabilities]
+    have += [f"at least {_format_gb(request.memory_bytes)}"] * bool(request.memory_bytes)
+    have += [f"{request.cores} processor{'s' * (request.cores > 1)}"] * bool(request.cores)
+    if have:
+        words.append(f"with {format_list(have)}")
+    words += [_label(name, value) for name, value in sorted(request.labels.items())]
+    return " ".join(words)
+
+
+def _noun(request: ResourceRequest, count: int) -> str:
+    noun = _NOUNS.get(request.kind, request.kind.value)
+    return noun if count == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def _capability(capability: str) -> str:
+    sort, _, name = capability.partition(":")
+    return f"a {name} {sort}" if name else capability
+
+
+def _label(name: str, value: str) -> str:
+    return f"at site {value}" if name == "site" else f"with {name}={value}"
+
+
+def _number(count: int) -> str:
+    return _NUMBERS[count] if count < len(_NUMBERS) else str(count)
+
+
+def _is_or_are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _format_gb(size: int) -> str:
+    gigabytes = size / _GB
+    return f"{gigabytes:.3g} GB" if gigabytes < 1000 else f"{gigabytes:,.0f} GB"
+
 
 MAX_COMBINATIONS = 10_000
 """Of places for groups that are to be near each other, and of ways to share out processors: beyond them it is given up.
@@ -25,7 +273,7 @@ class Placement:
     assigned: tuple[tuple[ResourceRecord, ...], ...]
 
 
-def place(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Placement:
+def place(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement:
     """Finds ready records for all `requests`, if that is possible at all; only computers are given out more than once.
 
     Among the free records that fit, the one with the least memory and then the first by name is preferred.
@@ -33,72 +281,80 @@ def place(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Pla
     Raises:
         PlacementError: not all can be met at once; says why as a colleague would.
     """
-    found = _search(requests, records)
+    found = _find_placement(requests, records)
     if found is None:
-        raise PlacementError(_explain(requests, records))
+        raise PlacementError(_explain_failure(requests, records))
     return found
 
 
-def _search(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> Placement | None:
-    pool = sorted((record for record in records if record.health is Health.READY), key=_preferred)
-    groups = sorted({(request.near, request.near_by) for request in requests if request.near})
-    places = [_places(group, requests, pool) for group in groups]
+def _find_placement(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement | None:
+    pool = sorted((record for record in records if record.health is Health.READY), key=_preference)
+    groups = sorted({(request.colocate, request.colocate_by) for request in requests if request.colocate})
+    places = [_candidate_places(group, requests, pool) for group in groups]
     for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
         where = {group: place for (group, _), place in zip(groups, chosen, strict=True)}
-        if (placement := _match(requests, pool, where)) is not None:
+        if (placement := _match_slots(requests, pool, where)) is not None:
             return placement
     return None
 
 
-def _preferred(record: ResourceRecord) -> tuple[int, str]:
+def _preference(record: ResourceRecord) -> tuple[int, str]:
     return record.memory_bytes, record.name
 
 
-def _places(group: tuple[str, str], requests: Sequence[Request], pool: Sequence[ResourceRecord]) -> list[str]:
+def _candidate_places(
+    group: tuple[str, str], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord]
+) -> list[str]:
     """Where every request of the group finds something, by name."""
-    members = [request for request in requests if (request.near, request.near_by) == group]
-    each = [{member.place_of(record) for record in pool if member.admits(record)} for member in members]
+    members = [request for request in requests if (request.colocate, request.colocate_by) == group]
+    each = [{member.location_of(record) for record in pool if member.matches(record)} for member in members]
     return sorted(set.intersection(*each))
 
 
-def _match(requests: Sequence[Request], pool: Sequence[ResourceRecord], where: Mapping[str, str]) -> Placement | None:
+def _match_slots(
+    requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], where: Mapping[str, str]
+) -> Placement | None:
     """Whole resources and shares of computers are independent of each other once the places are chosen."""
     slots = [index for index, request in enumerate(requests) for _ in range(request.count)]
 
     def fits(slot: int, record: ResourceRecord) -> bool:
         request = requests[slots[slot]]
-        return request.admits(record) and (not request.near or request.place_of(record) == where[request.near])
+        return request.matches(record) and (
+            not request.colocate or request.location_of(record) == where[request.colocate]
+        )
 
     whole = [slot for slot, index in enumerate(slots) if requests[index].kind is not Kind.COMPUTE]
     shared = [slot for slot, index in enumerate(slots) if requests[index].kind is Kind.COMPUTE]
     taker: dict[int, int] = {}  # position in the pool -> slot
-    if not all(_assign(slot, pool, fits, taker, set()) for slot in whole):
+    if not all(_assign_slot(slot, pool, fits, taker, set()) for slot in whole):
         return None
-    shares = _share_out(shared, [requests[slots[slot]] for slot in shared], pool, fits)
+    shares = _assign_shares(shared, [requests[slots[slot]] for slot in shared], pool, fits)
     if shares is None:
         return None
     chosen = {slot: pool[position] for position, slot in taker.items()} | shares
     rows = ((chosen[slot] for slot, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
-    return Placement(tuple(tuple(sorted(row, key=_preferred)) for row in rows))
+    return Placement(tuple(tuple(sorted(row, key=_preference)) for row in rows))
 
 
-Fits = Callable[[int, ResourceRecord], bool]
+SlotFits = Callable[[int, ResourceRecord], bool]
 
 
-def _assign(slot: int, pool: Sequence[ResourceRecord], fits: Fits, taker: dict[int, int], tried: set[int]) -> bool:
+def _assign_slot(
+    slot: int, pool: Sequence[ResourceRecord], fits: SlotFits, taker: dict[int, int], tried: set[int]
+) -> bool:
     """One augmenting path of Kuhn's algorithm: where no record is free, one may move to another slot that it fits."""
     for position in sorted(range(len(pool)), key=taker.__contains__):
         if position in tried or not fits(slot, pool[position]):
             continue
         tried.add(position)
-        if position not in taker or _assign(taker[position], pool, fits, taker, tried):
+        if position not in taker or _assign_slot(taker[position], pool, fits, taker, tried):
             taker[position] = slot
             return True
     return False
 
 
-def _share_out(
-    slots: Sequence[int], requests: Sequence[Request], pool: Sequence[ResourceRecord], fits: Fits
+def _assign_shares(
+    slots: Sequence[int], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], fits: SlotFits
 ) -> dict[int, ResourceRecord] | None:
     """A computer for each slot, none beyond its processors and memory: the hungriest first, by trial."""
     order = sorted(range(len(slots)), key=lambda i: (-requests[i].cores, -requests[i].memory_bytes, i))
@@ -124,19 +380,21 @@ def _share_out(
     return fill(0)
 
 
-def _explain(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> str:
-    alone = [_search([request], records) is not None for request in requests]
+def _explain_failure(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> str:
+    alone = [_find_placement([request], records) is not None for request in requests]
     missing = [request for request, possible in zip(requests, alone, strict=True) if not possible]
-    return explain(requests, missing or requests, records, together=not missing, relief=_relief(requests, records))
+    return explain_failure_text(
+        requests, missing or requests, records, together=not missing, relief=_blocking_records(requests, records)
+    )
 
 
-def _relief(requests: Sequence[Request], records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
+def _blocking_records(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
     """The resources each of which, were it free alone, would make the whole job possible."""
     found = []
     for number, record in enumerate(records):
-        if record.health is Health.READY or not any(request.admits(record) for request in requests):
+        if record.health is Health.READY or not any(request.matches(record) for request in requests):
             continue
         freed = msgspec.structs.replace(record, health=Health.READY)
-        if _search(requests, [*records[:number], freed, *records[number + 1 :]]) is not None:
+        if _find_placement(requests, [*records[:number], freed, *records[number + 1 :]]) is not None:
             found.append(record)
     return sorted(found, key=lambda record: record.name)

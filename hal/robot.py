@@ -32,7 +32,7 @@ class Observation:
     t_capture_ns: int
 
 
-def _nobody() -> None:
+def _no_op() -> None:
     """Nobody wants anything of a robot that moves by itself."""
 
 
@@ -43,14 +43,14 @@ class Robot(ABC):
 
     Attributes:
         spec: known before `connect` and constant afterwards.
-        attend: the driver process sets it. A motion that takes longer than a control period, such as the way home at a
-            reset, calls it in each one, from the thread that it was called in. It raises EmergencyStopped once the
+        check_stop: the driver process sets it. A motion that takes longer than a control period, such as the way home
+            at a reset, calls it in each one, from the thread that it was called in. It raises EmergencyStopped once the
             e-stop was pressed (the robot has been told to stop then), and HalError where the driver process is to end:
             the motion is then given up. So does a `connect` that waits for its device.
     """
 
     spec: RobotSpec
-    attend: Callable[[], None] = staticmethod(_nobody)
+    check_stop: Callable[[], None] = staticmethod(_no_op)
 
     @abstractmethod
     def connect(self) -> None:

@@ -3,13 +3,13 @@
 The kernel stands in the driver process, between whoever proposes actions and ``Robot.command``. It is a software guard
 and not safety-rated: it does not replace the robot's own limits, its brakes or a hardware e-stop.
 
-A proposed action is either applied, changed to one within all limits, or answered by a stop. `hal.motion.ActionLimits`
-changes it to meet: the action spec's bounds, as float32; ``action_rate_max`` around the last applied action; speed,
-acceleration and jerk of the tool and of joints; how far a target is ahead of a joint that is held up (half a second at
-its greatest speed); the workspace, forbidden boxes, ranges of joints and the force on the tool. `hal.motion` says which
-limit goes first, and what an axis may exceed. A stop is not limited: motion starts from rest after it. A tool or a
-joint that is out of its range may come back and not go farther. The first gripper command after `settle` is free, since
-its position is unknown.
+A proposed action is either applied, changed to one within all limits, or answered by a stop.
+`hal.motion_limits.ActionLimits` changes it to meet: the action spec's bounds, as float32; ``action_rate_max`` around
+the last applied action; speed, acceleration and jerk of the tool and of joints; how far a target is ahead of a joint
+that is held up (half a second at its greatest speed); the workspace, forbidden boxes, ranges of joints and the force on
+the tool. `hal.motion_limits` says which limit goes first, and what an axis may exceed. A stop is not limited: motion
+starts from rest after it. A tool or a joint that is out of its range may come back and not go farther. The first
+gripper command after `settle` is free, since its position is unknown.
 
 Limits that cannot be met so (a measured joint at its limit or too fast, a reading that is stale or broken) lead to a
 stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to one
@@ -28,27 +28,27 @@ from pathlib import Path
 import numpy as np
 
 from hal.errors import LeaseError, SpecError
-from hal.latch import EmergencyStop, Latch, press
-from hal.motion import NO_REASON, ActionLimits, Reason, StateLimits
+from hal.estop import EmergencyStop, EstopLatch, new_emergency_stop
+from hal.motion_limits import NO_REASON, ActionLimits, SafetyReason, StateLimits
 from hal.robot import Observation, StopLevel
 from hal.spec import STATE, Array, RobotSpec
 
-__all__ = ["EmergencyStop", "Reason", "SafetyKernel", "Verdict"]
+__all__ = ["EmergencyStop", "SafetyReason", "SafetyKernel", "SafetyDecision"]
 
 logger = logging.getLogger(__name__)
 
-EARLY_S = 0.008  # the hold is due so much earlier, to be done by then; a fifth of a control period at most
+WATCHDOG_LEAD_S = 0.008  # the hold is due so much earlier, to be done by then; a fifth of a control period at most
 
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)
 
 
-def _nothing() -> str:
+def _no_text() -> str:
     return ""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SafetyDecision:
     """What becomes of one proposed action: exactly one of `applied` and `stop` is set.
 
     Attributes:
@@ -60,8 +60,8 @@ class Verdict:
 
     applied: Array | None
     stop: StopLevel | None
-    reasons: Reason = NO_REASON
-    explain: Callable[[], str] = field(default=_nothing, repr=False, compare=False)
+    reasons: SafetyReason = NO_REASON
+    explain: Callable[[], str] = field(default=_no_text, repr=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -70,15 +70,17 @@ class Verdict:
 
 
 class SafetyKernel:
-    """Filters the actions of one robot. One thread calls it; `filter`, `hold` and `tick` never block and never raise.
+    """Filters the actions of one robot. One thread calls it; `filter`, `hold` and `check_watchdog` never block and
+    never raise.
 
-    A driver's loop: `settle` once the robot stands still (after connect, after a task's reset); then, every period,
-    `filter` where an action came in, `hold` where the session asks for that, and `tick` where nothing came.
+    A driver's loop: `reset` once the robot stands still (after connect, after a task's reset); then, every period,
+    `filter` where an action came in, `hold` where the session asks for that, and `check_watchdog` where nothing came.
 
     Attributes:
-        reduced: a person teleoperates or is near: only ``limits.reduced_speed`` of each commanded speed is allowed.
-        hold_after_ns: how long after the last command `tick` holds: ``watchdog_periods`` less `EARLY_S`, so that
-            whoever wakes up for it is done within them.
+        is_speed_reduced: a person teleoperates or is near: only ``limits.reduced_speed`` of each commanded speed is
+            allowed.
+        hold_after_ns: how long after the last command `check_watchdog` holds: ``watchdog_periods`` less
+            `WATCHDOG_LEAD_S`, so that whoever wakes up for it is done within them.
     """
 
     def __init__(
@@ -92,16 +94,16 @@ class SafetyKernel:
             spec: of the robot that is guarded.
             clock: nanoseconds on the clock of the observations' ``t_capture_ns``.
             latch_path: where the e-stop's latch survives a restart; with None for both it is kept in memory only.
-            shared_latch: the latch that all programs of this computer share (`hal.machine.RobotPlace.latch`): a press
-                there is seen while this kernel works, and the next driver finds the robot stopped.
+            shared_latch: the latch that all programs of this computer share (`hal.machine_folder.RobotFiles.latch`): a
+                press there is seen while this kernel works, and the next driver finds the robot stopped.
 
         Raises:
             SpecError: the limits contradict the specs, so that nothing could be enforced.
         """
-        self.spec, self.reduced = spec, False
+        self.spec, self.is_speed_reduced = spec, False
         self._clock = clock
-        self._shared = Latch(shared_latch) if shared_latch is not None else None
-        kept = Latch(latch_path) if latch_path is not None else None
+        self._shared = EstopLatch(shared_latch) if shared_latch is not None else None
+        kept = EstopLatch(latch_path) if latch_path is not None else None
         self._latches = tuple(latch for latch in (kept, self._shared) if latch is not None)
         self._seen: EmergencyStop | None = None  # what the shared latch said last
         self._action = ActionLimits(spec)
@@ -111,19 +113,19 @@ class SafetyKernel:
         _require_times(spec)
         self._stale_ns = round(spec.limits.stale_after_s * _NS)
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
-        self.hold_after_ns = self._watchdog_ns - round(min(EARLY_S, spec.period_s / 5) * _NS)
+        self.hold_after_ns = self._watchdog_ns - round(min(WATCHDOG_LEAD_S, spec.period_s / 5) * _NS)
         self._safe_ns = round(spec.limits.safe_stop_after_s * _NS)
-        self._counts = dict.fromkeys(Reason, 0)
+        self._counts = dict.fromkeys(SafetyReason, 0)
         self._stopped: EmergencyStop | None = None
-        self.heed_latch()
-        self.settle()
+        self.load_latched_estop()
+        self.reset()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Tells the kernel that the robot stands still now: rate limits and the watchdog start afresh."""
-        self._action.forget()
+        self._action.reset()
         self._last_applied_ns = self._clock()
 
-    def filter(self, action: object, observation: Observation | None) -> Verdict:
+    def filter(self, action: object, observation: Observation | None) -> SafetyDecision:
         """Judges `action`, proposed for the state in `observation` (None: nothing was sensed yet).
 
         Returns:
@@ -132,8 +134,8 @@ class SafetyKernel:
         """
         now = self._clock()
         if self._stopped is not None:
-            return self._refuse(Reason.ESTOP, now, self._explain_estop)
-        proposed, reason = self._action.check(action)
+            return self._refuse(SafetyReason.ESTOP, now, self._explain_estop)
+        proposed, reason = self._action.validate(action)
         if proposed is None:
             return self._refuse(reason, now, lambda: _describe_misfit(action, self.spec))
         state, reason = self._read_state(observation, now)
@@ -142,53 +144,55 @@ class SafetyKernel:
         reason = self._joints.check(state)
         if reason:
             return self._refuse(reason, now, lambda: self._joints.explain(state))
-        share = self.spec.limits.reduced_speed if self.reduced else 1.0
+        share = self.spec.limits.reduced_speed if self.is_speed_reduced else 1.0
         applied, reason = self._action.limit(proposed, state, share)
         self._last_applied_ns = now
         self._count(reason)
-        return Verdict(applied, None, reason, lambda: _describe_change(reason, proposed, applied) if reason else "")
+        return SafetyDecision(
+            applied, None, reason, lambda: _describe_change(reason, proposed, applied) if reason else ""
+        )
 
-    def too_old(self, observation: Observation) -> bool:
+    def is_stale(self, observation: Observation) -> bool:
         """Whether `filter` would refuse to act upon `observation` by now."""
         return abs(self._clock() - observation.t_capture_ns) > self._stale_ns
 
-    def tick(self) -> Verdict | None:
+    def check_watchdog(self) -> SafetyDecision | None:
         """None while commands are fresh (or due); else the stop that is due, because of the e-stop or the watchdog."""
         now = self._clock()
         if self._stopped is not None:
-            return self._refuse(Reason.ESTOP, now, self._explain_estop)
+            return self._refuse(SafetyReason.ESTOP, now, self._explain_estop)
         silent_ns = now - self._last_applied_ns
         if silent_ns < self.hold_after_ns:
             return None
-        return self._refuse(Reason.WATCHDOG, now, lambda: f"no command was applied for {silent_ns / _NS:.3f} s")
+        return self._refuse(SafetyReason.WATCHDOG, now, lambda: f"no command was applied for {silent_ns / _NS:.3f} s")
 
-    def hold(self) -> Verdict:
+    def hold(self) -> SafetyDecision:
         """The stop that answers a session that asks the robot to hold: HOLD, or SAFE under a latched e-stop.
 
         It feeds the watchdog as an action does, and motion starts afresh from rest.
         """
         now = self._clock()
         if self._stopped is not None:
-            return self._refuse(Reason.ESTOP, now, self._explain_estop)
-        self._action.hold()
+            return self._refuse(SafetyReason.ESTOP, now, self._explain_estop)
+        self._action.on_stop()
         self._last_applied_ns = now
-        return Verdict(None, StopLevel.HOLD)
+        return SafetyDecision(None, StopLevel.HOLD)
 
-    def correct(self, applied: Array) -> None:
+    def set_applied(self, applied: Array) -> None:
         """Tells the kernel what ``Robot.command`` reported, where the hardware clipped further than the kernel."""
-        self._action.remember(applied)
+        self._action.set_applied(applied)
 
-    def count(self, reason: Reason) -> None:
+    def count_refusal(self, reason: SafetyReason) -> None:
         """Counts a refusal that was decided elsewhere, e.g. a stale fencing token."""
         self._count(reason)
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def reason_counts(self) -> Mapping[str, int]:
         """How often each reason was given since the start, by its lower-case name."""
         return {str(reason.name).lower(): n for reason, n in self._counts.items()}
 
     @property
-    def emergency(self) -> EmergencyStop | None:
+    def latched_estop(self) -> EmergencyStop | None:
         """The latched e-stop, or None where the robot is armed."""
         return self._stopped
 
@@ -196,20 +200,21 @@ class SafetyKernel:
         """Latches the e-stop; pressing it again keeps the first record. Takes effect before anything can fail."""
         if self._stopped is not None:
             return
-        self._stopped = press(by, why)
+        self._stopped = new_emergency_stop(by, why)
         logger.warning("estop.latched by=%s why=%s", by, why)
         self._persist(self._stopped)
 
-    def pressed_elsewhere(self) -> bool:
-        """Whether another program has pressed in the shared latch since the last look; `heed_latch` takes that up.
+    def has_new_press(self) -> bool:
+        """Whether another program has pressed in the shared latch since the last look; `load_latched_estop` takes that
+        up.
 
         It takes microseconds: for each control period.
         """
         if self._shared is None or (found := self._shared.read()) is None:
             return False
-        return self._seen is None or not found.is_press_of(self._seen)
+        return self._seen is None or not found.is_same_press(self._seen)
 
-    def heed_latch(self) -> None:
+    def load_latched_estop(self) -> None:
         """Takes up an e-stop that is latched on the disk: from before the start, or by another program since."""
         found = [stop for latch in self._latches if (stop := latch.read()) is not None]
         self._seen = self._shared.read() if self._shared is not None else None
@@ -240,7 +245,7 @@ class SafetyKernel:
 
     def rearm(self, person: str) -> None:
         """Lifts the e-stop in the name of `person`; harmless where none is latched. A press by another program that
-        this kernel has not seen yet stands, and `emergency` tells it.
+        this kernel has not seen yet stands, and `latched_estop` tells it.
 
         Raises:
             SpecError: no person is named.
@@ -248,39 +253,39 @@ class SafetyKernel:
         """
         if not person.strip():
             raise SpecError("only a named person can re-arm a robot: give the name")
-        if self._shared is not None and self.pressed_elsewhere():
+        if self._shared is not None and self.has_new_press():
             self._stopped = None
-            self.heed_latch()
+            self.load_latched_estop()
             return
         for latch in self._latches:
             latch.clear(self._seen if latch is self._shared else latch.read())
         self._stopped = None
-        self.heed_latch()  # it may have been pressed while the latch was being cleared
+        self.load_latched_estop()  # it may have been pressed while the latch was being cleared
         if self._stopped is None:
-            self.settle()
+            self.reset()
             logger.warning("estop.rearmed by=%s", person)
 
-    def _read_state(self, observation: Observation | None, now: int) -> tuple[Array, Reason]:
+    def _read_state(self, observation: Observation | None, now: int) -> tuple[Array, SafetyReason]:
         """The state vector as float64, and why it cannot be used."""
         if observation is None or abs(now - observation.t_capture_ns) > self._stale_ns:
-            return _EMPTY, Reason.STALE
+            return _EMPTY, SafetyReason.STALE
         if not self._action.needs_state and not self._joints.needs_state:
             return _EMPTY, NO_REASON
         state = observation.arrays.get(STATE)
         if not isinstance(state, np.ndarray) or state.shape != self.spec.feature(STATE).shape:
-            return _EMPTY, Reason.SHAPE
+            return _EMPTY, SafetyReason.SHAPE
         if state.dtype.kind != "f":
-            return _EMPTY, Reason.DTYPE
-        return state.astype(np.float64), NO_REASON if np.isfinite(state).all() else Reason.NOT_FINITE
+            return _EMPTY, SafetyReason.DTYPE
+        return state.astype(np.float64), NO_REASON if np.isfinite(state).all() else SafetyReason.NOT_FINITE
 
-    def _refuse(self, reason: Reason, now: int, explain: Callable[[], str]) -> Verdict:
+    def _refuse(self, reason: SafetyReason, now: int, explain: Callable[[], str]) -> SafetyDecision:
         self._count(reason)
-        self._action.hold()
+        self._action.on_stop()
         held_ns = now - self._last_applied_ns
-        urgent = reason is Reason.ESTOP or held_ns > self._watchdog_ns + self._safe_ns
-        return Verdict(None, StopLevel.SAFE if urgent else StopLevel.HOLD, reason, explain)
+        urgent = reason is SafetyReason.ESTOP or held_ns > self._watchdog_ns + self._safe_ns
+        return SafetyDecision(None, StopLevel.SAFE if urgent else StopLevel.HOLD, reason, explain)
 
-    def _count(self, reasons: Reason) -> None:
+    def _count(self, reasons: SafetyReason) -> None:
         if reasons:
             for reason in reasons:
                 self._counts[reason] += 1
@@ -308,15 +313,15 @@ def _describe_misfit(action: object, spec: RobotSpec) -> str:
     return f"{wanted}; got {action.dtype} {action.shape} {np.array2string(action, threshold=16)}"
 
 
-def _describe_reading(reason: Reason, observation: Observation | None, now: int, stale_ns: int) -> str:
+def _describe_reading(reason: SafetyReason, observation: Observation | None, now: int, stale_ns: int) -> str:
     if observation is None:
         return "nothing was sensed yet"
-    if reason is Reason.STALE:
+    if reason is SafetyReason.STALE:
         age_s = (now - observation.t_capture_ns) / _NS
         return f"the observation is {age_s:.3f} s old; at most {stale_ns / _NS:.3f} s are allowed"
     return f"{STATE} is unusable ({str(reason.name).lower()})"
 
 
-def _describe_change(reason: Reason, proposed: Array, applied: Array) -> str:
+def _describe_change(reason: SafetyReason, proposed: Array, applied: Array) -> str:
     names = ", ".join(str(r.name).lower() for r in reason)
     return f"{names}: {np.round(proposed, 5).tolist()} became {np.round(applied, 5).tolist()}"

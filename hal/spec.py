@@ -128,7 +128,7 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
 
     Limits of acceleration and jerk hold while an axis speeds up and while it brakes. Those of place go before them, see
-    `hal.motion`. A stop is not limited by them.
+    `hal.motion_limits`. A stop is not limited by them.
     """
 
     workspace_low: tuple[float, ...] = ()

@@ -11,7 +11,7 @@ from hal.robot import Observation, Robot
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """The verdict on one step.
 
     Attributes:
@@ -32,12 +32,12 @@ class Task(ABC):
 
     Attributes:
         name: short, e.g. ``lift``.
-        sentence: the instruction that a language-conditioned policy is given.
+        instruction: the instruction that a language-conditioned policy is given.
         max_steps: the episode is truncated after this many control periods.
     """
 
     name: str
-    sentence: str
+    instruction: str
     max_steps: int
 
     @abstractmethod
@@ -48,5 +48,5 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, observation: Observation) -> Outcome:
+    def evaluate(self, observation: Observation) -> TaskOutcome:
         """Judges the step that led to `observation`; never blocks."""

@@ -18,17 +18,16 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hal.camera import Camera, Frame, stale_by_default_s
-from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
-from hal.extras import with_extra
+from hal.camera import Camera, CameraFrame, default_stale_after_s
+from hal.driver import RobotSetupRequest
+from hal.errors import HalError, HardwareLost, SpecError, StaleObservation, install_hint
 from hal.spec import Array, CameraSpec
-from hal.station import StationRequest
-from robots.alone import DeviceLock, camera_place
+from robots.device_lock import DeviceLock, camera_lock_name
 
-CONNECT_DEADLINE_S = 20.0
-ATTEND_EVERY_S = 0.1
-CLOSE_DEADLINE_S = 2.0
-PLAUSIBLE_AGE_NS = (
+CONNECT_TIMEOUT_S = 20.0
+STOP_CHECK_INTERVAL_S = 0.1
+CLOSE_TIMEOUT_S = 2.0
+MAX_PLAUSIBLE_AGE_NS = (
     1_000_000_000  # a stamp of the driver's that is older than this, or in the future, is another clock's
 )
 
@@ -63,7 +62,7 @@ class CameraConfig:
 
     @property
     def stale_s(self) -> float:
-        return stale_by_default_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
+        return default_stale_after_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
 
 def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
@@ -74,20 +73,20 @@ def camera_specs(configs: Mapping[str, CameraConfig]) -> tuple[CameraSpec, ...]:
     )
 
 
-def make_cameras(configs: Mapping[str, CameraConfig], request: StationRequest) -> tuple[Camera, ...]:
+def make_cameras(configs: Mapping[str, CameraConfig], request: RobotSetupRequest) -> tuple[Camera, ...]:
     """The cameras of a station, not connected; none where the request wants none."""
     if not request.cameras:
         return ()
     return tuple(LocalCamera(spec, configs[spec.name]) for spec in camera_specs(configs))
 
 
-class Source(Protocol):
+class CameraBackend(Protocol):
     """A camera's library. One thread calls it. Every method may raise whatever the library raises."""
 
     def open(self) -> None:
         """Raises HardwareLost where the device is not there, SpecError where it cannot do what is asked."""
 
-    def grab(self) -> tuple[Array, int] | None:
+    def read_frame(self) -> tuple[Array, int] | None:
         """The next frame, RGB, and when it was captured (``time.monotonic_ns()``); None after a while without any.
 
         Raises:
@@ -102,10 +101,10 @@ class LocalCamera(Camera):
 
     def __init__(self, spec: CameraSpec, config: CameraConfig) -> None:
         self.spec, self.config = spec, config
-        self._alone = DeviceLock(camera_place(config.kind, config.device))
-        self._reader: _Reader | None = None
+        self._alone = DeviceLock(camera_lock_name(config.kind, config.device))
+        self._reader: _ReaderThread | None = None
 
-    def load(self) -> None:
+    def preload(self) -> None:
         with contextlib.suppress(ImportError):
             import_module(_LIBRARIES[self.config.kind])
 
@@ -116,16 +115,16 @@ class LocalCamera(Camera):
             SpecError: its library is not installed, or its frames have another size than the config says.
         """
         if self._reader is None:
-            reader = _Reader(self._name, _SOURCES[self.config.kind](self.config), self.spec.shape)
+            reader = _ReaderThread(self._name, _BACKENDS[self.config.kind](self.config), self.spec.shape)
             self._alone.acquire()
             try:
-                reader.start(self.attend)
+                reader.start(self.check_stop)
             except HalError:
                 self._alone.release()
                 raise
             self._reader = reader
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         if self._reader is None:
             raise HardwareLost(f"{self._name} is not connected")
         frame = self._reader.newest()
@@ -137,7 +136,7 @@ class LocalCamera(Camera):
     def close(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            reader.end()
+            reader.stop()
             self._alone.release()
 
     @property
@@ -145,31 +144,31 @@ class LocalCamera(Camera):
         return f"camera {self.spec.name} ({self.config.kind} {self.config.device})"
 
 
-class _Reader:
+class _ReaderThread:
     """The thread that reads one source. A source that hangs is left to itself when the camera is closed."""
 
-    def __init__(self, name: str, source: Source, shape: tuple[int, int, int]) -> None:
+    def __init__(self, name: str, source: CameraBackend, shape: tuple[int, int, int]) -> None:
         self._name, self._source, self._shape = name, source, shape
-        self._frame: Frame | None = None
+        self._frame: CameraFrame | None = None
         self._failure: Exception | None = None
         self._first, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, attend: Callable[[], None]) -> None:
+    def start(self, check_stop: Callable[[], None]) -> None:
         """Waits for the first frame, and calls `attend` all the while, which may raise."""
         self._thread.start()
-        until_s = time.monotonic() + CONNECT_DEADLINE_S
+        until_s = time.monotonic() + CONNECT_TIMEOUT_S
         try:
-            while not self._first.wait(ATTEND_EVERY_S):
-                attend()
+            while not self._first.wait(STOP_CHECK_INTERVAL_S):
+                check_stop()
                 if time.monotonic() > until_s:
-                    raise HardwareLost(f"{self._name}: no frame came within {CONNECT_DEADLINE_S:g} s")
+                    raise HardwareLost(f"{self._name}: no frame came within {CONNECT_TIMEOUT_S:g} s")
         except HalError:
             self._ending.set()
             raise
         self.newest()
 
-    def newest(self) -> Frame:
+    def newest(self) -> CameraFrame:
         failure, frame = self._failure, self._frame
         if isinstance(failure, SpecError) and frame is None:  # later on it is the camera that has changed
             raise SpecError(f"{self._name}: {failure}") from failure
@@ -177,9 +176,9 @@ class _Reader:
             raise HardwareLost(f"{self._name}: {failure}") from failure
         return frame
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._ending.set()
-        self._thread.join(CLOSE_DEADLINE_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("camera.not_closed %s: its library does not return", self._name)
 
@@ -187,7 +186,7 @@ class _Reader:
         try:
             self._source.open()
             while not self._ending.is_set():
-                if (grabbed := self._source.grab()) is not None:
+                if (grabbed := self._source.read_frame()) is not None:
                     self._frame = self._checked(*grabbed)
                     self._first.set()
         except Exception as error:  # of a foreign library: whoever reads next is told
@@ -203,22 +202,22 @@ class _Reader:
         except Exception as error:  # of a foreign library, as for a device that was pulled out
             log.warning("camera.not_closed %s: %s", self._name, error)
 
-    def _checked(self, image: Array, captured_ns: int) -> Frame:
+    def _checked(self, image: Array, captured_ns: int) -> CameraFrame:
         if image.shape != self._shape or image.dtype != np.uint8:
             raise SpecError(f"its frames are {image.dtype} {image.shape}; the options say uint8 {self._shape}")
         newest_ns = self._frame.t_capture_ns if self._frame else 0
-        return Frame(image, max(captured_ns, newest_ns))
+        return CameraFrame(image, max(captured_ns, newest_ns))
 
 
-class _OpencvSource:
+class _OpencvBackend:
     def __init__(self, config: CameraConfig) -> None:
         self._config = config
         self._cv2: Any = None
         self._capture: Any = None
-        self._stamps: Stamps | None = None
+        self._stamps: FrameTimestamps | None = None
 
     def open(self) -> None:
-        self._cv2 = cv2 = _import("cv2", "cameras")
+        self._cv2 = cv2 = _import_library("cv2", "cameras")
         config = self._config
         local = isinstance(config.device, int) or config.device.startswith("/dev/")
         self._capture = cv2.VideoCapture(config.device, cv2.CAP_V4L2 if local else cv2.CAP_ANY)
@@ -226,9 +225,9 @@ class _OpencvSource:
             raise HardwareLost("it cannot be opened: it is not there, may not be opened, or is in use")
         if local:
             self._ask_for(config)
-        self._stamps = Stamps() if self._capture.getBackendName() == "V4L2" else None
+        self._stamps = FrameTimestamps() if self._capture.getBackendName() == "V4L2" else None
 
-    def grab(self) -> tuple[Array, int] | None:
+    def read_frame(self) -> tuple[Array, int] | None:
         """OpenCV waits ten seconds for a V4L2 device and then fails as it does at the end of a stream."""
         there, image = self._capture.read()
         now_ns = time.monotonic_ns()
@@ -254,7 +253,7 @@ class _OpencvSource:
         capture.set(cv2.CAP_PROP_BUFFERSIZE, 1)
 
 
-class _RealsenseSource:
+class _RealsenseBackend:
     """The colour picture of a RealSense."""
 
     def __init__(self, config: CameraConfig) -> None:
@@ -262,7 +261,7 @@ class _RealsenseSource:
         self._pipeline: Any = None
 
     def open(self) -> None:
-        rs, config = _import("pyrealsense2", "realsense"), self._config
+        rs, config = _import_library("pyrealsense2", "realsense"), self._config
         wanted = rs.config()
         if config.device:
             wanted.enable_device(str(config.device))
@@ -271,29 +270,29 @@ class _RealsenseSource:
         pipeline.start(wanted)
         self._pipeline = pipeline
 
-    def grab(self) -> tuple[Array, int] | None:
+    def read_frame(self) -> tuple[Array, int] | None:
         there, frames = self._pipeline.try_wait_for_frames(round(self._config.stale_s * 1000))
         if not there:
             return None
         colour, now_ns = frames.get_color_frame(), time.monotonic_ns()
         age_ns = time.time_ns() - int(colour.get_timestamp() * 1e6)  # librealsense maps its clock to the system's
-        return np.array(colour.get_data()), plausible_ns(now_ns - age_ns, now_ns)
+        return np.array(colour.get_data()), plausible_capture_ns(now_ns - age_ns, now_ns)
 
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.stop()
 
 
-_SOURCES: dict[str, type[_OpencvSource] | type[_RealsenseSource]] = {
-    "opencv": _OpencvSource,
-    "realsense": _RealsenseSource,
+_BACKENDS: dict[str, type[_OpencvBackend] | type[_RealsenseBackend]] = {
+    "opencv": _OpencvBackend,
+    "realsense": _RealsenseBackend,
 }
 
 
 _LIBRARIES = {"opencv": "cv2", "realsense": "pyrealsense2"}
 
 
-class Stamps:
+class FrameTimestamps:
     """Times of capture by a driver's own stamps, once one of them was plausible: from then on a frame is as old as its
     stamp says, such as one that waited in a buffer while this process was stopped. Until then it is as old as its
     arrival."""
@@ -302,17 +301,17 @@ class Stamps:
         self._ours = False
 
     def captured_ns(self, stamp_ns: int, now_ns: int) -> int:
-        self._ours = self._ours or 0 <= now_ns - stamp_ns <= PLAUSIBLE_AGE_NS
+        self._ours = self._ours or 0 <= now_ns - stamp_ns <= MAX_PLAUSIBLE_AGE_NS
         return min(stamp_ns, now_ns) if self._ours else now_ns
 
 
-def plausible_ns(stamp_ns: int, now_ns: int) -> int:
+def plausible_capture_ns(stamp_ns: int, now_ns: int) -> int:
     """The driver's stamp where it can be one of the monotonic clock, else `now_ns`, when the frame arrived."""
-    return stamp_ns if 0 <= now_ns - stamp_ns <= PLAUSIBLE_AGE_NS else now_ns
+    return stamp_ns if 0 <= now_ns - stamp_ns <= MAX_PLAUSIBLE_AGE_NS else now_ns
 
 
-def _import(library: str, extra: str) -> Any:
+def _import_library(library: str, extra: str) -> Any:
     try:
         return import_module(library)
     except ImportError as error:
-        raise SpecError(f"{library} cannot be used: {error}; it comes with: {with_extra(extra)}") from error
+        raise SpecError(f"{library} cannot be used: {error}; it comes with: {install_hint(extra)}") from error

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from hal.errors import HardwareLost
 
-ATTEND_EVERY_S = 0.1
-LAST_CHANCE_S = 2.0  # for a call that hangs while the process ends; libfranka gives up after one
+STOP_CHECK_INTERVAL_S = 0.1
+EXIT_TIMEOUT_S = 2.0  # for a call that hangs while the process ends; libfranka gives up after one
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class DeviceThread:
         self._thread.start()
 
     def call(
-        self, deed: str, function: Callable[[], T], deadline_s: float, attend: Callable[[], None] | None = None
+        self, operation: str, function: Callable[[], T], timeout_s: float, check_stop: Callable[[], None] | None = None
     ) -> T:
         """What `function` returns.
 
@@ -47,22 +47,22 @@ class DeviceThread:
             raise HardwareLost(f"{self._name} has hung since {self._hung}")
         future: Future[T] = Future()
         self._calls.put((future, function))
-        if attend is not None:
-            self._attend(deed, future, time.monotonic() + deadline_s, attend)
+        if check_stop is not None:
+            self._attend(operation, future, time.monotonic() + timeout_s, check_stop)
         try:
-            return future.result(deadline_s if attend is None else 0.0)
+            return future.result(timeout_s if check_stop is None else 0.0)
         except Exception as error:  # of the device; and of the deadline, which is no error of the device
             if not future.done():
-                self._leave_hanging(deed)
-                raise HardwareLost(f"{self._name}: {deed} took longer than {deadline_s:g} s") from None
-            raise HardwareLost(f"{self._name}: {deed} failed: {type(error).__name__}: {error}") from error
+                self._leave_hanging(operation)
+                raise HardwareLost(f"{self._name}: {operation} took longer than {timeout_s:g} s") from None
+            raise HardwareLost(f"{self._name}: {operation} failed: {type(error).__name__}: {error}") from error
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Lets the thread end once it is idle."""
         self._calls.put(None)
 
     def _attend(self, deed: str, future: Future[T], until_s: float, attend: Callable[[], None]) -> None:
-        while time.monotonic() < until_s and not wait([future], ATTEND_EVERY_S).done:
+        while time.monotonic() < until_s and not wait([future], STOP_CHECK_INTERVAL_S).done:
             try:
                 attend()
             except BaseException:
@@ -72,7 +72,7 @@ class DeviceThread:
     def _leave_hanging(self, deed: str) -> None:
         self._hung = deed
         # a thread that came back from C++ while Python is being torn down would abort the process
-        atexit.register(self._thread.join, LAST_CHANCE_S)
+        atexit.register(self._thread.join, EXIT_TIMEOUT_S)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hal.camera import Camera, Frame
+from hal.camera import Camera, CameraFrame
+from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, CameraSpec, RobotSpec, SafetyLimits
-from hal.station import Station, StationRequest, read_options
-from hal.task import Outcome, Task
+from hal.task import Task, TaskOutcome
 from hal.teleoperator import Teleoperator, TeleopInput
 
 HALF_RANGE_M = 0.5  # the point moves in a cube of this half width around the base
@@ -133,7 +133,7 @@ class FakeRobot(Robot):
         self._connected = False
         self._dropped_out = False
         self._periods = 0
-        self.place(np.zeros(3), np.full(3, HALF_RANGE_M / 2))
+        self.set_state(np.zeros(3), np.full(3, HALF_RANGE_M / 2))
 
     @property
     def position(self) -> Array:
@@ -145,7 +145,7 @@ class FakeRobot(Robot):
         """Where the point should be: float64 (3,), metres in the base frame."""
         return self._goal.copy()
 
-    def place(self, position: Array, goal: Array) -> None:
+    def set_state(self, position: Array, goal: Array) -> None:
         """Puts point and goal somewhere, gripper open, at rest; for `FakeTask.reset`. Clips to the range."""
         self._position: Array = np.clip(position, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
         self._goal: Array = np.clip(goal, -HALF_RANGE_M, HALF_RANGE_M).astype(np.float64)
@@ -228,14 +228,14 @@ class FakeCamera(Camera):
     def connect(self) -> None:
         self._connected = True
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         if not self._connected or self._frames == self._drop_out_at:
             raise HardwareLost(f"the fake camera {self.spec.name} is not connected")
         self._frames += 1
         image = np.zeros(self.spec.shape, np.uint8)
         self._draw(image, self._robot.goal, channel=1)
         self._draw(image, self._robot.position, channel=0)
-        return Frame(image, time.monotonic_ns())
+        return CameraFrame(image, time.monotonic_ns())
 
     def close(self) -> None:
         self._connected = False
@@ -275,7 +275,7 @@ class FakeTask(Task):
     """Go to the goal: success, and reward 1, within `radius_m` of it."""
 
     name = "reach"
-    sentence = "move to the goal"
+    instruction = "move to the goal"
 
     def __init__(self, radius_m: float = 0.05, max_steps: int = 50) -> None:
         self.radius_m = radius_m
@@ -286,12 +286,12 @@ class FakeTask(Task):
         if not isinstance(robot, FakeRobot):
             raise SpecError(f"the fake task needs a fake robot, not a {robot.spec.model}")
         start, goal = rng.uniform(-0.8 * HALF_RANGE_M, 0.8 * HALF_RANGE_M, (2, 3))
-        robot.place(start, goal)
+        robot.set_state(start, goal)
 
-    def evaluate(self, observation: Observation) -> Outcome:
+    def evaluate(self, observation: Observation) -> TaskOutcome:
         distance_m = float(np.linalg.norm(observation.arrays[ENVIRONMENT_STATE][3:]))
         done = distance_m <= self.radius_m
-        return Outcome(reward=float(done), terminated=done, success=True if done else None)
+        return TaskOutcome(reward=float(done), terminated=done, success=True if done else None)
 
 
 def fake_expert(arrays: Mapping[str, Array]) -> Array:
@@ -300,8 +300,8 @@ def fake_expert(arrays: Mapping[str, Array]) -> Array:
     return np.array([*step, GRIPPER_M], np.float32)
 
 
-def make_station(request: StationRequest) -> Station:
-    """A `hal.station.StationFactory`; options: `FakeRobotConfig`."""
+def make_station(request: RobotSetupRequest) -> RobotSetup:
+    """A `hal.driver.RobotSetupFactory`; options: `FakeRobotConfig`."""
     robot = FakeRobot(read_options(FakeRobotConfig, request))
     views = tuple(FakeCamera(robot, spec) for spec in robot.spec.cameras) if request.cameras else ()
-    return Station(request.name, robot, FakeTask(), views, lambda seed, noise: fake_expert)
+    return RobotSetup(request.name, robot, FakeTask(), views, lambda seed, noise: fake_expert)

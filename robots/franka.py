@@ -1,10 +1,11 @@
 """Franka arms (Panda, FR3) by franky, which speaks to the robot's own interface (FCI) without ROS.
 
 The action is a step of the tool (`tool_delta`: x, y, z in the base frame, the tool keeps its rotation) or of the joints
-(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than `LEAD_S`. Each
-replaces franky's motion by one to the new target, which its online trajectory generator joins smoothly, at a share of
-the arm's limits (`dynamics`). Load, end effector and impedances are Desk's and are not touched. A reflex, the user
-stop, guiding, and any error make the robot lost; the message has the reason, and nothing is ever recovered from here.
+(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than
+`MAX_TARGET_LEAD_S`. Each replaces franky's motion by one to the new target, which its online trajectory generator joins
+smoothly, at a share of the arm's limits (`dynamics`). Load, end effector and impedances are Desk's and are not touched.
+A reflex, the user stop, guiding, and any error make the robot lost; the message has the reason, and nothing is ever
+recovered from here.
 
 Safe stop, as in HOLD: the arm brakes by a motion of franky's, and its own controller holds it. When this process dies
 or hangs in the middle of a motion, the arm misses its packets a thousand times a second and stops by its own reflex
@@ -22,21 +23,20 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from hal.errors import HardwareLost, SpecError, StaleObservation
-from hal.extras import with_extra
+from hal.driver import RobotSetup, RobotSetupRequest, read_options
+from hal.errors import HardwareLost, SpecError, StaleObservation, install_hint
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
-from hal.station import Station, StationRequest, read_options
-from robots.alone import DeviceLock
-from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
+from robots.delta_actions import add_step, make_step_limiter
+from robots.device_lock import DeviceLock
 from robots.device_thread import DeviceThread
-from robots.steps import advance, within_limits
+from robots.manual_task import HumanJudgedTask
 
 JOINTS = 7
-LEAD_S = 0.5  # at full speed
-CONNECT_DEADLINE_S = 20.0
-STOP_DEADLINE_S = 3.0
+MAX_TARGET_LEAD_S = 0.5  # at full speed
+CONNECT_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 3.0
 FORCE_RANGE_N = 200.0
 SPEED_RANGE = 5.3  # rad/s, of the fastest joint
 REACH_M = 1.2
@@ -51,7 +51,7 @@ JOINT_HIGH = {
     "panda": (2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973),
     "fr3": (2.7437, 1.7837, 2.9007, -0.1518, 2.8065, 4.5169, 3.0159),
 }
-MODES = {
+ROBOT_MODES = {
     "Reflex": "a reflex",
     "UserStopped": "the user stop",
     "Guiding": "guiding by hand",
@@ -175,7 +175,7 @@ def _limits(config: FrankaConfig) -> SafetyLimits:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _FrankaState:
     """`position` (3,) and `rotation` (4,), a quaternion, of the tool in the base frame; `state` as in the spec."""
 
     state: Array
@@ -193,8 +193,8 @@ class FrankaRobot(Robot):
         self._joints = config.action == "joint_delta"
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
-        self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
-        self._within = within_limits(self.spec)
+        self._lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._within = make_step_limiter(self.spec)
         self._alone = DeviceLock(config.host)
         self._thread: DeviceThread | None = None
         self._franky: Any = None
@@ -216,8 +216,8 @@ class FrankaRobot(Robot):
         self._alone.acquire()
         self._thread, self._target = DeviceThread(self._name), None
         try:
-            self._arm = self._thread.call("connecting", self._open, CONNECT_DEADLINE_S, self.attend)
-            self._read(CONNECT_DEADLINE_S)
+            self._arm = self._thread.call("connecting", self._open, CONNECT_TIMEOUT_S, self.check_stop)
+            self._read(CONNECT_TIMEOUT_S)
         except BaseException:
             self._let_go()
             raise
@@ -236,7 +236,7 @@ class FrankaRobot(Robot):
             self._rotation = reading.rotation
         measured = reading.state[:JOINTS] if self._joints else reading.position
         wanted = np.clip(action, self._low, self._high)
-        target, step = advance(self._target, measured, wanted, self._lead, self._within)
+        target, step = add_step(self._target, measured, wanted, self._lead, self._within)
         self._ask("commanding", lambda: self._arm.move(self._motion(target), asynchronous=True))
         self._target = target
         applied: Array = np.clip(step.astype(np.float32), self._low, self._high)
@@ -256,7 +256,7 @@ class FrankaRobot(Robot):
             return
         try:
             self.stop(StopLevel.SAFE)
-            self._ask("stopping", lambda: self._arm.join_motion(STOP_DEADLINE_S), 2 * STOP_DEADLINE_S)
+            self._ask("stopping", lambda: self._arm.join_motion(STOP_TIMEOUT_S), 2 * STOP_TIMEOUT_S)
         except HardwareLost as error:
             log.warning("franka.unstopped %s", error)
         self._let_go()
@@ -280,15 +280,15 @@ class FrankaRobot(Robot):
             return self._franky.JointMotion(target)
         return self._franky.CartesianMotion(self._franky.Affine(target, self._rotation))
 
-    def _read(self, deadline_s: float | None = None) -> _Reading:
+    def _read(self, deadline_s: float | None = None) -> _FrankaState:
         state = self._ask("reading", self._sense, deadline_s)
-        if reason := why_not(state):
+        if reason := stop_reason(state):
             raise HardwareLost(f"{self._name}: {reason}")
         if state.time.to_sec() != self._stamp_s:  # libfranka has just received it; while frozen it repeats the last one
             self._stamp_s, self._captured_ns = state.time.to_sec(), time.monotonic_ns()
         pose = state.O_T_EE
         numbers = (state.q, state.dq, pose.translation, pose.matrix[:3, 0], pose.matrix[:3, 1], state.O_F_ext_hat_K[:3])
-        return _Reading(
+        return _FrankaState(
             state=np.concatenate([np.ravel(each) for each in numbers]),
             position=np.ravel(pose.translation).copy(),
             rotation=np.ravel(pose.quaternion).copy(),
@@ -308,28 +308,30 @@ class FrankaRobot(Robot):
     def _let_go(self) -> None:
         thread, self._thread, self._arm = self._thread, None, None
         if thread is not None:
-            thread.end()
+            thread.close()
         self._alone.release()
 
 
-def why_not(state: Any) -> str:
+def stop_reason(state: Any) -> str:
     """Why the arm cannot be driven, in words; empty where it can. `state` is franky's."""
     mode = state.robot_mode.name
     if mode in ("Idle", "Move"):
         return ""
     errors = f"{state.last_motion_errors or state.current_errors}".strip("[]")
-    return f"{MODES.get(mode, mode)}{f' ({errors})' if errors else ''}; a person must clear it at Desk or at the arm"
+    return (
+        f"{ROBOT_MODES.get(mode, mode)}{f' ({errors})' if errors else ''}; a person must clear it at Desk or at the arm"
+    )
 
 
 def _import_franky() -> Any:
     try:
         return import_module("franky")
     except ImportError as error:
-        raise SpecError(f"franky cannot be used: {error}; it comes with: {with_extra('franka')}") from error
+        raise SpecError(f"franky cannot be used: {error}; it comes with: {install_hint('franka')}") from error
 
 
-def make_station(request: StationRequest) -> Station:
-    """A `hal.station.StationFactory`; options: `FrankaConfig`. Any task is a person's to judge."""
+def make_station(request: RobotSetupRequest) -> RobotSetup:
+    """A `hal.driver.RobotSetupFactory`; options: `FrankaConfig`. Any task is a person's to judge."""
     config = read_options(FrankaConfig, request)
-    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
-    return Station(request.name, FrankaRobot(config), task, make_cameras(config.cameras, request))
+    task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
+    return RobotSetup(request.name, FrankaRobot(config), task, make_cameras(config.cameras, request))

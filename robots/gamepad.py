@@ -10,18 +10,17 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hal.errors import HardwareLost, SpecError
-from hal.extras import with_extra
+from hal.driver import RobotSetupRequest, read_options
+from hal.errors import HardwareLost, SpecError, install_hint
 from hal.spec import RobotSpec
-from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
-from robots.alone import DeviceLock
-from robots.bindings import Bindings, gripper_element, in_order, moving_elements
+from robots.device_lock import DeviceLock
+from robots.input_bindings import InputBindings, gripper_label, motion_labels, pair_in_order
 
 AXES = ("leftx", "lefty", "rightx", "righty", "triggerleft", "triggerright")
 BUTTONS = ("a", "b", "x", "y", "leftshoulder", "rightshoulder", "leftstick", "rightstick", "back", "start")
-USUAL_AXES = ("lefty", "leftx", "righty", "rightx")  # turned round: up and left are forward and left
-_FULL = 32767
+DEFAULT_AXES = ("lefty", "leftx", "righty", "rightx")  # turned round: up and left are forward and left
+_AXIS_RANGE = 32767
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,16 @@ class Gamepad(Teleoperator):
         if unknown := {config.hold, config.open, config.close} - set(BUTTONS):
             raise SpecError(f"a gamepad has no button {min(unknown)!r}; it has {list(BUTTONS)}")
         self.config = config
-        usual = {axis: f"-{element}" for axis, element in in_order(USUAL_AXES, moving_elements(spec)).items()}
-        self._bindings = Bindings(config.axes or usual, AXES, spec)
-        self._gripper = spec.gripper if gripper_element(spec) else -1
+        usual = {axis: f"-{element}" for axis, element in pair_in_order(DEFAULT_AXES, motion_labels(spec)).items()}
+        self._bindings = InputBindings(config.axes or usual, AXES, spec)
+        self._gripper = spec.gripper if gripper_label(spec) else -1
         self._alone = DeviceLock(f"gamepad-{config.index}")
         self._pad: Any = None
 
     def connect(self) -> None:
         if self._pad is not None:
             return
-        pygame = _pygame()
+        pygame = _import_pygame()
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # SDL hands on input only where it has a display
         os.environ.setdefault("SDL_JOYSTICK_ALLOW_BACKGROUND_EVENTS", "1")
         self._alone.acquire()
@@ -75,7 +74,7 @@ class Gamepad(Teleoperator):
 
     def _open(self, pygame: Any) -> Any:
         pygame.display.init()
-        controllers = _controllers()
+        controllers = _import_controller()
         controllers.init()
         pygame.event.pump()
         found = [number for number in range(controllers.get_count()) if controllers.is_controller(number)]
@@ -86,7 +85,7 @@ class Gamepad(Teleoperator):
     def read(self) -> TeleopInput:
         if self._pad is None:
             raise HardwareLost("the gamepad is not connected")
-        pygame = _pygame()
+        pygame = _import_pygame()
         try:
             return self._read(pygame)
         except pygame.error as error:
@@ -96,7 +95,9 @@ class Gamepad(Teleoperator):
         pygame.event.clear()  # SDL looks at its devices here
         if not self._pad.attached():
             raise HardwareLost(f"the gamepad {self.config.index} went away")
-        axes = {name: self._pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name.upper()}")) / _FULL for name in AXES}
+        axes = {
+            name: self._pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name.upper()}")) / _AXIS_RANGE for name in AXES
+        }
         twist = self._bindings.twist(axes, self.config.dead_zone)
         if self._gripper >= 0 and (share := self._pressed(self.config.open) - self._pressed(self.config.close)):
             twist[self._gripper] = share
@@ -109,26 +110,26 @@ class Gamepad(Teleoperator):
             self._alone.release()
 
     def _pressed(self, button: str) -> int:
-        return int(self._pad.get_button(getattr(_pygame(), f"CONTROLLER_BUTTON_{button.upper()}")))
+        return int(self._pad.get_button(getattr(_import_pygame(), f"CONTROLLER_BUTTON_{button.upper()}")))
 
 
-def _controllers() -> Any:
+def _import_controller() -> Any:
     """pygame's door to SDL's table of pads; raises HardwareLost where pygame is missing."""
-    _pygame()
+    _import_pygame()
     from pygame._sdl2 import controller
 
     return controller
 
 
-def _pygame() -> Any:
+def _import_pygame() -> Any:
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     try:
         import pygame
     except ImportError as error:
-        raise HardwareLost(f"a gamepad needs pygame ({error}): {with_extra('devices')}") from error
+        raise HardwareLost(f"a gamepad needs pygame ({error}): {install_hint('devices')}") from error
     return pygame
 
 
-def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
-    """A `hal.station.TeleoperatorFactory`; options: `GamepadConfig`."""
+def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.driver.TeleoperatorFactory`; options: `GamepadConfig`."""
     return Gamepad(read_options(GamepadConfig, request), spec)

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hal.driver import RobotSetupRequest, read_options
 from hal.errors import HardwareLost
 from hal.spec import RobotSpec
-from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
-from robots.alone import DeviceLock
-from robots.bindings import Bindings, gripper_element, moving_elements
+from robots.device_lock import DeviceLock
+from robots.input_bindings import InputBindings, gripper_label, motion_labels
 
 # linux/input-event-codes.h
 _ROWS = {16: "qwertyuiop", 30: "asdfghjkl", 44: "zxcvbnm", 2: "1234567890"}
@@ -25,11 +25,11 @@ KEYS = {letter: first + place for first, row in _ROWS.items() for place, letter 
 KEYS |= {"space": 57, "shift": 42, "up": 103, "left": 105, "right": 106, "down": 108}
 _EVENT = struct.Struct("llHHi")  # struct input_event: seconds, microseconds, type, code, value
 _SYN, _KEY, _SYN_DROPPED = 0, 1, 3
-_EVENTS_A_READ = 64
-_BY_PATH = Path("/dev/input/by-path")
+_MAX_EVENTS_PER_READ = 64
+_DEVICE_LINKS = Path("/dev/input/by-path")
 
-PAIRS = (("w", "s"), ("a", "d"), ("r", "f"), ("i", "k"), ("j", "l"), ("u", "o"))
-GRIPPER_PAIR = ("e", "q")  # open, close
+KEY_PAIRS = (("w", "s"), ("a", "d"), ("r", "f"), ("i", "k"), ("j", "l"), ("u", "o"))
+GRIPPER_KEYS = ("e", "q")  # open, close
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class KeyboardConfig:
             raise ValueError(f"speed is {self.speed:g}; it is a share in (0, 1]")
 
 
-def usual_keys(spec: RobotSpec) -> dict[str, str]:
+def default_keys(spec: RobotSpec) -> dict[str, str]:
     """A pair of keys for each element, as far as they go, and one for the gripper."""
-    pairs = list(zip(PAIRS, moving_elements(spec), strict=False))
-    if gripper := gripper_element(spec):
-        pairs.append((GRIPPER_PAIR, gripper))
+    pairs = list(zip(KEY_PAIRS, motion_labels(spec), strict=False))
+    if gripper := gripper_label(spec):
+        pairs.append((GRIPPER_KEYS, gripper))
     return {key: sign + element for keys, element in pairs for key, sign in zip(keys, ("", "-"), strict=True)}
 
 
@@ -64,9 +64,9 @@ class Keyboard(Teleoperator):
     def __init__(self, config: KeyboardConfig, spec: RobotSpec) -> None:
         """Raises SpecError for a key or an element that there is not."""
         self.config = config
-        bound: Mapping[str, str] = config.keys or usual_keys(spec)
-        self._bindings = Bindings(bound, tuple(KEYS), spec)
-        Bindings({config.hold: spec.action.labels[0]}, tuple(KEYS), spec)
+        bound: Mapping[str, str] = config.keys or default_keys(spec)
+        self._bindings = InputBindings(bound, tuple(KEYS), spec)
+        InputBindings({config.hold: spec.action.labels[0]}, tuple(KEYS), spec)
         self._gripper = spec.gripper
         self._pressed: set[int] = set()
         self._file = -1
@@ -106,7 +106,7 @@ class Keyboard(Teleoperator):
     def _take(self) -> bool:
         """Takes what the kernel has of key presses; False once there is nothing more."""
         try:
-            arrived = os.read(self._file, _EVENT.size * _EVENTS_A_READ)
+            arrived = os.read(self._file, _EVENT.size * _MAX_EVENTS_PER_READ)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -130,12 +130,12 @@ class Keyboard(Teleoperator):
 
 
 def _first_keyboard() -> str:
-    found = sorted(_BY_PATH.glob("*-event-kbd")) if _BY_PATH.is_dir() else []
+    found = sorted(_DEVICE_LINKS.glob("*-event-kbd")) if _DEVICE_LINKS.is_dir() else []
     if not found:
-        raise HardwareLost(f"no keyboard in {_BY_PATH}; name one: device: /dev/input/event3")
+        raise HardwareLost(f"no keyboard in {_DEVICE_LINKS}; name one: device: /dev/input/event3")
     return str(found[0])
 
 
-def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
-    """A `hal.station.TeleoperatorFactory`; options: `KeyboardConfig`."""
+def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.driver.TeleoperatorFactory`; options: `KeyboardConfig`."""
     return Keyboard(read_options(KeyboardConfig, request), spec)

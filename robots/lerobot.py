@@ -18,20 +18,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hal.camera import Camera, Frame, stale_by_default_s
+from hal.camera import Camera, CameraFrame, default_stale_after_s
+from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, CameraSpec, RobotSpec, SafetyLimits
-from hal.station import Station, StationRequest, read_options
-from robots.alone import DeviceLock, devices_in
-from robots.attended import AttendedTask
+from robots.device_lock import DeviceLock, device_lock_names
 from robots.device_thread import DeviceThread
-from robots.homing import cut_off, require_home, require_in_range, walk_home
-from robots.lerobot_features import FeatureConfig, Features, calibrated_bounds
-from robots.lerobot_plugins import build, has_setting, persist
-from robots.reaching import REACH, ReachConfig, with_reach
+from robots.homing import clip_to_range, move_home, require_joints_in_range, validate_home
+from robots.lerobot_features import FeatureConfig, LerobotFeatures, calibrated_bounds
+from robots.lerobot_plugins import call_with_retries, has_setting, make_device
+from robots.manual_task import HumanJudgedTask
+from robots.reach_task import REACH_TASK, ReachConfig, add_reach_task
 
-CONNECT_DEADLINE_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 REDUCED_SPEED = 0.25  # while a person drives
 TORQUE_SETTING = "disable_torque_on_disconnect"
 
@@ -90,18 +90,18 @@ class LerobotRobot(Robot):
         """Raises SpecError: no such plugin, a feature whose unit is not known, or a home that is out of reach."""
         self.config = config
         self._device = self._build()
-        self._state = Features(self._device.observation_features, config.features, self._device)
-        self._action = Features(self._device.action_features, config.features, self._device)
+        self._state = LerobotFeatures(self._device.observation_features, config.features, self._device)
+        self._action = LerobotFeatures(self._device.action_features, config.features, self._device)
         self.spec = _spec(config, self._state, self._action, self._device.observation_features)
         low, high = calibrated_bounds(self._device, self._action)
         self._low = np.maximum(self.spec.action.low, low).astype(np.float32)
         self._high = np.minimum(self.spec.action.high, high).astype(np.float32)
-        require_home(self.spec, config.home, self._low, self._high)
-        self._alone = DeviceLock(*devices_in(config.settings))
+        validate_home(self.spec, config.home, self._low, self._high)
+        self._alone = DeviceLock(*device_lock_names(config.settings))
         self._thread: DeviceThread | None = None
         self._moving = self._released = False
         self._measured: Array = np.zeros(len(self._state.names), np.float32)
-        self.images: dict[str, Frame] = {}  # of the plugin's own cameras, by the newest observation
+        self.images: dict[str, CameraFrame] = {}  # of the plugin's own cameras, by the newest observation
 
     def connect(self) -> None:
         """See `hal.robot.Robot`. The motors come under torque, and hold. Calibration is checked, never made.
@@ -132,8 +132,8 @@ class LerobotRobot(Robot):
         raw = self._ask("reading", self._device.get_observation)
         for camera in self.spec.cameras:
             if camera.name in raw:
-                self.images[camera.name] = Frame(_picture(raw[camera.name], camera), captured_ns)
-        self._measured = self._state.vector(raw)
+                self.images[camera.name] = CameraFrame(_checked_image(raw[camera.name], camera), captured_ns)
+        self._measured = self._state.to_vector(raw)
         return Observation({STATE: self._measured.copy()}, captured_ns)
 
     def command(self, action: Array) -> Array:
@@ -141,11 +141,11 @@ class LerobotRobot(Robot):
         if self._released:
             self._hold()
         joints = self._measured[list(self.spec.limits.joint_position)]
-        require_in_range(self.spec, joints, self._low, self._high)
+        require_joints_in_range(self.spec, joints, self._low, self._high)
         self._moving = True
-        sent = self._send(cut_off(self.spec, action, joints, self._low, self._high))
+        sent = self._send(clip_to_range(self.spec, action, joints, self._low, self._high))
         low, high = np.array(self.spec.action.low, np.float32), np.array(self.spec.action.high, np.float32)
-        return cut_off(self.spec, sent, joints, low, high)
+        return clip_to_range(self.spec, sent, joints, low, high)
 
     def stop(self, level: StopLevel) -> None:
         """See `hal.robot.Robot`. Positions are held where they were measured when the stop began, grippers as they are
@@ -159,14 +159,16 @@ class LerobotRobot(Robot):
         else:
             self._send(self._goal)
         if level is StopLevel.SAFE and self.config.torque_off:
-            self._ask("releasing the motors", self._device.bus.disable_torque, CONNECT_DEADLINE_S)
+            self._ask("releasing the motors", self._device.bus.disable_torque, CONNECT_TIMEOUT_S)
             self._released = True
 
     def go_home(self) -> None:
-        """See `robots.attended.GoesHome`. Whatever else is commanded, such as a gripper, stays as it was told."""
+        """See `robots.manual_task.SupportsHoming`. Whatever else is commanded, such as a gripper, stays as it was
+        told.
+        """
         self.stop(StopLevel.HOLD)
         if self.config.home:
-            walk_home(self, self.config.home, self._goal)
+            move_home(self, self.config.home, self._goal)
 
     def close(self) -> None:
         if self._thread is None:
@@ -181,7 +183,7 @@ class LerobotRobot(Robot):
         config, settings = self.config, dict(self.config.settings)
         if has_setting("robot", config.type, TORQUE_SETTING):
             settings.setdefault(TORQUE_SETTING, config.torque_off)
-        device = build("robot", config.type, settings)
+        device = make_device("robot", config.type, settings)
         if config.torque_off and not hasattr(getattr(device, "bus", None), "disable_torque"):
             raise SpecError(f"torque_off: LeRobot's {config.type} has no motor bus of which the torque could be taken")
         return device
@@ -220,35 +222,37 @@ class LerobotRobot(Robot):
 
     def _hold(self) -> None:
         """Makes the measured pose the goal; motors that were released come under torque again."""
-        measured = self._measured = self._state.vector(self._ask("reading", self._device.get_observation))
+        measured = self._measured = self._state.to_vector(self._ask("reading", self._device.get_observation))
         goal = np.array(self.spec.neutral, np.float32)
-        for index, feature in enumerate(self._action.all):
+        for index, feature in enumerate(self._action.features):
             if index == self.spec.gripper and self._moving:
                 goal[index] = self._goal[index]  # keeps its grip
             elif feature.is_position and feature.name in self._state.names:
                 goal[index] = measured[self._state.index(feature.name)]
         self._send(goal)  # wherever that is: what a bound cuts off would be leapt
         if self._released:
-            self._ask("taking hold", self._device.bus.enable_torque, CONNECT_DEADLINE_S)
+            self._ask("taking hold", self._device.bus.enable_torque, CONNECT_TIMEOUT_S)
         self._moving = self._released = False
 
     def _send(self, action: Array) -> Array:
-        values = self._action.values(action)
+        values = self._action.to_values(action)
         sent = self._ask("commanding", lambda: self._device.send_action(values))
-        applied = self._action.vector(sent if isinstance(sent, Mapping) else {}, instead=action)
+        applied = self._action.to_vector(sent if isinstance(sent, Mapping) else {}, fallback=action)
         self._goal: Array = applied.astype(np.float32)
         return self._goal
 
     def _ask(self, deed: str, function: Callable[[], T], deadline_s: float | None = None) -> T:
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
-        call = partial(persist, self.config.type, function)
+        call = partial(call_with_retries, self.config.type, function)
         return self._thread.call(deed, call, deadline_s or self.config.deadline_s)
 
     def _wait_for(self, deed: str, function: Callable[[], T]) -> T:
         """As `_ask`, on the way to being connected."""
         assert self._thread is not None
-        return self._thread.call(deed, partial(persist, self.config.type, function), CONNECT_DEADLINE_S, self.attend)
+        return self._thread.call(
+            deed, partial(call_with_retries, self.config.type, function), CONNECT_TIMEOUT_S, self.check_stop
+        )
 
     def _let_go(self) -> None:
         """Disconnects; what is left of a broken connection is forgotten, and the next one starts with a new device."""
@@ -256,21 +260,23 @@ class LerobotRobot(Robot):
         if thread is None:
             return
         try:
-            thread.call("disconnecting", self._device.disconnect, CONNECT_DEADLINE_S)
+            thread.call("disconnecting", self._device.disconnect, CONNECT_TIMEOUT_S)
         except HardwareLost as error:
             log.warning("lerobot.disconnect %s", error)
-        thread.end()
+        thread.close()
         self._moving = self._released = False
         self._alone.release()
         self._device = self._build()
 
 
-def _spec(config: LerobotConfig, state: Features, action: Features, features: Mapping[str, Any]) -> RobotSpec:
+def _spec(
+    config: LerobotConfig, state: LerobotFeatures, action: LerobotFeatures, features: Mapping[str, Any]
+) -> RobotSpec:
     gripper = next((i for i, name in enumerate(action.names) if config.gripper and config.gripper in name), -1)
     joints = tuple(
-        i for i, each in enumerate(action.all) if each.is_position and each.name in state.names and i != gripper
+        i for i, each in enumerate(action.features) if each.is_position and each.name in state.names and i != gripper
     )
-    targets = [action.all[i] for i in joints]
+    targets = [action.features[i] for i in joints]
     return RobotSpec(
         model=config.type,
         rate_hz=config.rate_hz,
@@ -286,7 +292,7 @@ def _spec(config: LerobotConfig, state: Features, action: Features, features: Ma
             stale_after_s=config.stale_after_s,
         ),
         neutral=tuple(
-            each.high if i == gripper else min(max(0.0, each.low), each.high) for i, each in enumerate(action.all)
+            each.high if i == gripper else min(max(0.0, each.low), each.high) for i, each in enumerate(action.features)
         ),
         joint_target=joints,
         gripper=gripper,
@@ -311,7 +317,7 @@ def _camera_spec(name: str, settings: Mapping[str, Any]) -> CameraSpec:
     return CameraSpec(name=name, height=settings["height"], width=settings["width"], rate_hz=settings["fps"])
 
 
-class RobotsCamera(Camera):
+class BuiltInCamera(Camera):
     """A camera that is part of a plugin's robot. Its frames are those of the robot's newest observation."""
 
     def __init__(self, robot: LerobotRobot, spec: CameraSpec) -> None:
@@ -321,7 +327,7 @@ class RobotsCamera(Camera):
     def connect(self) -> None:
         self._connected = True
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         frame = self._robot.images.get(self.spec.name) if self._connected else None
         if frame is None:
             raise HardwareLost(f"camera {self.spec.name} of {self._robot.spec.model} has shown nothing")
@@ -339,12 +345,12 @@ class LerobotCamera(Camera):
         """Raises SpecError: no such plugin, or no width, height or fps, or a stale_after_s that is no time."""
         self.spec = _camera_spec(name, settings)
         self._settings = dict(settings)
-        self._stale_s = self._settings.pop("stale_after_s", stale_by_default_s(self.spec.rate_hz))
+        self._stale_s = self._settings.pop("stale_after_s", default_stale_after_s(self.spec.rate_hz))
         if not isinstance(self._stale_s, int | float) or not self._stale_s > 0:
             raise SpecError(f"camera {name}: stale_after_s is {self._stale_s!r}; it is a time above 0")
         self._type = str(self._settings.pop("type", "opencv"))
-        self._device = build("camera", self._type, self._settings)
-        self._alone = DeviceLock(*devices_in(self._settings))
+        self._device = make_device("camera", self._type, self._settings)
+        self._alone = DeviceLock(*device_lock_names(self._settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
@@ -353,17 +359,17 @@ class LerobotCamera(Camera):
         self._alone.acquire()
         self._thread = DeviceThread(f"camera {self.spec.name}")
         try:
-            self._thread.call("connecting", self._device.connect, CONNECT_DEADLINE_S, self.attend)
+            self._thread.call("connecting", self._device.connect, CONNECT_TIMEOUT_S, self.check_stop)
         except BaseException:
             self.close()
             raise
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         if self._thread is None:
             raise HardwareLost(f"camera {self.spec.name} is not connected")
         captured_ns = time.monotonic_ns()
         try:
-            image = _picture(self._thread.call("reading", self._latest, self._stale_s), self.spec)
+            image = _checked_image(self._thread.call("reading", self._latest, self._stale_s), self.spec)
         except HardwareLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise StaleObservation(str(error)) from error
@@ -372,17 +378,17 @@ class LerobotCamera(Camera):
             image = np.ascontiguousarray(image[..., ::-1])
         if (stamp_s := getattr(self._device, "latest_timestamp", None)) is not None:
             captured_ns = min(captured_ns, int(stamp_s * 1e9))  # LeRobot's clock is the monotonic one on Linux
-        return Frame(image, captured_ns)
+        return CameraFrame(image, captured_ns)
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
         try:
-            thread.call("disconnecting", self._device.disconnect, CONNECT_DEADLINE_S)
+            thread.call("disconnecting", self._device.disconnect, CONNECT_TIMEOUT_S)
         except HardwareLost as error:  # as of one that was never connected
             log.warning("lerobot.disconnect %s", error)
-        thread.end()
+        thread.close()
         self._alone.release()
 
     def _latest(self) -> Array:
@@ -390,7 +396,7 @@ class LerobotCamera(Camera):
         return image
 
 
-def _picture(raw: Any, spec: CameraSpec) -> Array:
+def _checked_image(raw: Any, spec: CameraSpec) -> Array:
     """A copy. Raises HardwareLost where a plugin shows something else than it was asked for."""
     image: Array = np.array(raw)
     if image.shape != spec.shape or image.dtype != np.uint8:
@@ -398,18 +404,18 @@ def _picture(raw: Any, spec: CameraSpec) -> Array:
     return image
 
 
-def _require_fresh(frame: Frame, camera: CameraSpec) -> None:
+def _require_fresh(frame: CameraFrame, camera: CameraSpec) -> None:
     age_s = (time.monotonic_ns() - frame.t_capture_ns) / 1e9
-    if age_s > stale_by_default_s(camera.rate_hz):
+    if age_s > default_stale_after_s(camera.rate_hz):
         raise StaleObservation(f"camera {camera.name}: the newest frame is {age_s:.3f} s old")
 
 
-def make_station(request: StationRequest) -> Station:
-    """A `hal.station.StationFactory`; options: `LerobotConfig`. ``reach`` is judged by rule, the rest by a person."""
+def make_station(request: RobotSetupRequest) -> RobotSetup:
+    """A `hal.driver.RobotSetupFactory`; options: `LerobotConfig`. ``reach`` is judged by rule, the rest by a person."""
     config = read_options(LerobotConfig, request)
     robot = LerobotRobot(config)
-    own = tuple(RobotsCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
+    own = tuple(BuiltInCamera(robot, each) for each in robot.spec.cameras if each.name not in config.cameras)
     cameras = (*own, *(LerobotCamera(*each) for each in config.cameras.items())) if request.cameras else ()
-    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
-    station = Station(request.name, robot, task, cameras)
-    return with_reach(station, config.reach, config.sentence) if request.task == REACH else station
+    task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
+    station = RobotSetup(request.name, robot, task, cameras)
+    return add_reach_task(station, config.reach, config.sentence) if request.task == REACH_TASK else station

@@ -13,9 +13,9 @@ import numpy as np
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, ArraySpec
 
-_SI = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
-_MISSPELT = {"degree", "degrees", "°", "radian", "radians", "millimetres", "millimeters", "metres", "meters"}
-POSITION = ".pos"
+_SI_UNITS = {"deg": ("rad", math.pi / 180), "deg/s": ("rad/s", math.pi / 180), "mm": ("m", 1e-3)}
+_MISSPELT_UNITS = {"degree", "degrees", "°", "radian", "radians", "millimetres", "millimeters", "metres", "meters"}
+POSITION_SUFFIX = ".pos"
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class FeatureConfig:
     speed_max: float | None = None
 
     def __post_init__(self) -> None:
-        if self.unit.lower() in _MISSPELT:
+        if self.unit.lower() in _MISSPELT_UNITS:
             raise ValueError(
                 f"unit: {self.unit!r} is not one; there are deg, rad, mm, m, the same with /s, and your own"
             )
 
 
-_OF_MOTORS = {
+_CONFIG_FROM_NORM_MODE = {
     "degrees": FeatureConfig("deg", -180, 180),
     "range_m100_100": FeatureConfig("%", -100, 100),
     "range_0_100": FeatureConfig("%", 0, 100),
@@ -50,7 +50,7 @@ _OF_MOTORS = {
 
 
 @dataclass(frozen=True)
-class Feature:
+class LerobotFeature:
     """One number of a robot. `scale` times LeRobot's value is ours; all else is in our unit (`speed_max` a second)."""
 
     name: str
@@ -62,13 +62,13 @@ class Feature:
 
     @property
     def is_position(self) -> bool:
-        return self.name.endswith(POSITION)
+        return self.name.endswith(POSITION_SUFFIX)
 
 
-class Features:
+class LerobotFeatures:
     """Some features in a fixed order: LeRobot's dictionaries to vectors, and back."""
 
-    def __init__(self, names: Mapping[str, Any], declared: Mapping[str, FeatureConfig], device: Any) -> None:
+    def __init__(self, names: Mapping[str, Any], configs: Mapping[str, FeatureConfig], device: Any) -> None:
         """The numbers among `names` (LeRobot's ``observation_features`` or ``action_features``) in their order.
 
         A feature's unit comes from the first pattern of `declared` that it matches, else from the device's motor bus.
@@ -77,44 +77,47 @@ class Features:
             SpecError: a feature whose unit nobody states.
         """
         self.names = tuple(name for name, kind in names.items() if kind in (float, int, "float32", "float"))
-        modes = {f"{motor}{POSITION}": mode for motor, mode in _modes(device)}
-        found = {name: _declared(name, declared) or _OF_MOTORS.get(modes.get(name, "")) for name in self.names}
+        modes = {f"{motor}{POSITION_SUFFIX}": mode for motor, mode in _norm_modes(device)}
+        found = {
+            name: _declared_config(name, configs) or _CONFIG_FROM_NORM_MODE.get(modes.get(name, ""))
+            for name in self.names
+        }
         if unknown := [name for name, config in found.items() if config is None]:
             raise SpecError(
                 f"the units of {unknown} are not known; state them, by name or pattern: "
                 f"`features: {{'{unknown[0]}': {{unit: deg, low: -180, high: 180}}}}`"
             )
-        self.all = tuple(_feature(name, config) for name, config in found.items() if config is not None)
-        self._scale = np.array([each.scale for each in self.all])
+        self.features = tuple(_feature(name, config) for name, config in found.items() if config is not None)
+        self._scale = np.array([each.scale for each in self.features])
 
     def spec(self, feature: str) -> ArraySpec:
         return ArraySpec(
             name=feature,
             labels=self.names,
-            units=tuple(each.unit for each in self.all),
-            low=tuple(each.low for each in self.all),
-            high=tuple(each.high for each in self.all),
+            units=tuple(each.unit for each in self.features),
+            low=tuple(each.low for each in self.features),
+            high=tuple(each.high for each in self.features),
         )
 
-    def vector(self, values: Mapping[str, Any], instead: Array | None = None) -> Array:
+    def to_vector(self, values: Mapping[str, Any], fallback: Array | None = None) -> Array:
         """Ours for LeRobot's: float32 (n,).
 
         Args:
-            instead: what is taken where `values` lacks a feature.
+            instead: what is taken where `to_values` lacks a feature.
 
         Raises:
             HardwareLost: a feature is missing, and there is nothing instead.
         """
         missing = [name for name in self.names if name not in values]
-        if missing and instead is None:
+        if missing and fallback is None:
             raise HardwareLost(f"LeRobot's robot gave no {missing}; it gave {sorted(values)}")
         ours = [
-            float(values[name]) * scale if name in values else float(instead[index])  # type: ignore[index]
+            float(values[name]) * scale if name in values else float(fallback[index])  # type: ignore[index]
             for index, (name, scale) in enumerate(zip(self.names, self._scale, strict=True))
         ]
         return np.array(ours, np.float32)
 
-    def values(self, vector: Array) -> dict[str, float]:
+    def to_values(self, vector: Array) -> dict[str, float]:
         """LeRobot's for ours."""
         return dict(zip(self.names, (vector / self._scale).tolist(), strict=True))
 
@@ -122,31 +125,31 @@ class Features:
         return self.names.index(name)
 
 
-def _declared(name: str, declared: Mapping[str, FeatureConfig]) -> FeatureConfig | None:
+def _declared_config(name: str, declared: Mapping[str, FeatureConfig]) -> FeatureConfig | None:
     return next((config for pattern, config in declared.items() if fnmatchcase(name, pattern)), None)
 
 
-def _feature(name: str, config: FeatureConfig) -> Feature:
-    unit, scale = _SI.get(config.unit, (config.unit, 1.0))
+def _feature(name: str, config: FeatureConfig) -> LerobotFeature:
+    unit, scale = _SI_UNITS.get(config.unit, (config.unit, 1.0))
     speed_max = (config.high - config.low) / 4 if config.speed_max is None else config.speed_max
-    return Feature(name, unit, scale, config.low * scale, config.high * scale, speed_max * scale)
+    return LerobotFeature(name, unit, scale, config.low * scale, config.high * scale, speed_max * scale)
 
 
-def _modes(device: Any) -> Iterator[tuple[str, str]]:
+def _norm_modes(device: Any) -> Iterator[tuple[str, str]]:
     bus = getattr(device, "bus", None)
     for motor, described in getattr(bus, "motors", {}).items():
         yield motor, getattr(described.norm_mode, "value", "")
 
 
-def calibrated_bounds(device: Any, features: Features) -> tuple[Array, Array]:
+def calibrated_bounds(device: Any, features: LerobotFeatures) -> tuple[Array, Array]:
     """Lowest and highest position that the device's calibration allows each feature, in our units: float64 (n,).
 
     Infinite where there is no calibration, and where LeRobot's value is itself a share of the calibrated range.
     """
-    low, high = np.full(len(features.all), -np.inf), np.full(len(features.all), np.inf)
+    low, high = np.full(len(features.features), -np.inf), np.full(len(features.features), np.inf)
     bus = getattr(device, "bus", None)
-    for motor, mode in _modes(device):
-        name = f"{motor}{POSITION}"
+    for motor, mode in _norm_modes(device):
+        name = f"{motor}{POSITION_SUFFIX}"
         known = getattr(bus, "calibration", {}).get(motor)
         if mode == "degrees" and known is not None and name in features.names:
             steps = bus.model_resolution_table[bus.motors[motor].model] - 1  # type: ignore[union-attr]

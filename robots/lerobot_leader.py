@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from hal.driver import RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, RobotSpec
-from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
-from robots.alone import DeviceLock, devices_in
+from robots.device_lock import DeviceLock, device_lock_names
 from robots.device_thread import DeviceThread
-from robots.lerobot_features import FeatureConfig, Features
-from robots.lerobot_plugins import build, persist
+from robots.lerobot_features import FeatureConfig, LerobotFeatures
+from robots.lerobot_plugins import call_with_retries, make_device
 
-CONNECT_DEADLINE_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +55,17 @@ class LerobotLeader(Teleoperator):
     def __init__(self, config: LeaderConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SpecError: no such plugin, a unit that is not known, or elements that the robot's action has not."""
         self.config, self._spec, self._clock = config, spec, clock
-        self._device = build("teleoperator", config.type, config.settings)
-        self._features = Features(self._device.action_features, config.features, self._device)
+        self._device = make_device("teleoperator", config.type, config.settings)
+        self._features = LerobotFeatures(self._device.action_features, config.features, self._device)
         missing = [name for name in spec.action.labels if name not in self._features.names]
         if missing:
             raise SpecError(f"LeRobot's {config.type} does not give {missing}, which {spec.model} is moved by")
         self._order = [self._features.index(name) for name in spec.action.labels]
-        units = tuple(self._features.all[index].unit for index in self._order)
+        units = tuple(self._features.features[index].unit for index in self._order)
         if units != spec.action.units:
             raise SpecError(f"{config.type} speaks in {units}, {spec.model} in {spec.action.units}")
         self._low, self._high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
-        self._alone = DeviceLock(*devices_in(config.settings))
+        self._alone = DeviceLock(*device_lock_names(config.settings))
         self._thread: DeviceThread | None = None
 
     def connect(self) -> None:
@@ -73,10 +73,10 @@ class LerobotLeader(Teleoperator):
             return
         self._alone.acquire()
         self._thread = DeviceThread(f"LeRobot's {self.config.type}")
-        self._patience_s = CONNECT_DEADLINE_S
+        self._patience_s = CONNECT_TIMEOUT_S
         try:
-            self._thread.call("connecting", lambda: self._device.connect(calibrate=False), CONNECT_DEADLINE_S)
-            known = self._thread.call("checking it", lambda: self._device.is_calibrated, CONNECT_DEADLINE_S)
+            self._thread.call("connecting", lambda: self._device.connect(calibrate=False), CONNECT_TIMEOUT_S)
+            known = self._thread.call("checking it", lambda: self._device.is_calibrated, CONNECT_TIMEOUT_S)
             if not known:
                 raise HardwareLost(f"{self.config.type} is not calibrated; run lerobot-calibrate with the same id")
         except HardwareLost:
@@ -101,7 +101,7 @@ class LerobotLeader(Teleoperator):
             thread.call("disconnecting", self._disconnect, self._patience_s)
         except HardwareLost as error:
             log.warning("lerobot.disconnect %s", error)
-        thread.end()
+        thread.close()
         self._alone.release()
 
     def _disconnect(self) -> None:
@@ -112,15 +112,15 @@ class LerobotLeader(Teleoperator):
         if self._thread is None:
             raise HardwareLost(f"LeRobot's {self.config.type} is not connected")
         try:
-            call = partial(persist, self.config.type, self._device.get_action)
+            call = partial(call_with_retries, self.config.type, self._device.get_action)
             raw = self._thread.call("reading", call, self.config.answer_within_s)
         except HardwareLost:
             self._patience_s = self.config.answer_within_s  # whoever closes it now drives a robot
             raise
-        pose: Array = np.clip(self._features.vector(raw)[self._order], self._low, self._high)
+        pose: Array = np.clip(self._features.to_vector(raw)[self._order], self._low, self._high)
         return pose
 
 
-def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
-    """A `hal.station.TeleoperatorFactory`; options: `LeaderConfig`."""
+def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.driver.TeleoperatorFactory`; options: `LeaderConfig`."""
     return LerobotLeader(read_options(LeaderConfig, request), spec)

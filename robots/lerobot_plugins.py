@@ -13,11 +13,10 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Literal, TypeVar
 
-from hal.errors import SpecError
-from hal.extras import with_extra
+from hal.errors import SpecError, install_hint
 
-Kind = Literal["robot", "camera", "teleoperator"]
-TRIES = 3
+DeviceKind = Literal["robot", "camera", "teleoperator"]
+MAX_ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 @cache
-def _registries() -> dict[Kind, tuple[Any, Callable[[Any], Any]]]:
+def _registries() -> dict[DeviceKind, tuple[Any, Callable[[Any], Any]]]:
     """Each kind's registry of configs, all plugins imported, and the function that builds a device from a config.
 
     Raises:
@@ -38,7 +37,7 @@ def _registries() -> dict[Kind, tuple[Any, Callable[[Any], Any]]]:
         from lerobot.teleoperators import TeleoperatorConfig, make_teleoperator_from_config
         from lerobot.utils.import_utils import register_third_party_plugins
     except (ImportError, RuntimeError) as error:  # a torchvision that does not fit its torch raises RuntimeError
-        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: {with_extra('lerobot')}") from error
+        raise SpecError(f"LeRobot cannot be used: {error}; it comes with: {install_hint('lerobot')}") from error
     for kind in ("robots", "teleoperators", "cameras"):
         _import_built_in(f"lerobot.{kind}")
     register_third_party_plugins()
@@ -49,7 +48,7 @@ def _registries() -> dict[Kind, tuple[Any, Callable[[Any], Any]]]:
     }
 
 
-_unavailable: dict[str, str] = {}
+_import_errors: dict[str, str] = {}
 """LeRobot's devices that did not import, and why: a library of theirs is missing."""
 
 
@@ -60,15 +59,15 @@ def _import_built_in(package: str) -> None:
             if module.ispkg:
                 import_module(module.name)
         except Exception as error:  # foreign modules fail in any way
-            _unavailable[module.name.rpartition(".")[2]] = f"{type(error).__name__}: {error}"
+            _import_errors[module.name.rpartition(".")[2]] = f"{type(error).__name__}: {error}"
 
 
-def known(kind: Kind) -> list[str]:
+def available_devices(kind: DeviceKind) -> list[str]:
     """The names of the devices that LeRobot and the installed plugins offer. Raises SpecError without LeRobot."""
     return sorted(_registries()[kind][0].get_known_choices())
 
 
-def build(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
+def make_device(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any:
     """LeRobot's device of that name, not connected; `settings` are those of its command line.
 
     Raises:
@@ -76,9 +75,9 @@ def build(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
     """
     registry, make = _registries()[kind]
     if name not in registry.get_known_choices():
-        near = get_close_matches(name, known(kind), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {known(kind)}"
-        missing = f"; not importable: {_unavailable}" if _unavailable else ""
+        near = get_close_matches(name, available_devices(kind), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {available_devices(kind)}"
+        missing = f"; not importable: {_import_errors}" if _import_errors else ""
         raise SpecError(f"LeRobot has no {kind} {name!r}; {hint}{missing}")
     try:
         return make(read_config(kind, name, settings))
@@ -86,17 +85,17 @@ def build(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
         raise SpecError(f"LeRobot's {kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
 
 
-def read_config(kind: Kind, name: str, settings: Mapping[str, Any]) -> Any:
+def read_config(kind: DeviceKind, name: str, settings: Mapping[str, Any]) -> Any:
     """LeRobot's config of a device, decoded as its command line decodes it; raises what the plugin raises."""
     from draccus.parsers.decoding import decode
 
     return decode(_registries()[kind][0], {"type": name, **settings})
 
 
-def persist(name: str, call: Callable[[], T]) -> T:
-    """What `call` returns, at the last of `TRIES`: a bus of servos loses a packet now and then, and LeRobot gives up at
-    the first."""
-    for _ in range(TRIES - 1):
+def call_with_retries(name: str, call: Callable[[], T]) -> T:
+    """What `call` returns, at the last of `MAX_ATTEMPTS`: a bus of servos loses a packet now and then, and LeRobot
+    gives up at the first."""
+    for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
         except ConnectionError as error:
@@ -104,7 +103,7 @@ def persist(name: str, call: Callable[[], T]) -> T:
     return call()
 
 
-def has_setting(kind: Kind, name: str, setting: str) -> bool:
+def has_setting(kind: DeviceKind, name: str, setting: str) -> bool:
     """Whether the device's config has a field called `setting`."""
     choices = _registries()[kind][0].get_known_choices()
     return name in choices and setting in getattr(choices[name], "__dataclass_fields__", {})

@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.resource import Kind, ResourceRecord, local_node
 
 BUILT_IN = {"robots": "robot", "cameras": "camera", "teleoperators": "teleoperator"}
-PLUGIN = "lerobot_"
+PLUGIN_PREFIX = "lerobot_"
 
 
 def probe_plugins() -> Iterator[ResourceRecord]:
@@ -26,8 +26,8 @@ def probe_plugins() -> Iterator[ResourceRecord]:
     for distribution in distributions():
         name = (distribution.name or "").lower().replace("-", "_")
         for sort in BUILT_IN.values():
-            if name.startswith(f"{PLUGIN}{sort}_"):
-                yield _record(name.removeprefix(f"{PLUGIN}{sort}_"), sort, f"{name} {distribution.version}")
+            if name.startswith(f"{PLUGIN_PREFIX}{sort}_"):
+                yield _record(name.removeprefix(f"{PLUGIN_PREFIX}{sort}_"), sort, f"{name} {distribution.version}")
 
 
 def _record(name: str, sort: str, package: str) -> ResourceRecord:

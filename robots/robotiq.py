@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hal.errors import HardwareLost
 
 PORT = 63352
-ANSWER_S = 1.0
-POLL_S = 0.03
+RESPONSE_TIMEOUT_S = 1.0
+POLL_INTERVAL_S = 0.03
 CLOSED = 255  # the register's value; 0 is open
 ACTIVE = 3  # of the register STA
 
@@ -54,8 +54,8 @@ class RobotiqGripper:
         self._lost, self._target = "", None
         self._ending.clear()
         try:
-            self._socket = socket.create_connection((self._host, PORT), ANSWER_S)
-            self._socket.settimeout(ANSWER_S)
+            self._socket = socket.create_connection((self._host, PORT), RESPONSE_TIMEOUT_S)
+            self._socket.settimeout(RESPONSE_TIMEOUT_S)
             if self._get("STA") != ACTIVE:
                 raise HardwareLost(f"{self._where}: it is not activated; a person does that at the pendant")
             for name, value in (("SPE", self._config.speed), ("FOR", self._config.force)):
@@ -73,7 +73,7 @@ class RobotiqGripper:
             raise HardwareLost(f"{self._where}: {self._lost or 'not connected'}")
         return self._config.stroke_m * (1 - self._position / CLOSED)
 
-    def move(self, width_m: float) -> float:
+    def move_to_width(self, width_m: float) -> float:
         """Sends the fingers to a width; returns the one that was meant, as the gripper counts. Never waits."""
         share = min(max(width_m / self._config.stroke_m, 0.0), 1.0)
         self._target = round(CLOSED * (1 - share))
@@ -83,7 +83,7 @@ class RobotiqGripper:
         """Lets go of the connection; the gripper keeps its grip. Calling it twice is harmless."""
         self._ending.set()
         if self._thread is not None:
-            self._thread.join(2 * ANSWER_S)
+            self._thread.join(2 * RESPONSE_TIMEOUT_S)
             self._thread = None
         if self._socket is not None:
             self._socket.close()
@@ -96,7 +96,7 @@ class RobotiqGripper:
     def _run(self) -> None:
         sent: int | None = None
         try:
-            while not self._ending.wait(POLL_S):
+            while not self._ending.wait(POLL_INTERVAL_S):
                 target = self._target
                 if target is not None and target != sent:
                     self._set("POS", target)

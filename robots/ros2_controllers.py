@@ -15,27 +15,27 @@ import numpy as np
 
 from hal.errors import HardwareLost
 from hal.spec import Array
-from robots.ros2_link import RosLink, Service, message_type
+from robots.ros2_node import RosNode, RosServiceClient, message_type
 
 ControllerKind = Literal["trajectory", "position"]
 
-ANSWER_S = 2.0
-WATCH_S = 0.5
+RESPONSE_TIMEOUT_S = 2.0
+STATE_CHECK_INTERVAL_S = 0.5
 ACTIVE, INACTIVE = "active", "inactive"
 _STRICT = 2  # controller_manager_msgs/srv/SwitchController
 _STRING, _STRINGS = 4, 9  # rcl_interfaces/msg/ParameterType
 
 
-def read_parameters(link: RosLink, node: str, names: Sequence[str], deadline_s: float) -> dict[str, Any]:
+def read_parameters(link: RosNode, node: str, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Another node's parameters that are texts or lists of texts; one that is not set, or of another type, is left out.
 
     Raises:
         HardwareLost: the node does not answer.
     """
-    service = Service(link, "rcl_interfaces/srv/GetParameters", f"{node}/get_parameters")
+    service = RosServiceClient(link, "rcl_interfaces/srv/GetParameters", f"{node}/get_parameters")
     found: dict[str, Any] = {}
     for name in names:  # one by one: a name that was not declared spoils the answer for all
-        for value in service.ask({"names": [name]}, deadline_s).values:
+        for value in service.call({"names": [name]}, timeout_s).values:
             if value.type == _STRING:
                 found[name] = value.string_value
             elif value.type == _STRINGS:
@@ -43,7 +43,7 @@ def read_parameters(link: RosLink, node: str, names: Sequence[str], deadline_s: 
     return found
 
 
-class Controller:
+class RosController:
     """One controller that moves some joints; it is sent targets for the end of a control period."""
 
     def __init__(self, name: str, kind: ControllerKind, joints: Sequence[str], period_s: float) -> None:
@@ -51,7 +51,7 @@ class Controller:
         self._period_s, self._order = period_s, self.joints
         self._publisher: Any = None
 
-    def open(self, link: RosLink, *, stamped: bool, ask: bool, deadline_s: float) -> None:
+    def open(self, link: RosNode, *, stamped: bool, query_parameters: bool, timeout_s: float) -> None:
         """Finds the controller. Blocks.
 
         Args:
@@ -62,18 +62,18 @@ class Controller:
             HardwareLost: it does not answer, moves other joints, or commands something else than positions.
         """
         self._link, self._stamped = link, stamped
-        if ask:
-            self._check(read_parameters(link, self._node, ["joints", "interface_name"], deadline_s))
+        if query_parameters:
+            self._check(read_parameters(link, self._node, ["joints", "interface_name"], timeout_s))
         kind, topic = {
             "trajectory": ("trajectory_msgs/msg/JointTrajectory", f"{self._node}/joint_trajectory"),
             "position": ("std_msgs/msg/Float64MultiArray", f"{self._node}/commands"),
         }[self.kind]
         self._message = message_type(kind)
-        self._publisher = link.commander(kind, topic, 2 * self._period_s if stamped else None)
-        link.wait(lambda: self.heard, deadline_s, f"nobody listens to {topic}")
+        self._publisher = link.create_command_publisher(kind, topic, 2 * self._period_s if stamped else None)
+        link.wait_until(lambda: self.has_subscriber, timeout_s, f"nobody listens to {topic}")
 
     @property
-    def heard(self) -> bool:
+    def has_subscriber(self) -> bool:
         """Whether anybody listens to the commands."""
         return bool(self._publisher.get_subscription_count())
 
@@ -83,7 +83,7 @@ class Controller:
         Raises:
             HardwareLost: the controller is gone.
         """
-        if not self.heard:
+        if not self.has_subscriber:
             raise HardwareLost(f"controller {self.name} is gone: nobody listens to its commands")
         values = [float(targets[name]) for name in self._order]
         trajectory = self.kind == "trajectory"
@@ -115,67 +115,71 @@ class Controller:
 class ControllerManager:
     """Activates and deactivates controllers, and watches that they stay as they were put."""
 
-    def __init__(self, link: RosLink, name: str) -> None:
+    def __init__(self, link: RosNode, name: str) -> None:
         """Raises SpecError where ROS 2 lacks the package controller_manager_msgs."""
-        self._list = Service(link, "controller_manager_msgs/srv/ListControllers", f"{name}/list_controllers")
-        self._switch = Service(link, "controller_manager_msgs/srv/SwitchController", f"{name}/switch_controller")
+        self._list = RosServiceClient(link, "controller_manager_msgs/srv/ListControllers", f"{name}/list_controllers")
+        self._switch = RosServiceClient(
+            link, "controller_manager_msgs/srv/SwitchController", f"{name}/switch_controller"
+        )
         self.name = name
         self._asked: Any = None
         self._asked_s = time.monotonic()
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether its services are there; a node that has just begun does not see them at once."""
-        return self._list.ready and self._switch.ready
+        return self._list.is_ready and self._switch.is_ready
 
-    def states(self) -> dict[str, str]:
+    def read_states(self) -> dict[str, str]:
         """Each loaded controller's state. Blocks. Raises HardwareLost."""
-        return _states(self._list.ask({}, ANSWER_S))
+        return _controller_states(self._list.call({}, RESPONSE_TIMEOUT_S))
 
     def require_active(self, controllers: Sequence[str]) -> None:
         """Blocks. Raises HardwareLost where one of `controllers` is not active."""
-        _require_active(self.name, self.states(), controllers)
+        _require_active(self.name, self.read_states(), controllers)
 
-    def switch(self, *, on: Sequence[str] = (), off: Sequence[str] = ()) -> None:
+    def switch(self, *, activate: Sequence[str] = (), deactivate: Sequence[str] = ()) -> None:
         """Activates those of `on` that are inactive and deactivates those of `off` that are active, all in one step of
         the control loop, or none of them. Blocks.
 
         Raises:
             HardwareLost: the manager does not answer or refuses; a controller is not loaded, or not configured.
         """
-        states = self.states()
-        unknown = {name: states.get(name, "not loaded") for name in on if states.get(name) not in (ACTIVE, INACTIVE)}
+        states = self.read_states()
+        unknown = {
+            name: states.get(name, "not loaded") for name in activate if states.get(name) not in (ACTIVE, INACTIVE)
+        }
         if unknown:
             raise HardwareLost(f"{self.name}: cannot activate {unknown}; there are {states}")
-        start = [name for name in on if states[name] == INACTIVE]
-        stop = [name for name in off if states.get(name) == ACTIVE]
+        start = [name for name in activate if states[name] == INACTIVE]
+        stop = [name for name in deactivate if states.get(name) == ACTIVE]
         self._asked = None
         if not start and not stop:
             return
         request = {"activate_controllers": start, "deactivate_controllers": stop, "strictness": _STRICT}
-        response = self._switch.ask(request, ANSWER_S)
+        response = self._switch.call(request, RESPONSE_TIMEOUT_S)
         if not response.ok:
             why = getattr(response, "message", "") or "its log says why"
             raise HardwareLost(f"{self.name} did not activate {start} and deactivate {stop}: {why}")
 
-    def watch(self, controllers: Sequence[str]) -> None:
+    def check_active(self, controllers: Sequence[str]) -> None:
         """Asks now and then whether `controllers` are active still, without blocking. Call it in each control period.
 
         Raises:
-            HardwareLost: one is not, or the manager has not answered for `ANSWER_S`.
+            HardwareLost: one is not, or the manager has not answered for `RESPONSE_TIMEOUT_S`.
         """
         now_s = time.monotonic()
         if self._asked is None:
-            if now_s - self._asked_s >= WATCH_S and self._list.ready:
-                self._asked, self._asked_s = self._list.begin({}), now_s
+            if now_s - self._asked_s >= STATE_CHECK_INTERVAL_S and self._list.is_ready:
+                self._asked, self._asked_s = self._list.call_async({}), now_s
         elif self._asked.done():
-            states, self._asked = _states(self._asked.result()), None
+            states, self._asked = _controller_states(self._asked.result()), None
             _require_active(self.name, states, controllers)
-        if now_s - self._asked_s > WATCH_S + ANSWER_S:
+        if now_s - self._asked_s > STATE_CHECK_INTERVAL_S + RESPONSE_TIMEOUT_S:
             raise HardwareLost(f"{self.name} has not answered for {now_s - self._asked_s:.1f} s")
 
 
-def _states(response: Any) -> dict[str, str]:
+def _controller_states(response: Any) -> dict[str, str]:
     return {each.name: each.state for each in response.controller}
 
 
@@ -185,6 +189,6 @@ def _require_active(manager: str, states: Mapping[str, str], controllers: Sequen
         raise HardwareLost(f"{manager}: not active are {stopped}; a person, or a fault, stopped them")
 
 
-def targets_of(joints: Sequence[str], values: Array) -> dict[str, float]:
+def values_by_joint(joints: Sequence[str], values: Array) -> dict[str, float]:
     """`values` by joint name."""
     return dict(zip(joints, np.asarray(values, np.float64).tolist(), strict=True))

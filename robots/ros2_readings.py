@@ -16,13 +16,13 @@ import numpy as np
 
 from hal.spec import Array
 
-Clock = Literal["shared", "robot", "arrival"]
+StampClock = Literal["shared", "robot", "arrival"]
 """What a header's stamp means. ``shared``: the robot's clock and this computer's are synchronised, as ROS expects.
 ``robot``: another clock (an unsynchronised computer, a simulation that keeps up); its offset is taken from the message
 that came quickest of late. ``arrival``: stamps mean nothing, and only the time of arrival counts."""
 
 
-AHEAD_NS = 50_000_000  # how far clocks that are called synchronised may be apart
+MAX_AHEAD_NS = 50_000_000  # how far clocks that are called synchronised may be apart
 OFFSET_WINDOW_NS = 10_000_000_000  # clocks that differ by 1e-4 part by 1 ms meanwhile
 
 
@@ -30,12 +30,12 @@ class CaptureTimes:
     """Stamps of one sender to times on ``time.monotonic_ns``'s clock. One thread calls it.
 
     Attributes:
-        trouble: what is wrong with the newest stamp, for a person; empty where nothing is.
+        clock_error: what is wrong with the newest stamp, for a person; empty where nothing is.
     """
 
     def __init__(
         self,
-        clock: Clock,
+        clock: StampClock,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -43,9 +43,9 @@ class CaptureTimes:
         self._offsets_ns: list[int] = []  # the least of this window, after that of the window before
         self._since_ns = 0
         self._last_ns = -1
-        self.trouble = ""
+        self.clock_error = ""
 
-    def of(self, stamp_ns: int) -> int | None:
+    def captured_ns(self, stamp_ns: int) -> int | None:
         """When a message that arrives now was captured; never in the future. None for one that says nothing new: its
         stamp is not later than the newest one's, or is ahead of a shared clock."""
         arrival_ns = self._monotonic_ns()
@@ -54,10 +54,10 @@ class CaptureTimes:
         if stamp_ns <= self._last_ns:
             return None
         age_ns = self._wall_ns() - stamp_ns if self._clock == "shared" else 0
-        if age_ns < -AHEAD_NS:  # by how much its readings are older than they seem cannot be told
-            self.trouble = f"stamps are {-age_ns / 1e9:.3f} s ahead of this computer's clock"
+        if age_ns < -MAX_AHEAD_NS:  # by how much its readings are older than they seem cannot be told
+            self.clock_error = f"stamps are {-age_ns / 1e9:.3f} s ahead of this computer's clock"
             return None
-        self.trouble, self._last_ns = "", stamp_ns
+        self.clock_error, self._last_ns = "", stamp_ns
         if self._clock == "shared":
             return arrival_ns - max(0, age_ns)
         return stamp_ns + self._least_offset_ns(arrival_ns - stamp_ns, arrival_ns)
@@ -82,13 +82,15 @@ class JointReading:
 class JointReadings:
     """The newest reading of each joint. Several publishers may share a topic, each with joints of its own."""
 
-    def __init__(self, joints: Sequence[str], clock: Clock) -> None:
+    def __init__(self, joints: Sequence[str], clock: StampClock) -> None:
         self._joints, self._clock = frozenset(joints), clock
         self._times: dict[tuple[str, ...], CaptureTimes] = {}
         self._newest: dict[str, JointReading] = {}
         self._lock = threading.Lock()
 
-    def add(self, names: Sequence[str], positions: Sequence[float], velocities: Sequence[float], stamp_ns: int) -> None:
+    def update(
+        self, names: Sequence[str], positions: Sequence[float], velocities: Sequence[float], stamp_ns: int
+    ) -> None:
         """Takes in one message; one whose lists differ in length is not a reading and is left out, and so is a joint
         whose position is not a number: hardware that has not begun to measure says that."""
         wanted = [
@@ -100,24 +102,24 @@ class JointReadings:
             return
         with self._lock:
             times = self._times.setdefault(tuple(names[i] for i in wanted), CaptureTimes(self._clock))
-            captured_ns = times.of(stamp_ns)
+            captured_ns = times.captured_ns(stamp_ns)
             if captured_ns is not None:
                 speeds = velocities if len(velocities) else (float("nan"),) * len(names)
                 for i in wanted:
                     self._newest[names[i]] = JointReading(positions[i], speeds[i], captured_ns)
 
     @property
-    def trouble(self) -> str:
+    def clock_error(self) -> str:
         """What is wrong with the newest stamps; empty where nothing is."""
         with self._lock:
-            return "; ".join(sorted({times.trouble for times in self._times.values() if times.trouble}))
+            return "; ".join(sorted({times.clock_error for times in self._times.values() if times.clock_error}))
 
     def missing(self, joints: Sequence[str]) -> list[str]:
         """Those of which nothing was heard yet."""
         with self._lock:
             return [name for name in joints if name not in self._newest]
 
-    def of(self, joints: Sequence[str]) -> tuple[Array, Array, int]:
+    def latest(self, joints: Sequence[str]) -> tuple[Array, Array, int]:
         """Positions and velocities, float64 (n,), in the order asked for, and when the oldest of them was captured.
 
         Raises:
@@ -143,30 +145,30 @@ class StopButton:
     """A stop button of the cell, as its topic shows it. A press counts until it was told, however short it was.
 
     Attributes:
-        heard: its topic has said something.
-        pressed: it is pressed now.
+        was_received: its topic has said something.
+        is_pressed: it is pressed now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
-        self.heard = self.pressed = self._untold = False
+        self.was_received = self.is_pressed = self._untold = False
         self._clock, self._heard_s = clock, clock()
         self._lock = threading.Lock()
 
-    def take(self, pressed: bool) -> None:
+    def update(self, pressed: bool) -> None:
         """What a message says; the same may be said again and again."""
         with self._lock:
-            self._untold |= pressed and not self.pressed
-            self.pressed, self.heard, self._heard_s = pressed, True, self._clock()
+            self._untold |= pressed and not self.is_pressed
+            self.is_pressed, self.was_received, self._heard_s = pressed, True, self._clock()
 
-    def tell(self) -> bool:
+    def take_pressed(self) -> bool:
         """Whether it is pressed, or was since this was asked last."""
         with self._lock:
             told, self._untold = self._untold, False
-            return told or self.pressed
+            return told or self.is_pressed
 
     @property
-    def silent_s(self) -> float:
+    def silence_s(self) -> float:
         """For how long its topic has said nothing."""
         with self._lock:
             return self._clock() - self._heard_s

@@ -8,18 +8,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from hal.camera import stale_by_default_s
+from hal.camera import default_stale_after_s
 from hal.errors import HardwareLost, SpecError
 from hal.spec import ACTION, STATE, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
-from robots.reaching import ReachConfig
+from robots.reach_task import ReachConfig
 from robots.ros2_controllers import ControllerKind, read_parameters
-from robots.ros2_link import RosLink
-from robots.ros2_readings import Clock
-from robots.urdf import Chain, Urdf
+from robots.ros2_node import RosNode
+from robots.ros2_readings import StampClock
+from robots.urdf import KinematicChain, Urdf
 
-DESCRIPTION_S = 10.0
+DESCRIPTION_TIMEOUT_S = 10.0
 XYZ = ("x", "y", "z")
-TOOL_M, FORCE_N = 2.0, 200.0  # how far out and how hard the state's bounds reckon with; no limits
+TOOL_RANGE_M, FORCE_RANGE_N = 2.0, 200.0  # how far out and how hard the state's bounds reckon with; no limits
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RosCameraConfig:
 
     @property
     def stale_s(self) -> float:
-        return stale_by_default_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
+        return default_stale_after_s(self.rate_hz) if self.stale_after_s is None else self.stale_after_s
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Ros2Config:
     estop_timeout_s: the robot is lost once nothing was said on `estop_topic` for so long, which only a publisher that
         repeats it allows; 0 does not ask for that. One that is gone makes the robot lost in any case.
     stop_service: std_srvs/srv/Trigger that a safe stop calls besides.
-    clock: what the stamps of messages mean; see `robots.ros2_readings.Clock`.
+    clock: what the stamps of messages mean; see `robots.ros2_readings.StampClock`.
     domain: ROS 2 domain; by default ``ROS_DOMAIN_ID``.
     connect_s: how long the robot may take to be there.
     stale_after_s: by default two control periods.
@@ -132,7 +132,7 @@ class Ros2Config:
     estop_topic: str = ""
     estop_timeout_s: float = 0.0
     stop_service: str = ""
-    clock: Clock = "shared"
+    clock: StampClock = "shared"
     domain: int | None = None
     connect_s: float = 10.0
     stale_after_s: float | None = None
@@ -163,13 +163,13 @@ class Ros2Config:
         return self.stale_after_s or 2 / self.rate_hz
 
     @property
-    def moved(self) -> tuple[str, ...]:
+    def commanded_joints(self) -> tuple[str, ...]:
         """All joints that are commanded: the arm's, then the gripper's."""
         return self.joints if self.gripper is None else (*self.joints, self.gripper.joint)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Ros2Layout:
     """The spec, and what the driver needs besides to fill its state.
 
     Attributes:
@@ -178,11 +178,12 @@ class Layout:
 
     spec: RobotSpec
     urdf: Urdf | None
-    tool: Chain | None
+    tool: KinematicChain | None
 
 
 def read_description(config: Ros2Config, name: str) -> Urdf | None:
-    """The robot's description, where the config names one. Blocks up to `DESCRIPTION_S` where it is on the graph.
+    """The robot's description, where the config names one. Blocks up to `DESCRIPTION_TIMEOUT_S` where it is on the
+    graph.
 
     Raises:
         SpecError: the file cannot be read, or what was read is no URDF.
@@ -196,42 +197,42 @@ def read_description(config: Ros2Config, name: str) -> Urdf | None:
             return Urdf(Path(config.description).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"robot {name}: the description cannot be read: {error}") from None
-    with RosLink(f"describe_{name}", config.domain) as link:
+    with RosNode(f"describe_{name}", config.domain) as link:
         return Urdf(_from_topic(link, place) if source == "topic" else _from_parameter(link, place))
 
 
-def _from_topic(link: RosLink, topic: str) -> str:
+def _from_topic(link: RosNode, topic: str) -> str:
     heard: list[Any] = []
-    link.wait(lambda: link.node.count_publishers(topic) > 0, DESCRIPTION_S, f"nobody publishes {topic}")
-    link.follow("std_msgs/msg/String", topic, heard.append)
-    link.wait(lambda: bool(heard), DESCRIPTION_S, f"nothing came on {topic}")
+    link.wait_until(lambda: link.node.count_publishers(topic) > 0, DESCRIPTION_TIMEOUT_S, f"nobody publishes {topic}")
+    link.subscribe_state("std_msgs/msg/String", topic, heard.append)
+    link.wait_until(lambda: bool(heard), DESCRIPTION_TIMEOUT_S, f"nothing came on {topic}")
     return str(heard[0].data)
 
 
-def _from_parameter(link: RosLink, node: str) -> str:
-    text = read_parameters(link, node, ["robot_description"], DESCRIPTION_S).get("robot_description")
+def _from_parameter(link: RosNode, node: str) -> str:
+    text = read_parameters(link, node, ["robot_description"], DESCRIPTION_TIMEOUT_S).get("robot_description")
     if not isinstance(text, str):
         raise HardwareLost(f"{node} has no parameter robot_description")
     return text
 
 
-def layout(config: Ros2Config, urdf: Urdf | None) -> Layout:
+def make_layout(config: Ros2Config, urdf: Urdf | None) -> Ros2Layout:
     """The spec of the arm that `config` and its description describe.
 
     Raises:
         SpecError: a limit that nobody states, or a joint or link that the description does not have.
     """
     tool = urdf.chain(config.tool, config.base) if urdf is not None and config.tool else None
-    if tool is not None and (unknown := set(tool.moving) - set(config.moved)):
+    if tool is not None and (unknown := set(tool.movable_joints) - set(config.commanded_joints)):
         raise SpecError(f"between base and tool are joints that the config does not name: {sorted(unknown)}")
     bounds = [_bounds(name, config, urdf) for name in config.joints]
     low, high, speed = (tuple(each) for each in zip(*bounds, strict=True))
-    units = tuple(_unit(name, urdf) for name in config.moved)
+    units = tuple(_unit(name, urdf) for name in config.commanded_joints)
     state, tool_at, force_at = _state(config, units, (low, high, speed), tool is not None)
     grip = config.gripper
     action = ArraySpec(
         name=ACTION,
-        labels=tuple(f"{name}.pos" for name in config.moved),
+        labels=tuple(f"{name}.pos" for name in config.commanded_joints),
         units=units,
         low=low + (() if grip is None else (grip.low,)),
         high=high + (() if grip is None else (grip.high,)),
@@ -266,7 +267,7 @@ def layout(config: Ros2Config, urdf: Urdf | None) -> Layout:
         gripper=-1 if grip is None else len(joints),
         safe_stop=_safe_stop(config),
     )
-    return Layout(spec, urdf, tool)
+    return Ros2Layout(spec, urdf, tool)
 
 
 def _state(
@@ -281,9 +282,9 @@ def _state(
     if config.velocities:
         rows += [(f"{name}.vel", f"{unit}/s", -fastest, fastest) for name, unit, _, _, fastest in arm]
     tool_at = tuple(range(len(rows), len(rows) + 3)) if has_tool else ()
-    rows += [(f"tool_{XYZ[i]}", "m", -TOOL_M, TOOL_M) for i in range(len(tool_at))]
+    rows += [(f"tool_{XYZ[i]}", "m", -TOOL_RANGE_M, TOOL_RANGE_M) for i in range(len(tool_at))]
     force_at = tuple(range(len(rows), len(rows) + 3)) if config.wrench is not None else ()
-    rows += [(f"force_{XYZ[i]}", "N", -FORCE_N, FORCE_N) for i in range(len(force_at))]
+    rows += [(f"force_{XYZ[i]}", "N", -FORCE_RANGE_N, FORCE_RANGE_N) for i in range(len(force_at))]
     names, of_what, lows, highs = zip(*rows, strict=True)
     return ArraySpec(name=STATE, labels=names, units=of_what, low=lows, high=highs), tool_at, force_at
 

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from hal.errors import HardwareLost, SpecError
-from hal.extras import with_extra
+from hal.driver import RobotSetupRequest, read_options
+from hal.errors import HardwareLost, SpecError, install_hint
 from hal.spec import RobotSpec
-from hal.station import StationRequest, read_options
 from hal.teleoperator import Teleoperator, TeleopInput
-from robots.alone import DeviceLock
-from robots.bindings import Bindings, in_order, moving_elements
+from robots.device_lock import DeviceLock
+from robots.input_bindings import InputBindings, motion_labels, pair_in_order
 
 AXES = ("x", "y", "z", "roll", "pitch", "yaw")
-_SYSFS = Path("/sys/class/hidraw")
-_MAX_REPORTS = 256  # in one reading: a device that floods is not listened to for ever
+_HIDRAW_FOLDER = Path("/sys/class/hidraw")
+_MAX_REPORTS_PER_READ = 256  # in one reading: a device that floods is not listened to for ever
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class SpaceMouseConfig:
             raise ValueError(f"dead_zone is {self.dead_zone:g}; it is a share in [0, 1)")
 
 
-class HidRaw:
+class HidRawDevice:
     """The kernel's raw reports, as `pyspacemouse.device.SpaceMouseDevice` asks a device for them."""
 
     product_string = manufacturer_string = serial_number = ""
@@ -89,7 +88,7 @@ class SpaceMouse(Teleoperator):
     def __init__(self, config: SpaceMouseConfig, spec: RobotSpec, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SpecError for an axis or an element that there is not."""
         self.config, self._clock = config, clock
-        self._bindings = Bindings(config.axes or in_order(AXES, moving_elements(spec)), AXES, spec)
+        self._bindings = InputBindings(config.axes or pair_in_order(AXES, motion_labels(spec)), AXES, spec)
         self._gripper = spec.gripper
         self._device: Any = None
         self._alone = DeviceLock()
@@ -103,7 +102,7 @@ class SpaceMouse(Teleoperator):
         from pyspacemouse.device import SpaceMouseDevice
         from pyspacemouse.types import AxisConvention
 
-        device = SpaceMouseDevice(apply_axis_convention(model, AxisConvention.ROS), HidRaw(path))
+        device = SpaceMouseDevice(apply_axis_convention(model, AxisConvention.ROS), HidRawDevice(path))
         self._alone = DeviceLock(path)
         self._alone.acquire()
         try:
@@ -117,7 +116,7 @@ class SpaceMouse(Teleoperator):
         if self._device is None:
             raise HardwareLost("the SpaceMouse is not connected")
         state, before = self._device.read(), -1.0
-        for _ in range(_MAX_REPORTS):
+        for _ in range(_MAX_REPORTS_PER_READ):
             if state.t == before:
                 break
             before, state = state.t, self._device.read()
@@ -146,7 +145,7 @@ class SpaceMouse(Teleoperator):
         try:
             from pyspacemouse.loader import get_device_specs
         except ImportError as error:
-            raise HardwareLost(f"it needs pyspacemouse ({error}): {with_extra('devices')}") from error
+            raise HardwareLost(f"it needs pyspacemouse ({error}): {install_hint('devices')}") from error
         known = get_device_specs()
         if self.config.device and self.config.model:
             if self.config.model not in known:
@@ -162,7 +161,7 @@ class SpaceMouse(Teleoperator):
 def _hid_devices() -> list[tuple[str, tuple[int, int]]]:
     """Each raw device with its vendor's and product's number."""
     found = []
-    for entry in sorted(_SYSFS.glob("*/device/uevent")):
+    for entry in sorted(_HIDRAW_FOLDER.glob("*/device/uevent")):
         try:
             lines = dict(line.partition("=")[::2] for line in entry.read_text().splitlines())
         except OSError:  # pulled out just now
@@ -172,6 +171,6 @@ def _hid_devices() -> list[tuple[str, tuple[int, int]]]:
     return found
 
 
-def make_teleoperator(request: StationRequest, spec: RobotSpec) -> Teleoperator:
-    """A `hal.station.TeleoperatorFactory`; options: `SpaceMouseConfig`."""
+def make_teleoperator(request: RobotSetupRequest, spec: RobotSpec) -> Teleoperator:
+    """A `hal.driver.TeleoperatorFactory`; options: `SpaceMouseConfig`."""
     return SpaceMouse(read_options(SpaceMouseConfig, request), spec)

@@ -1,10 +1,10 @@
 """Arms of Universal Robots over RTDE, with a Robotiq gripper where there is one.
 
 The action is a step of the tool (`tool_delta`: x, y, z in the base frame, the tool keeps its rotation) or of the joints
-(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than `LEAD_S`.
-Payload, tool centre point, speed slider and safety settings are the pendant's and are not touched. A protective stop,
-an emergency stop, a safeguard stop or a program that ends makes the robot lost; the message has the reason, and nothing
-is ever unlocked from here: once a person has done it, connecting works again.
+(`joint_delta`). Steps add up on what was commanded last, and may not run away from the arm by more than
+`MAX_TARGET_LEAD_S`. Payload, tool centre point, speed slider and safety settings are the pendant's and are not touched.
+A protective stop, an emergency stop, a safeguard stop or a program that ends makes the robot lost; the message has the
+reason, and nothing is ever unlocked from here: once a person has done it, connecting works again.
 
 Safe stop: the arm brakes, and the program on the controller ends; the controller holds the arm. The same happens by the
 controller's own watchdog when this process dies, hangs or is cut off for two control periods (`silence_s`). A gripper
@@ -20,23 +20,23 @@ from typing import Literal
 
 import numpy as np
 
+from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, Box, RobotSpec, SafetyLimits
-from hal.station import Station, StationRequest, read_options
-from robots.alone import DeviceLock
-from robots.attended import AttendedTask
 from robots.cameras import CameraConfig, camera_specs, make_cameras
+from robots.delta_actions import add_step, make_step_limiter
+from robots.device_lock import DeviceLock
+from robots.manual_task import HumanJudgedTask
 from robots.robotiq import RobotiqConfig, RobotiqGripper
-from robots.steps import advance, within_limits
-from robots.ur_link import LinkConfig, UrLink
+from robots.ur_connection import UrConnection, UrConnectionConfig
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
-TURN = 2 * np.pi  # the range of every joint, to either side
-LEAD_S = 0.5  # at full speed; servoj lags by its lookahead, 0.03 to 0.2 s
+JOINT_RANGE_RAD = 2 * np.pi  # the range of every joint, to either side
+MAX_TARGET_LEAD_S = 0.5  # at full speed; servoj lags by its lookahead, 0.03 to 0.2 s
 REACH_M = 2.0  # beyond that of the largest arm
 FORCE_RANGE_N = 1000.0
-HOME_DEADLINE_S = 60.0  # beyond what the way takes
+HOMING_TIMEOUT_S = 60.0  # beyond what the way takes
 REDUCED_SPEED = 0.25  # while a person drives
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class UrConfig:
     rate_hz: float = 20.0
     tool_speed: float = 0.25
     joint_speed: float = 1.0
-    joint_low: tuple[float, ...] = (-TURN,) * 6
-    joint_high: tuple[float, ...] = (TURN,) * 6
+    joint_low: tuple[float, ...] = (-JOINT_RANGE_RAD,) * 6
+    joint_high: tuple[float, ...] = (JOINT_RANGE_RAD,) * 6
     workspace_low: tuple[float, ...] = ()
     workspace_high: tuple[float, ...] = ()
     keep_out: tuple[Box, ...] = ()
@@ -105,8 +105,8 @@ class UrConfig:
         return 2 / self.rate_hz
 
     @property
-    def link(self) -> LinkConfig:
-        return LinkConfig(
+    def connection_config(self) -> UrConnectionConfig:
+        return UrConnectionConfig(
             host=self.host,
             silence_s=self.silence_s or self.two_periods_s,
             rtde_hz=self.rtde_hz,
@@ -146,8 +146,8 @@ def ur_spec(config: UrConfig) -> RobotSpec:
 
 def _state_spec(config: UrConfig) -> ArraySpec:
     parts = [
-        *((f"{name}.pos", "rad", TURN) for name in JOINTS),
-        *((f"{name}.vel", "rad/s", TURN) for name in JOINTS),
+        *((f"{name}.pos", "rad", JOINT_RANGE_RAD) for name in JOINTS),
+        *((f"{name}.vel", "rad/s", JOINT_RANGE_RAD) for name in JOINTS),
         *((f"tool_{axis}", "m", REACH_M) for axis in "xyz"),
         *((f"tool_{of}{axis}", "1", 1.0) for of in "xy" for axis in "xyz"),
         *((f"force_{axis}", "N", FORCE_RANGE_N) for axis in "xyz"),
@@ -190,10 +190,10 @@ class UrRobot(Robot):
         self._moves = 6 if self._joints else 3
         self._low = np.array(self.spec.action.low, np.float32)
         self._high = np.array(self.spec.action.high, np.float32)
-        self._lead = LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
-        self._within = within_limits(self.spec)
+        self._lead = MAX_TARGET_LEAD_S * (config.joint_speed if self._joints else config.tool_speed)
+        self._within = make_step_limiter(self.spec)
         self._alone = DeviceLock(config.host)
-        self._link: UrLink | None = None
+        self._link: UrConnection | None = None
         self._target: Array | None = None  # joint angles or pose, float64 (6,); of no account while the arm stands
         self._gripper = RobotiqGripper(config.host, config.gripper) if config.gripper else None
 
@@ -208,7 +208,7 @@ class UrRobot(Robot):
         if self._link is not None:
             return
         self._alone.acquire()
-        self._link, self._target = UrLink(self.config.link), None
+        self._link, self._target = UrConnection(self.config.connection_config), None
         try:
             self._link.open()
             if self._gripper:
@@ -231,17 +231,17 @@ class UrRobot(Robot):
         """See `hal.robot.Robot`. After a safe stop it blocks while the program is uploaded again."""
         self.spec.action.validate(action)
         link = self._connected
-        if link.at_rest:
-            link.wake()
+        if link.is_program_stopped:
+            link.restart_program()
         applied = np.clip(action, self._low, self._high)
         reading = link.read()
         measured = reading.q if self._joints else reading.pose
-        base, step = self._target if link.goes_on() else None, applied[: self._moves]
-        target, applied[: self._moves] = advance(base, measured, step, self._lead, self._within)
+        base, step = self._target if link.continues_servo() else None, applied[: self._moves]
+        target, applied[: self._moves] = add_step(base, measured, step, self._lead, self._within)
         link.servo(target, self.spec.period_s, self._joints)
         self._target = target
         if self._gripper:
-            applied[-1] = self._gripper.move(float(applied[-1]))
+            applied[-1] = self._gripper.move_to_width(float(applied[-1]))
         within: Array = np.clip(applied, self._low, self._high)
         return within
 
@@ -249,20 +249,20 @@ class UrRobot(Robot):
         link = self._connected
         self._target = None
         if level is StopLevel.SAFE:
-            link.rest()
+            link.stop_program()
         else:
             link.hold()
 
     def go_home(self) -> None:
-        """See `robots.attended.GoesHome`."""
+        """See `robots.manual_task.SupportsHoming`."""
         self.stop(StopLevel.HOLD)
         if self.config.home:
             link = self._connected
-            if link.at_rest:
-                link.wake()
+            if link.is_program_stopped:
+                link.restart_program()
             home = np.array(self.config.home)
             takes_s = float(np.abs(home - link.read().q).max()) / self.config.home_speed
-            link.move(home, takes_s + HOME_DEADLINE_S, self.attend)
+            link.move_joints(home, takes_s + HOMING_TIMEOUT_S, self.check_stop)
 
     def close(self) -> None:
         link, self._link = self._link, None
@@ -273,7 +273,7 @@ class UrRobot(Robot):
         self._alone.release()
 
     @property
-    def _connected(self) -> UrLink:
+    def _connected(self) -> UrConnection:
         if self._link is None:
             raise HardwareLost(f"UR at {self.config.host} is not connected")
         return self._link
@@ -292,8 +292,8 @@ def tool_axes(rotation: Array) -> Array:
     return axes
 
 
-def make_station(request: StationRequest) -> Station:
-    """A `hal.station.StationFactory`; options: `UrConfig`. Any task is a person's to judge."""
+def make_station(request: RobotSetupRequest) -> RobotSetup:
+    """A `hal.driver.RobotSetupFactory`; options: `UrConfig`. Any task is a person's to judge."""
     config = read_options(UrConfig, request)
-    task = AttendedTask(request.task, config.sentence or request.task, config.max_steps)
-    return Station(request.name, UrRobot(config), task, make_cameras(config.cameras, request))
+    task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)
+    return RobotSetup(request.name, UrRobot(config), task, make_cameras(config.cameras, request))

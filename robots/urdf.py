@@ -13,7 +13,7 @@ from hal.errors import SpecError
 from hal.spec import Array
 
 MAX_BYTES = 8 << 20
-_TURNING, _SLIDING = ("revolute", "continuous"), ("prismatic",)
+_ROTARY, _LINEAR = ("revolute", "continuous"), ("prismatic",)
 _FULL_TURN_RAD = 2 * math.pi  # either way, for a joint without end stops
 
 
@@ -39,15 +39,15 @@ class UrdfJoint:
     speed_max: float
 
     @property
-    def moves(self) -> bool:
-        return self.kind in _TURNING + _SLIDING
+    def is_movable(self) -> bool:
+        return self.kind in _ROTARY + _LINEAR
 
     def transform(self, value: float) -> Array:
         """(4, 4): the child link's frame in the parent link's, with the joint at `value`."""
         moved = np.eye(4)
-        if self.kind in _TURNING:
-            moved[:3, :3] = _turn(self.axis, value)
-        elif self.kind in _SLIDING:
+        if self.kind in _ROTARY:
+            moved[:3, :3] = _rotation(self.axis, value)
+        elif self.kind in _LINEAR:
             moved[:3, 3] = self.axis * value
         result: Array = self.origin @ moved
         return result
@@ -69,7 +69,7 @@ class Urdf:
             raise SpecError("the robot's description has a document type; a URDF has none")
         try:
             robot = ElementTree.fromstring(text)
-            self.joints = {joint.name: joint for joint in map(_joint, robot.findall("joint"))}
+            self.joints = {joint.name: joint for joint in map(_read_joint, robot.findall("joint"))}
         except (ElementTree.ParseError, ValueError) as error:
             raise SpecError(f"the robot's description is no URDF: {error}") from None
         if robot.tag != "robot" or not self.joints:
@@ -79,12 +79,12 @@ class Urdf:
 
     def joint(self, name: str) -> UrdfJoint:
         """Raises SpecError for a name that is not there, or a joint that does not move."""
-        if name not in self.joints or not self.joints[name].moves:
-            movable = [joint.name for joint in self.joints.values() if joint.moves]
+        if name not in self.joints or not self.joints[name].is_movable:
+            movable = [joint.name for joint in self.joints.values() if joint.is_movable]
             raise SpecError(f"the robot's description has no movable joint {name!r}; there are {movable}")
         return self.joints[name]
 
-    def chain(self, link: str, base: str = "") -> Chain:
+    def chain(self, link: str, base: str = "") -> KinematicChain:
         """The joints between `base` (by default the root) and `link`.
 
         Raises:
@@ -98,60 +98,60 @@ class Urdf:
                 raise SpecError(f"link {link!r} does not hang on {base!r}; there are {sorted(self._above)}")
             joints.append(self._above[at])
             at = joints[-1].parent
-        return Chain(tuple(reversed(joints)))
+        return KinematicChain(tuple(reversed(joints)))
 
 
 @dataclass(frozen=True)
-class Chain:
+class KinematicChain:
     """Joints from a base to a link; those that do not move too."""
 
     joints: tuple[UrdfJoint, ...]
 
     @property
-    def moving(self) -> tuple[str, ...]:
-        return tuple(joint.name for joint in self.joints if joint.moves)
+    def movable_joints(self) -> tuple[str, ...]:
+        return tuple(joint.name for joint in self.joints if joint.is_movable)
 
     def pose(self, values: Mapping[str, float]) -> Array:
         """(4, 4) float64: the link's frame in the base's. `values` has every moving joint's, in rad or m."""
         pose: Array = np.eye(4)
         for joint in self.joints:
-            pose = pose @ joint.transform(values[joint.name] if joint.moves else 0.0)
+            pose = pose @ joint.transform(values[joint.name] if joint.is_movable else 0.0)
         return pose
 
 
-def _joint(element: ElementTree.Element) -> UrdfJoint:
+def _read_joint(element: ElementTree.Element) -> UrdfJoint:
     kind, limit = element.get("type", ""), element.find("limit")
-    origin, axis = element.find("origin"), _triple(element.find("axis"), "xyz", (1.0, 0.0, 0.0))
+    origin, axis = element.find("origin"), _read_vector(element.find("axis"), "xyz", (1.0, 0.0, 0.0))
     transform = np.eye(4)
-    transform[:3, :3] = _roll_pitch_yaw(*_triple(origin, "rpy", (0.0, 0.0, 0.0)))
-    transform[:3, 3] = _triple(origin, "xyz", (0.0, 0.0, 0.0))
+    transform[:3, :3] = _roll_pitch_yaw(*_read_vector(origin, "rpy", (0.0, 0.0, 0.0)))
+    transform[:3, 3] = _read_vector(origin, "xyz", (0.0, 0.0, 0.0))
     endless = kind == "continuous"
     return UrdfJoint(
-        name=_named(element, "name"),
+        name=_require_attribute(element, "name"),
         kind=kind,
-        parent=_named(element.find("parent"), "link"),
-        child=_named(element.find("child"), "link"),
+        parent=_require_attribute(element.find("parent"), "link"),
+        child=_require_attribute(element.find("child"), "link"),
         origin=transform,
         axis=axis / max(float(np.linalg.norm(axis)), 1e-12),
-        low=-_FULL_TURN_RAD if endless else _number(limit, "lower", 0.0),
-        high=_FULL_TURN_RAD if endless else _number(limit, "upper", 0.0),
-        speed_max=_number(limit, "velocity", math.nan),
+        low=-_FULL_TURN_RAD if endless else _read_number(limit, "lower", 0.0),
+        high=_FULL_TURN_RAD if endless else _read_number(limit, "upper", 0.0),
+        speed_max=_read_number(limit, "velocity", math.nan),
     )
 
 
-def _named(element: ElementTree.Element | None, attribute: str) -> str:
+def _require_attribute(element: ElementTree.Element | None, attribute: str) -> str:
     name = None if element is None else element.get(attribute)
     if not name:
         raise ValueError(f"a joint without {attribute}")
     return name
 
 
-def _number(element: ElementTree.Element | None, attribute: str, otherwise: float) -> float:
+def _read_number(element: ElementTree.Element | None, attribute: str, otherwise: float) -> float:
     """URDF's default for a missing bound of a limit is 0; a joint without a limit has none."""
     return math.nan if element is None else float(element.get(attribute, otherwise))
 
 
-def _triple(element: ElementTree.Element | None, attribute: str, otherwise: tuple[float, float, float]) -> Array:
+def _read_vector(element: ElementTree.Element | None, attribute: str, otherwise: tuple[float, float, float]) -> Array:
     text = None if element is None else element.get(attribute)
     values = otherwise if text is None else tuple(map(float, text.split()))
     if len(values) != 3 or not all(map(math.isfinite, values)):
@@ -162,11 +162,11 @@ def _triple(element: ElementTree.Element | None, attribute: str, otherwise: tupl
 def _roll_pitch_yaw(roll: float, pitch: float, yaw: float) -> Array:
     """URDF's order: about the fixed x, then y, then z axis."""
     x, y, z = np.eye(3)
-    result: Array = _turn(z, yaw) @ _turn(y, pitch) @ _turn(x, roll)
+    result: Array = _rotation(z, yaw) @ _rotation(y, pitch) @ _rotation(x, roll)
     return result
 
 
-def _turn(axis: Array, angle_rad: float) -> Array:
+def _rotation(axis: Array, angle_rad: float) -> Array:
     """Rodrigues' formula."""
     x, y, z = axis
     cross: Array = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])

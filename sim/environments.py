@@ -14,9 +14,9 @@ from gymnasium import spaces
 
 from hal.robot import Observation
 from hal.spec import ENVIRONMENT_STATE, STATE, Array, ArraySpec
+from sim.driver import make_task
 from sim.rendering import SimCamera
 from sim.robot import SimRobot, SimRobotConfig
-from sim.scenes import make_task
 
 KEYS = {"state": STATE, "environment_state": ENVIRONMENT_STATE}
 

@@ -12,11 +12,11 @@ from hal.spec import ENVIRONMENT_STATE, STATE, Array
 from sim.robot import GRIPPER_SET_WIDTH, GRIPPER_WIDTH, TOOL_VELOCITY, SimRobot
 
 _CLOSED_M = 0.0
-_UP_M = 1.0  # more than a period allows: as fast as it goes
-_SETTLE_S = 0.03  # the tool trails its target by this much times its speed
+_LIFT_STEP_M = 1.0  # more than a period allows: as fast as it goes
+_TARGET_LAG_S = 0.03  # the tool trails its target by this much times its speed
 
 
-class Expert(ABC):
+class ScriptedExpert(ABC):
     """A controller without memory: the same observation gives the same action, but for the noise.
 
     `noise` is the standard deviation of the disturbance on the tool's step, as a share of its bound: it spreads the
@@ -43,14 +43,14 @@ class Expert(ABC):
         """The wanted step of the tool (3,), m, unbounded, and the gripper's opening, m."""
 
 
-class ReachExpert(Expert):
+class ReachExpert(ScriptedExpert):
     """Straight to the target."""
 
     def plan(self, observation: Observation) -> tuple[Array, float]:
         return _to_object(observation), self._open_m
 
 
-class LiftExpert(Expert):
+class LiftExpert(ScriptedExpert):
     """Above the cube, down around it, grip, and up."""
 
     def plan(self, observation: Observation) -> tuple[Array, float]:
@@ -59,16 +59,16 @@ class LiftExpert(Expert):
         aside = float(np.hypot(way[0], way[1]))
         gripped = state[GRIPPER_WIDTH] - state[GRIPPER_SET_WIDTH] > 0.15 * edge and state[GRIPPER_WIDTH] > 0.75 * edge
         if gripped and aside < 0.75 * edge and abs(way[2]) < 0.75 * edge:
-            return np.array([0.0, 0.0, _UP_M]), _CLOSED_M
+            return np.array([0.0, 0.0, _LIFT_STEP_M]), _CLOSED_M
         if aside < 0.35 * edge and abs(way[2]) < 0.35 * edge:
             return way, _CLOSED_M
         hover = min(1.5 * edge, max(0.0, 4.0 * (aside - 0.3 * edge)))
         return way + np.array([0.0, 0.0, hover]), self._open_m
 
 
-def make_expert(task: str, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> Expert:
+def make_expert(task: str, robot: SimRobot, noise: float = 0.0, seed: int = 0) -> ScriptedExpert:
     """The expert of `robot` for the task called `task`; raises SpecError when there is none."""
-    experts: dict[str, type[Expert]] = {"lift": LiftExpert, "reach": ReachExpert}
+    experts: dict[str, type[ScriptedExpert]] = {"lift": LiftExpert, "reach": ReachExpert}
     if task not in experts:
         raise SpecError(f"no scripted expert for the task {task!r}; there are {sorted(experts)}")
     return experts[task](robot, noise, seed)
@@ -77,4 +77,4 @@ def make_expert(task: str, robot: SimRobot, noise: float = 0.0, seed: int = 0) -
 def _to_object(observation: Observation) -> Array:
     """From where the tool's target is now to the object, m."""
     way: Array = observation.arrays[ENVIRONMENT_STATE][3:6].astype(float)
-    return way - _SETTLE_S * observation.arrays[STATE][TOOL_VELOCITY]
+    return way - _TARGET_LAG_S * observation.arrays[STATE][TOOL_VELOCITY]

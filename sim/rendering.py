@@ -17,21 +17,21 @@ from typing import Any, TypeVar
 import mujoco
 import numpy as np
 
-from hal.camera import Camera, Frame
+from hal.camera import Camera, CameraFrame
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array, CameraSpec
 from sim.robot import SimRobot
-from sim.world import World
+from sim.world import MujocoWorld
 
 EGL_MISSING = (
     "cannot draw without a screen, because EGL is missing or broken ({cause}); "
     "on Debian or Ubuntu: apt-get install libegl1 libegl-mesa0"
 )
 
-ROUNDING_S = 1e-6  # of simulated time
-LIVE_WAIT = 0.1  # of a control period, for a picture
+TIME_TOLERANCE_S = 1e-6  # of simulated time
+REAL_TIME_WAIT_SHARE = 0.1  # of a control period, for a picture
 T = TypeVar("T")
-NOTHING = (-1, 0.0, 0)
+NO_REQUEST = (-1, 0.0, 0)
 _FLAGS_OFF = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX")
 
 
@@ -44,11 +44,11 @@ class SimCamera(Camera):
     def __init__(self, robot: SimRobot, spec: CameraSpec) -> None:
         self.spec = spec
         self._robot = robot
-        self._canvas: Canvas | None = None
+        self._canvas: SceneRenderer | None = None
         self._still: mujoco.MjData | None = None  # what a live picture is drawn of while the world moves on
-        self._asked = NOTHING  # of the newest picture: its world's resets and time, s, and when that was, ns
+        self._asked = NO_REQUEST  # of the newest picture: its world's resets and time, s, and when that was, ns
         self._drawing: Future[Array] | None = None
-        self._newest: Frame | None = None
+        self._newest: CameraFrame | None = None
 
     def connect(self) -> None:
         """Opens the drawing context (0.2 s, once a robot).
@@ -58,10 +58,10 @@ class SimCamera(Camera):
             SpecError: the scene has no such camera, or the picture is larger than 1280 by 960.
         """
         if self._canvas is None:
-            _check(self.spec, self._robot.world)
-            self._canvas = Canvas.shared(self._robot.world, self, beside=self.live)
+            _require_renderable(self.spec, self._robot.world)
+            self._canvas = SceneRenderer.acquire(self._robot.world, self, own_thread=self.real_time)
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         """The world as it is now (a few milliseconds), or the frame before while simulated time asks for no other.
 
         A `live` camera waits for a picture a tenth of a control period at most. What is not finished then comes with a
@@ -72,37 +72,37 @@ class SimCamera(Camera):
         if self._canvas is None:
             raise HardwareLost(f"camera {self.spec.name!r} is not connected; call connect() first")
         resets, asked_s, _ = self._asked
-        first = resets != self._robot.world.resets
+        first = resets != self._robot.world.reset_count
         self._take(None if first else 0.0)
         passed_s = self._robot.world.data.time - asked_s
-        if self._drawing is None and (first or not 0 < passed_s < 1 / self.spec.rate_hz - ROUNDING_S):
+        if self._drawing is None and (first or not 0 < passed_s < 1 / self.spec.rate_hz - TIME_TOLERANCE_S):
             self._draw(self._canvas, self._robot.world)
-        frame = self._take(LIVE_WAIT * self._robot.spec.period_s if self.live and not first else None)
+        frame = self._take(REAL_TIME_WAIT_SHARE * self._robot.spec.period_s if self.real_time and not first else None)
         assert frame is not None  # the first one was waited for
         return frame
 
-    def _draw(self, canvas: Canvas, world: World) -> None:
+    def _draw(self, canvas: SceneRenderer, world: MujocoWorld) -> None:
         data = world.data
-        if self.live:
+        if self.real_time:
             self._still = self._still or mujoco.MjData(world.model)
             mujoco.mj_copyData(self._still, world.model, data)
             data = self._still
-        self._asked = world.resets, world.data.time, time.monotonic_ns()
-        self._drawing = canvas.draw(data, self.spec)
+        self._asked = world.reset_count, world.data.time, time.monotonic_ns()
+        self._drawing = canvas.render(data, self.spec)
 
-    def _take(self, wait_s: float | None) -> Frame | None:
+    def _take(self, wait_s: float | None) -> CameraFrame | None:
         """The newest frame that is finished within `wait_s`; None waits for what is being drawn."""
         if self._drawing is not None:
             with suppress(TimeoutError):
                 image = self._drawing.result(wait_s)
-                self._drawing, self._newest = None, Frame(image=image, t_capture_ns=self._asked[2])
+                self._drawing, self._newest = None, CameraFrame(image=image, t_capture_ns=self._asked[2])
         return self._newest
 
     def close(self) -> None:
         if self._canvas is not None:
             canvas, self._canvas = self._canvas, None
-            canvas.let_go(self)
-            self._asked, self._drawing, self._still = NOTHING, None, None
+            canvas.release(self)
+            self._asked, self._drawing, self._still = NO_REQUEST, None, None
 
 
 def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
@@ -110,13 +110,13 @@ def make_cameras(robot: SimRobot) -> Mapping[str, SimCamera]:
     return MappingProxyType({spec.name: SimCamera(robot, spec) for spec in robot.spec.cameras})
 
 
-class Canvas:
+class SceneRenderer:
     """An EGL context with one world's scene on it; the cameras that use it count as its owners."""
 
-    def __init__(self, world: World, beside: bool) -> None:
+    def __init__(self, world: MujocoWorld, own_thread: bool) -> None:
         """`beside`: a thread of its own draws, else who calls. Raises HardwareLost when EGL is missing."""
         self._world, self._owners = world, set[object]()
-        self._hand: Executor = ThreadPoolExecutor(1, thread_name_prefix="draw") if beside else _Caller()
+        self._hand: Executor = ThreadPoolExecutor(1, thread_name_prefix="draw") if own_thread else _InlineExecutor()
         try:
             self._hand.submit(self._open).result()
         except HardwareLost:
@@ -124,23 +124,23 @@ class Canvas:
             raise
 
     @staticmethod
-    def shared(world: World, owner: object, beside: bool) -> Canvas:
-        """The canvas of `world`, made where there is none; `owner` must `let_go` of it."""
-        canvas = _CANVASES.get(world)
+    def acquire(world: MujocoWorld, owner: object, own_thread: bool) -> SceneRenderer:
+        """The canvas of `world`, made where there is none; `owner` must `release` of it."""
+        canvas = _RENDERERS.get(world)
         if canvas is None:
-            canvas = _CANVASES[world] = Canvas(world, beside)
+            canvas = _RENDERERS[world] = SceneRenderer(world, own_thread)
         canvas._owners.add(owner)
         return canvas
 
-    def let_go(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         """Ends `owner`'s use; the last one frees the context, once what was asked for is drawn."""
         self._owners.discard(owner)
         if not self._owners:
-            _CANVASES.pop(self._world, None)
+            _RENDERERS.pop(self._world, None)
             self._hand.submit(self._free).result()
             self._hand.shutdown()
 
-    def draw(self, data: mujoco.MjData, camera: CameraSpec) -> Future[Array]:
+    def render(self, data: mujoco.MjData, camera: CameraSpec) -> Future[Array]:
         """Will be uint8 (height, width, 3) RGB, a new array. `data` must not change before."""
         return self._hand.submit(self._draw, data, camera)
 
@@ -174,7 +174,7 @@ class Canvas:
         return np.ascontiguousarray(upside_down[::-1])
 
 
-class _Caller(Executor):
+class _InlineExecutor(Executor):
     """Whoever submits something does it."""
 
     def submit(self, work: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
@@ -186,7 +186,7 @@ class _Caller(Executor):
         return done
 
 
-def _check(spec: CameraSpec, world: World) -> None:
+def _require_renderable(spec: CameraSpec, world: MujocoWorld) -> None:
     names = [world.model.camera(i).name for i in range(world.model.ncam)]
     if spec.name not in names:
         raise SpecError(f"no camera {spec.name!r} in the scene; there are {names}")
@@ -196,7 +196,7 @@ def _check(spec: CameraSpec, world: World) -> None:
         raise SpecError(f"a picture of {spec.width}x{spec.height} does not fit; the most is {fits}")
 
 
-_CANVASES: dict[World, Canvas] = {}
+_RENDERERS: dict[MujocoWorld, SceneRenderer] = {}
 
 
 def _gl_context(width: int, height: int) -> Any:

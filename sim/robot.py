@@ -11,17 +11,17 @@ import numpy as np
 from hal.errors import HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, Box, CameraSpec, RobotSpec, SafetyLimits
-from sim import panda, so101, ur5e
-from sim.arm import Arm
+from sim.arms import panda, so101, ur5e
+from sim.arms.arm import ArmModel
 
 if TYPE_CHECKING:
-    from sim.world import World
+    from sim.world import MujocoWorld
 
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5e.ARM)}
+ARMS: dict[str, ArmModel] = {arm.name: arm for arm in (panda.ARM, so101.ARM, ur5e.ARM)}
 
 PHYSICS_STEP_S = 0.002
 
-OBJECT = {"lift": "cube", "reach": "target"}
+OBJECT_FROM_SCENE = {"lift": "cube", "reach": "target"}
 """The thing that each scene is about; a tracker tells where it is."""
 
 TOOL_POSITION = slice(-8, -5)
@@ -70,7 +70,7 @@ class SimRobotConfig:
             raise ValueError(f"camera_hz is {self.camera_hz:g}; it is above 0")
 
     @property
-    def arm(self) -> Arm:
+    def arm(self) -> ArmModel:
         """Raises SpecError on an unknown model."""
         if self.model not in ARMS:
             raise SpecError(f"no simulated arm {self.model!r}; there are {sorted(ARMS)}")
@@ -94,11 +94,11 @@ class SimRobot(Robot):
     def __init__(self, config: SimRobotConfig | None = None) -> None:
         """Raises SpecError when the model, the scene or a camera is unknown."""
         self.config = config or SimRobotConfig()
-        self.spec = robot_spec(self.config)
-        self._world: World | None = None
+        self.spec = sim_robot_spec(self.config)
+        self._world: MujocoWorld | None = None
 
     @property
-    def world(self) -> World:
+    def world(self) -> MujocoWorld:
         """The physics, for tasks and cameras; raises HardwareLost before `connect` and after `close`."""
         if self._world is None:
             raise HardwareLost("the simulated robot is not connected; call connect() first")
@@ -106,13 +106,13 @@ class SimRobot(Robot):
 
     def connect(self) -> None:
         if self._world is None:
-            from sim.world import World
+            from sim.world import MujocoWorld
 
-            self._world = World(self.config.arm, self.config.scene, self.spec.period_s)
+            self._world = MujocoWorld(self.config.arm, self.config.scene, self.spec.period_s)
 
     def observe(self) -> Observation:
         """The present state; readings saturate at the spec's bounds, as a sensor's do."""
-        now = self.world.readings()
+        now = self.world.read_sensors()
         state = np.concatenate(
             (
                 now.joint_position,
@@ -124,21 +124,21 @@ class SimRobot(Robot):
         )
         tracked = np.concatenate((now.object_position, now.object_position - now.tool_position))
         vectors = (state, tracked)
-        arrays = {s.name: _saturated(s, v) for s, v in zip(self.spec.observation, vectors, strict=True)}
+        arrays = {s.name: _saturate(s, v) for s, v in zip(self.spec.observation, vectors, strict=True)}
         return Observation(arrays=arrays, t_capture_ns=time.monotonic_ns())
 
     def command(self, action: Array) -> Array:
         self.spec.action.validate(action)
         low, high = self._workspace
         bounded = np.clip(action, self.spec.action.low, self.spec.action.high)
-        step, width = self.world.advance(bounded[:3], float(bounded[3]), low, high)
+        step, width = self.world.move_tool(bounded[:3], float(bounded[3]), low, high)
         return np.array([*step, width], dtype=np.float32)
 
     def stop(self, level: StopLevel) -> None:
         if level is StopLevel.SAFE:
-            self.world.freeze()
+            self.world.hold_pose()
         else:
-            self.world.advance(np.zeros(3), None, *self._workspace)
+            self.world.move_tool(np.zeros(3), None, *self._workspace)
 
     def close(self) -> None:
         self._world = None
@@ -149,7 +149,7 @@ class SimRobot(Robot):
         return np.array(box.low), np.array(box.high)
 
 
-def in_scene(robot: Robot, scene: str, arm: Arm) -> SimRobot:
+def require_scene(robot: Robot, scene: str, arm: ArmModel) -> SimRobot:
     """`robot`, known to be `arm` simulated in `scene`, for a task that places objects; raises SpecError otherwise."""
     if not isinstance(robot, SimRobot):
         raise SpecError(f"the task {scene!r} places objects, so it needs a simulated robot, not {robot.spec.model}")
@@ -160,10 +160,10 @@ def in_scene(robot: Robot, scene: str, arm: Arm) -> SimRobot:
     return robot
 
 
-def robot_spec(config: SimRobotConfig) -> RobotSpec:
+def sim_robot_spec(config: SimRobotConfig) -> RobotSpec:
     """What the robot of `config` senses and takes; needs no MuJoCo. Raises SpecError on an unknown name."""
-    if config.scene not in OBJECT:
-        raise SpecError(f"no scene {config.scene!r}; there are {sorted(OBJECT)}")
+    if config.scene not in OBJECT_FROM_SCENE:
+        raise SpecError(f"no scene {config.scene!r}; there are {sorted(OBJECT_FROM_SCENE)}")
     unknown = sorted(set(config.cameras) - {"front", "wrist"})
     if unknown:
         raise SpecError(f"no cameras {unknown}; there are ['front', 'wrist']")
@@ -201,7 +201,7 @@ def _state_spec(config: SimRobotConfig) -> ArraySpec:
 
 
 def _tracker_spec(config: SimRobotConfig) -> ArraySpec:
-    name, tracked, far = OBJECT[config.scene], config.arm.tracked, config.arm.tracked_from_tool_m
+    name, tracked, far = OBJECT_FROM_SCENE[config.scene], config.arm.tracker_box, config.arm.tracker_range_m
     return ArraySpec(
         name=ENVIRONMENT_STATE,
         labels=tuple(f"{name}.{axis}" for axis in "xyz") + tuple(f"{name}_from_tool.{axis}" for axis in "xyz"),
@@ -248,5 +248,5 @@ def _limits(config: SimRobotConfig) -> SafetyLimits:
     )
 
 
-def _saturated(spec: ArraySpec, value: Array) -> Array:
+def _saturate(spec: ArraySpec, value: Array) -> Array:
     return np.clip(value, spec.low, spec.high).astype(np.float32)

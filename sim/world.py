@@ -10,7 +10,7 @@ import numpy as np
 
 from hal.errors import HardwareLost, SpecError
 from hal.spec import Array
-from sim.arm import Arm
+from sim.arms.arm import ArmModel
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -37,7 +37,7 @@ _ITERATIONS_AT_RESET = 100
 
 
 @dataclass(frozen=True)
-class Readings:
+class SimReadings:
     """What the sensors say, in SI units and the base frame; arrays are float64 copies.
 
     Attributes:
@@ -56,7 +56,7 @@ class Readings:
     object_position: Array
 
 
-def compile_scene(arm: Arm, scene: str) -> mujoco.MjModel:
+def compile_scene(arm: ArmModel, scene: str) -> mujoco.MjModel:
     """The table with the arm and the scene's object on it; raises SpecError when there is no such scene."""
     if scene not in SCENES:
         raise SpecError(f"no scene {scene!r}; there are {' and '.join(map(repr, SCENES))}")
@@ -68,16 +68,16 @@ def compile_scene(arm: Arm, scene: str) -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_string(xml, {name: (ASSETS / name).read_bytes() for name in files})
 
 
-class World:
+class MujocoWorld:
     """A scene with one arm. One thread uses it.
 
-    Time moves in `advance` only, so that the same calls after the same `reset` give the same numbers.
+    Time moves in `move_tool` only, so that the same calls after the same `reset` give the same numbers.
 
     Attributes:
-        resets: how often it was put to a start; its time begins at 0 each time.
+        reset_count: how often it was put to a start; its time begins at 0 each time.
     """
 
-    def __init__(self, arm: Arm, scene: str, period_s: float) -> None:
+    def __init__(self, arm: ArmModel, scene: str, period_s: float) -> None:
         """Compiles the scene called `scene` (0.1 s).
 
         Raises:
@@ -100,22 +100,24 @@ class World:
         self._high = np.array(arm.joint_high_rad) - JOINT_MARGIN_RAD
         self._speed_max = arm.speed_share * np.array(arm.joint_speed_max_rad_s)
         self._posture_gain = _POSTURE_GAIN if self._joints > 6 else 0.0
-        self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.turn_damping**2] * 3)
+        self._regulariser = np.diag([_DAMPING**2] * 3 + [arm.rotation_damping**2] * 3)
         self._jacobian = np.zeros((6, self.model.nv))
         self._joint_target = self._home
         self._target = np.zeros(3)
-        self.resets = 0
-        x, y = np.mean(arm.cube_places, axis=0)
-        self.reset(np.mean((arm.tool_starts.low, arm.tool_starts.high), axis=0), np.array([x, y, arm.cube_edge_m / 2]))
+        self.reset_count = 0
+        x, y = np.mean(arm.cube_start_area, axis=0)
+        self.reset(
+            np.mean((arm.tool_start_box.low, arm.tool_start_box.high), axis=0), np.array([x, y, arm.cube_edge_m / 2])
+        )
 
     def reset(self, tool_position: Array, object_position: Array, object_yaw_rad: float = 0.0) -> None:
         """Puts the arm at rest with the tool at (3,) `tool_position` and the gripper open, and the object in place."""
         mujoco.mj_resetData(self.model, self.data)
-        self.resets += 1
+        self.reset_count += 1
         n, data = self._joints, self.data
         self._joint_target = self._solve(self._home, tool_position, _ITERATIONS_AT_RESET)
         data.qpos[:n] = data.act[:n] = self._joint_target
-        data.act[n] = self.arm.gripper.drive(self.arm.gripper.width_max_m)
+        data.act[n] = self.arm.gripper.drive_from_width(self.arm.gripper.width_max_m)
         for address, share in self._fingers:
             data.qpos[address] = share * data.act[n]
         self._place(object_position, object_yaw_rad)
@@ -129,7 +131,7 @@ class World:
             turn = (np.cos(yaw_rad / 2), 0.0, 0.0, np.sin(yaw_rad / 2))
             self.data.joint("object").qpos[:] = (*position, *turn)
 
-    def advance(self, delta: Array, width_m: float | None, low: Array, high: Array) -> tuple[Array, float]:
+    def move_tool(self, delta: Array, width_m: float | None, low: Array, high: Array) -> tuple[Array, float]:
         """Moves the tool's target by `delta` (3,), m, within the box from `low` to `high`, and time by one period.
 
         `width_m` is the gripper's opening; None leaves it as it is set, so that a hold keeps its grip.
@@ -151,7 +153,7 @@ class World:
         self._step()
         return self._target - held, self._set_width() if width_m is None else width_m
 
-    def freeze(self) -> None:
+    def hold_pose(self) -> None:
         """Takes the pose that the arm has now as its target and moves time by one period; the gripper keeps its grip.
 
         Raises:
@@ -164,11 +166,11 @@ class World:
         self.data.ctrl[:] = 0.0
         self._step()
 
-    def readings(self) -> Readings:
+    def read_sensors(self) -> SimReadings:
         """The present state."""
         n, data = self._joints, self.data
         mujoco.mj_jacSite(self.model, data, self._jacobian[:3], None, self._tool)
-        return Readings(
+        return SimReadings(
             joint_position=data.qpos[:n].copy(),
             joint_velocity=data.qvel[:n].copy(),
             tool_position=data.site_xpos[self._tool].copy(),
@@ -179,10 +181,10 @@ class World:
         )
 
     def _width(self) -> float:
-        return self.arm.gripper.width_m(float(self.data.actuator_length[self._joints]))
+        return self.arm.gripper.width_from_drive(float(self.data.actuator_length[self._joints]))
 
     def _set_width(self) -> float:
-        return self.arm.gripper.width_m(float(self.data.act[self._joints]))
+        return self.arm.gripper.width_from_drive(float(self.data.act[self._joints]))
 
     def _leashed_target(self) -> Array:
         tool = self.data.site_xpos[self._tool]
@@ -190,7 +192,7 @@ class World:
 
     def _gripper_speed(self, width_m: float) -> float:
         gripper = self.arm.gripper
-        goal = gripper.drive(max(width_m, self._width() - SQUEEZE_MAX_M))
+        goal = gripper.drive_from_width(max(width_m, self._width() - SQUEEZE_MAX_M))
         speed = (goal - float(self.data.act[self._joints])) / self._period_s
         return min(gripper.speed_max, max(-gripper.speed_max, speed))
 

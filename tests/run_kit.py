@@ -92,7 +92,7 @@ def user_sys(
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "USER_SYS_TEST_FOLDER": str(runtime), **(env or {})}
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            [str(python), "-m", "user_sys.cli", *map(str, argv)],
+            [str(python), "-m", "user_sys.commands.main", *map(str, argv)],
             cwd=folder,
             stdout=stdout,
             stderr=stderr,

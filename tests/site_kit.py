@@ -12,9 +12,9 @@ from pathlib import Path
 from run_kit import END_S, until
 
 from user_sys.episode import ChunkHeader, decode_chunk
-from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
 
 
@@ -34,7 +34,7 @@ def gateway(run: Path) -> Iterator[GatewayAddress]:
             [sys.executable, "-m", "user_sys.gateway", "--run", str(run)], stdout=log, stderr=log
         )
     try:
-        yield until(lambda: read_address(run), "the gateway listens")
+        yield until(lambda: read_gateway_address(run), "the gateway listens")
     finally:
         process.terminate()
         process.wait(END_S)
@@ -45,7 +45,7 @@ def headers(log: Path) -> list[ChunkHeader]:
     if not any(log.glob("*.seg")):
         return []
     with LogReader.open(log) as reader:
-        return [decode_chunk(bytes(reader.read(ref))).header for ref in reader.records() if ref.kind == CHUNK]
+        return [decode_chunk(bytes(reader.read(ref))).header for ref in reader.records() if ref.kind == CHUNK_KIND]
 
 
 def require_delivered(run: Path, outbox: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from run_kit import until, user_sys
 
 from user_sys.episode import decode_chunk
-from user_sys.metrics import read_metrics
+from user_sys.run.metrics import read_metrics
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
+from user_sys.store.store import CHUNK_KIND
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 DEADLINE_S = 600.0
@@ -38,6 +38,6 @@ def test_the_demo_learns_although_learner_session_and_gateway_are_killed(tmp_pat
     summary = json.loads((run / "summary.json").read_text())
     assert summary["success"] >= 0.95 and summary["training_s"] <= 310
     with LogReader.open(run / "store") as reader:
-        headers = [decode_chunk(bytes(reader.read(ref))).header for ref in reader.records() if ref.kind == CHUNK]
+        headers = [decode_chunk(bytes(reader.read(ref))).header for ref in reader.records() if ref.kind == CHUNK_KIND]
         assert not reader.damaged
     assert set(Counter((header.episode, header.index) for header in headers).values()) == {1}

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
+from hal.driver import RobotSetupRequest, read_options
 from hal.errors import SpecError
-from hal.station import StationRequest, read_options
-from user_sys.cli import _parse
-from user_sys.compose import RobotConfig, link_settings
-from user_sys.config import as_dict, load, read
-from user_sys.edge.main import EdgeConfig
+from user_sys.commands.edge import EdgeConfig
+from user_sys.commands.main import parse_args
+from user_sys.compose import RobotConfig, emulated_link_settings
+from user_sys.config import as_dict, load, read_yaml
 from user_sys.errors import ConfigError
 from user_sys.gateway.relay import RelayConfig
-from user_sys.needs import NeedConfig
-from user_sys.topology import RunConfig
+from user_sys.run.config import ResourceRequestConfig, RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -78,12 +77,12 @@ def require_known(kind: type[Any], text: str, path: Path) -> None:
             settings = dict(device)
             read_settings(DEVICES[settings.pop("kind")], robot.name, settings)
         if robot.link:
-            link_settings(robot, "", "")
+            emulated_link_settings(robot, "", "")
 
 
 def read_settings(where: str, robot: str, settings: dict[str, Any]) -> None:
     module, _, name = where.partition(":")
-    read_options(getattr(import_module(module), name), StationRequest(robot, "", settings))
+    read_options(getattr(import_module(module), name), RobotSetupRequest(robot, "", settings))
 
 
 @pytest.mark.parametrize(("kind", "text"), list(examples()))
@@ -111,7 +110,7 @@ def test_the_page_of_settings_has_every_setting_with_its_default(tmp_path: Path)
     text = (ROOT / "docs" / "settings.md").read_text()
     path = tmp_path / "everything.yaml"
     path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
-    assert read(path) == as_dict(RunConfig(robots=(RobotConfig(),), needs=(NeedConfig(kind="gpu"),)))
+    assert read_yaml(path) == as_dict(RunConfig(robots=(RobotConfig(),), needs=(ResourceRequestConfig(kind="gpu"),)))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -134,7 +133,7 @@ def test_a_command_is_there_with_its_options(page: str, argv: list[str]) -> None
     if "VERB" in argv:
         return
     try:
-        args = _parse([*argv, "--help"] if named else argv)
+        args = parse_args([*argv, "--help"] if named else argv)
     except SystemExit as end:
         assert end.code == 0, f"{page}: user-sys {shlex.join(argv)}"
     else:

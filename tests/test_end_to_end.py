@@ -17,9 +17,9 @@ import pytest
 from run_kit import Launch, until, user_sys
 
 from user_sys.episode import Chunk, decode_chunk
-from user_sys.metrics import read_metrics
+from user_sys.run.metrics import read_metrics
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK, StoreReader
+from user_sys.store.store import CHUNK_KIND, StoreReader
 
 FLEET = """
 robots:
@@ -44,7 +44,7 @@ def chunks(store: Path) -> list[Chunk]:
     if not store.exists():
         return []
     with LogReader.open(store) as reader:
-        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK]
+        return [decode_chunk(bytes(reader.read(ref))) for ref in reader.records() if ref.kind == CHUNK_KIND]
 
 
 def keys(log: Path) -> Counter[tuple[str, int]]:
@@ -127,7 +127,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> No
     with train(tmp_path, "fleet.yaml", "--name", "hurt", seconds=25.0) as launch:
         until(lambda: updates(run) > 50, "it trains")
         acknowledged: set[tuple[str, int]] = set()
-        for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway", "user_sys.edge.driver_process"):
+        for module in ("user_sys.learner", "user_sys.edge.session", "user_sys.gateway", "user_sys.edge.driver_server"):
             pid = until(lambda module=module: launch.pid_of(module), f"{module} runs")  # type: ignore[misc]
             acknowledged |= set(keys(run / "store"))
             os.kill(pid, signal.SIGKILL)

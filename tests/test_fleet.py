@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from run_kit import Launch, until, user_sys
 
-from user_sys.learners import learners_of
-from user_sys.metrics import read_metrics
-from user_sys.robot_cards import read_cards
+from user_sys.robot_records import assign_learners, read_robot_records
+from user_sys.run.metrics import read_metrics
 from user_sys.store.store import StoreReader
 
 FLEET = """
@@ -53,8 +52,8 @@ def test_two_embodiments_learn_in_one_run_and_one_that_is_pulled_out_comes_back(
     (tmp_path / "fleet.yaml").write_text(FLEET)
     run = tmp_path / "runs" / "fleet"
     with user_sys(tmp_path, "train", "fleet.yaml", "--name", "fleet") as launch:
-        until(lambda: len(read_cards(run / "robots")) == 2 or over(launch), "both robots are known", WITHIN_S)
-        learners = [plan.name for plan in learners_of(read_cards(run / "robots"))]
+        until(lambda: len(read_robot_records(run / "robots")) == 2 or over(launch), "both robots are known", WITHIN_S)
+        learners = [plan.name for plan in assign_learners(read_robot_records(run / "robots"))]
         assert len(learners) == 2
         for learner in learners:
             until(lambda name=learner: updates(run, name) > 50 or over(launch), f"{learner} learns", WITHIN_S)  # type: ignore[misc]

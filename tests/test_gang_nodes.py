@@ -14,7 +14,7 @@ from run_kit import Launch, until
 from test_moving_learner import WITHIN_S, Site, checkpointed, kill_family, learner_of, online, over, said
 
 from user_sys.config import load
-from user_sys.topology import RunConfig
+from user_sys.run.config import RunConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

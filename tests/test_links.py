@@ -12,19 +12,18 @@ import pytest
 
 from user_sys.compose import RobotConfig
 from user_sys.config import load
-from user_sys.crew import learner_nodes, posts_here
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
 from user_sys.gateway import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.prepare import free_endpoint, prepare
-from user_sys.run_folder import RunCard, create
-from user_sys.topology import RunConfig, RunFolder, topology
+from user_sys.run.config import RunConfig, RunFolder, RunMetadata, create_run_folder, topology
+from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.topology import learner_processes, local_slots
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer, TunnelServer
-from user_sys.tunnel.wire import AnyMessage, Payload
 
 CONFIG = """
 robots:
@@ -36,22 +35,22 @@ robots:
 class Door:
     """A TunnelHandler that lets peers in and hears nothing."""
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None: ...
+    def on_peer_opened(self, peer: Peer) -> None: ...
 
-    def peer_closed(self, peer: Peer, reason: str) -> None: ...
+    def on_peer_closed(self, peer: Peer, reason: str) -> None: ...
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None: ...
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None: ...
 
 
-def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunCard]:
+def made(tmp_path: Path, text: str = CONFIG) -> tuple[RunConfig, RunFolder, RunMetadata]:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     config = load(RunConfig, path, [f"--runs={tmp_path}"])
-    folder, card = create(config, "run", free_endpoint(GatewayConfig().endpoint))
-    prepare(config, folder, card)
+    folder, card = create_run_folder(config, "run", free_endpoint(GatewayConfig().endpoint))
+    prepare_run_folder(config, folder, card)
     return config, folder, card
 
 
@@ -63,7 +62,7 @@ def test_every_process_of_a_run_finds_its_files_wherever_it_is_started(
     folder = RunFolder(Path("runs/demo"))
     for node in (
         *topology(config, folder, "here", lambda _: True),
-        *(node for node, _ in learner_nodes(folder, "learner", posts_here(0, 2, ()), "here", "tcp://127.0.0.1:1")),
+        *(node for node, _ in learner_processes(folder, "learner", local_slots(0, 2, ()), "here", "tcp://127.0.0.1:1")),
     ):
         assert node.log.parent == tmp_path / "runs" / "demo" / "logs"
         assert not [part for part in node.argv if part.startswith("runs")]
@@ -123,7 +122,9 @@ def test_an_edge_refuses_an_emulated_link_and_says_where_one_belongs(tmp_path: P
     path = tmp_path / "edge.yaml"
     path.write_text(CONFIG)
     argv = ["edge", str(path), "--connect", "tcp://127.0.0.1:5555", "--keys", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "user_sys.cli", *argv], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "user_sys.commands.main", *argv], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode and "Traceback" not in done.stderr
     said = " ".join((done.stdout + done.stderr).split())
     assert "robot far: link:" in said and "user-sys train" in said

@@ -224,7 +224,7 @@ def test_a_learner_whose_node_is_killed_goes_on_elsewhere_from_its_checkpoint(si
 
 
 def test_a_learner_on_two_computers_goes_on_when_one_of_them_is_killed(site: Site) -> None:
-    run, follower = site.folder / "runs" / "two", b"user_sys.learner.follower_process"
+    run, follower = site.folder / "runs" / "two", b"user_sys.learner.worker_process"
     with site.node(2) as first:
         launch = site.user_sys("train", "crew.yaml", "--name", "two")
         until(lambda: checkpointed(run) > 60 or over(launch), "the learner has learned", WITHIN_S)

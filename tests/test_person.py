@@ -59,7 +59,17 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes], str]]:
     """The demo's run, its process and the address that it prints."""
     printed = tmp_path / "printed"
     runtime = Path(f"/tmp/us-person-{os.getpid()}")
-    command = [sys.executable, "-m", "user_sys.cli", "train", str(CONFIG), "--name", "person", "--runs", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "user_sys.commands.main",
+        "train",
+        str(CONFIG),
+        "--name",
+        "person",
+        "--runs",
+        str(tmp_path),
+    ]
     settings = ["--console.port", "0", "--logging.wandb.mode", "disabled", "--target.success", "0"]
     with printed.open("wb") as out:
         process = subprocess.Popen(

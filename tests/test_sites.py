@@ -13,18 +13,18 @@ import pytest
 from run_kit import Launch, until, user_sys
 from site_kit import allow, gateway, headers, require_delivered
 
-from hal.supervision import NodeState, NodeStatus
+from hal.process_supervisor import ProcessState, ProcessStatus
+from user_sys.commands.edge import load_edge_config
 from user_sys.compose import RobotConfig
 from user_sys.config import load
-from user_sys.edge.main import edge_config
+from user_sys.edge.robot_processes import RUN_FINISHED, is_expected_restart, robot_health
 from user_sys.edge.session import SessionConfig
-from user_sys.edge.session_report import Doing, SessionReport
-from user_sys.edge.watch import OVER, condition, is_known
+from user_sys.edge.status import SessionActivity, SessionReport
 from user_sys.errors import ConfigError, RunError
-from user_sys.gateway.service import GatewayAddress
-from user_sys.prepare import free_endpoint, require_let_in
-from user_sys.robot_cards import read_cards
-from user_sys.topology import RunConfig
+from user_sys.gateway.gateway import GatewayAddress
+from user_sys.robot_records import read_robot_records
+from user_sys.run.config import RunConfig
+from user_sys.run.prepare import free_endpoint, require_allowed
 from user_sys.tunnel.keys import Keyring, load_public_key, new_keypair, save_keypair
 
 LEFT = """
@@ -64,14 +64,14 @@ def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot:
             assert headers(run / "store")[0].source == "demo"
             session = load(SessionConfig, robot / "edge" / "left" / "session.yaml")
             assert session.tunnel.experience.bytes_per_s == 10e6
-            assert [card.robot for card in read_cards(run / "robots")] == ["left"]
+            assert [card.robot for card in read_robot_records(run / "robots")] == ["left"]
         stored = len(headers(run / "store"))
         until(lambda: f"left: {address.endpoint} is out of reach" in launch.out, "it says that it is alone")
         until(lambda: len(headers(robot / "edge" / "left" / "outbox")) > stored + 2, "it works on alone")
         with gateway(run):
             until(lambda: "left: within reach again" in launch.out, "it says that it is back")
             until(lambda: len(headers(run / "store")) > stored + 5, "it delivers again")
-            for module in ("user_sys.edge.session", "user_sys.edge.driver_process"):
+            for module in ("user_sys.edge.session", "user_sys.edge.driver_server"):
                 pid = until(lambda m=module: launch.pid_of(m), f"{module} runs")  # type: ignore[misc]
                 os.kill(pid, signal.SIGKILL)
                 until(lambda m=module, p=pid: launch.pid_of(m) not in (None, p), f"{module} runs again")  # type: ignore[misc]
@@ -128,22 +128,22 @@ learner: {max_training_s: 8}
 def test_a_robots_computer_reads_what_a_runs_file_says_of_its_guest(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
-    mine = edge_config(path, ["right"], ["--robots.0.options.rate_hz=20"])
+    mine = load_edge_config(path, ["right"], ["--robots.0.options.rate_hz=20"])
     (robot,) = mine.robots
     assert (robot.name, robot.real_time, robot.options) == ("right", True, {"rate_hz": 20})
     assert mine.demonstrations == RunConfig().demonstrations, "as many as the run's own robots show"
     with pytest.raises(ConfigError, match=r"--robot left: .*run.yaml names \['other', 'right'\] under guests"):
-        edge_config(path, ["left"], [])
+        load_edge_config(path, ["left"], [])
 
 
 def test_a_run_says_which_of_its_guests_nobody_has_let_in(tmp_path: Path) -> None:
     guests = (RobotConfig(name="right"), RobotConfig(name="other"))
     with pytest.raises(RunError, match="guests: right comes in from a computer of its own"):
-        require_let_in(guests, None)
+        require_allowed(guests, None)
     Keyring(tmp_path).allow(new_keypair().public, "right", "robot")
     with pytest.raises(RunError, match="keys allow other --role robot"):
-        require_let_in(guests, tmp_path)
-    require_let_in(guests[:1], tmp_path)
+        require_allowed(guests, tmp_path)
+    require_allowed(guests[:1], tmp_path)
 
 
 def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-RUNNING = NodeStatus(state=NodeState.RUNNING, pid=7)
-WAITING = NodeStatus(state=NodeState.WAITING, restarts=3, last_exit=4)
-KILLED = NodeStatus(state=NodeState.WAITING, restarts=3, last_exit=-9)
-LEFT_FOR_GOOD = NodeStatus(state=NodeState.STOPPED, last_exit=0)
+RUNNING = ProcessStatus(state=ProcessState.RUNNING, pid=7)
+WAITING = ProcessStatus(state=ProcessState.WAITING, restarts=3, last_exit=4)
+KILLED = ProcessStatus(state=ProcessState.WAITING, restarts=3, last_exit=-9)
+LEFT_FOR_GOOD = ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
 
 
-def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
+def report(link: str, doing: SessionActivity, reason: str = "") -> SessionReport:
     return SessionReport(
         pid=7, link=link, reason=reason, doing=doing, waiting_chunks=0, waiting_bytes=0, dropped_episodes=0
     )
@@ -188,21 +188,21 @@ def report(link: str, doing: Doing, reason: str = "") -> SessionReport:
     ],
 )
 def test_how_a_robot_fares_is_told_in_plain_words(
-    driver: NodeStatus, session: NodeStatus, said: SessionReport | None, text: str
+    driver: ProcessStatus, session: ProcessStatus, said: SessionReport | None, text: str
 ) -> None:
     words = {"driver": "no such device", "session": "this key is not allowed"}
-    assert text in condition("tcp://desk:1", driver, session, said, words).text
-    assert condition("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is OVER
+    assert text in robot_health("tcp://desk:1", driver, session, said, words).text
+    assert robot_health("tcp://desk:1", driver, LEFT_FOR_GOOD, said, words) is RUN_FINISHED
 
 
 def test_a_robot_that_is_refused_says_why_once_however_often_it_asks() -> None:
     words = {"driver": "", "session": "session.failed Refused: left is driven by edge on desk"}
-    refused = condition("tcp://desk:1", RUNNING, WAITING, None, words)
+    refused = robot_health("tcp://desk:1", RUNNING, WAITING, None, words)
     assert refused.text == "left is driven by edge on desk; it asks again, and the robot is held"
-    again = condition("tcp://desk:1", RUNNING, RUNNING, None, words)
-    assert is_known(again, refused) and not is_known(refused, again)
-    came_in = condition("tcp://desk:1", RUNNING, RUNNING, report("open", "driving"), words)
-    assert not is_known(came_in, refused) and not is_known(again, came_in)
+    again = robot_health("tcp://desk:1", RUNNING, RUNNING, None, words)
+    assert is_expected_restart(again, refused) and not is_expected_restart(refused, again)
+    came_in = robot_health("tcp://desk:1", RUNNING, RUNNING, report("open", "driving"), words)
+    assert not is_expected_restart(came_in, refused) and not is_expected_restart(again, came_in)
 
 
 @pytest.mark.slow

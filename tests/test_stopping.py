@@ -24,7 +24,7 @@ DRIVER = '''
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from hal.station import Station, read_options
+from hal.driver import Station, read_options
 from robots import fake
 
 @dataclass(frozen=True)

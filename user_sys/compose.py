@@ -12,27 +12,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from hal.discovery import Probe, installed_probes, lazily
-from hal.doctor import Library
-from hal.errors import HalError, SpecError
-from hal.extras import with_extra
-from hal.probes import configured_robots
-from hal.resource import Health, Kind, ResourceRecord, local_node
-from hal.spec import RobotSpec
-from hal.station import (
-    Station,
-    StationFactory,
-    StationRequest,
+from hal.discovery import Probe, configured_robots_probe, installed_probes, lazy_probe
+from hal.doctor import OptionalLibrary
+from hal.driver import (
+    RobotSetup,
+    RobotSetupFactory,
+    RobotSetupRequest,
     TeleoperatorFactory,
     installed_drivers,
     load_driver,
 )
+from hal.errors import HalError, SpecError, install_hint
+from hal.resource import Health, Kind, ResourceRecord, local_node
+from hal.spec import RobotSpec
 from hal.teleoperator import Teleoperator
 from user_sys.config import as_dict, build
 from user_sys.errors import ConfigError, UserSysError
+from user_sys.messages import Precision
 from user_sys.policies.policy import Policy
-from user_sys.tunnel.local import require_dialled
-from user_sys.weights.records import Form
+from user_sys.tunnel.endpoint import check_connect_endpoint
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class RobotConfig:
 
     Attributes:
         name: unique in the fleet and on its machine; part of episode names.
-        driver: which driver drives it: one of ours, or one that an installed package offers (`hal.station`).
+        driver: which driver drives it: one of ours, or one that an installed package offers (`hal.driver`).
         task: what it is asked to do.
         real_time: the control period follows the clock. A simulated robot may run as fast as the machine allows
             instead; it follows the clock all the same while a person drives. None is what suits the driver.
@@ -56,8 +54,8 @@ class RobotConfig:
             lerobot) and its own settings.
         address: ``HOST:PORT`` of a robot that is reached over a network; discovery looks whether something listens.
         labels: facts that placement may ask for, such as ``site``.
-        link: an emulated network between a run's gateway and the robot's session (`sim.link_config.LinkConfig`); empty
-            is none.
+        link: an emulated network between a run's gateway and the robot's session (`sim.network_emulator.LinkConfig`);
+            empty is none.
     """
 
     name: str = "panda-0"
@@ -146,26 +144,26 @@ class PolicyConfig:
             key, value = ("endpoint", self.endpoint) if self.endpoint else ("device", self.device)
             raise ConfigError(f"policy.{key} is {value}, which is for a policy process: add policy.at: site")
         if self.endpoint:
-            require_dialled(self.endpoint, "policy.endpoint")
+            check_connect_endpoint(self.endpoint, "policy.endpoint")
 
 
 _BUILT_IN = {
-    "sim": "sim.scenes",
+    "sim": "sim.driver",
     "fake": "robots.fake",
     "lerobot": "robots.lerobot",
     "franka": "robots.franka",
     "ros2": "robots.ros2",
     "ur": "robots.ur",
 }
-"""Drivers of our own, by the module whose ``make_station`` is their `hal.station.StationFactory`."""
+"""Drivers of our own, by the module whose ``make_station`` is their `hal.driver.RobotSetupFactory`."""
 
-_INPUTS = {
+_TELEOPERATORS = {
     "gamepad": "robots.gamepad",
     "keyboard": "robots.keyboard",
     "lerobot": "robots.lerobot_leader",
     "spacemouse": "robots.spacemouse",
 }
-"""Input devices, by the module whose ``make_teleoperator`` is their `hal.station.TeleoperatorFactory`."""
+"""Input devices, by the module whose ``make_teleoperator`` is their `hal.driver.TeleoperatorFactory`."""
 
 
 _PROBES: dict[str, tuple[str, str]] = {
@@ -175,32 +173,32 @@ _PROBES: dict[str, tuple[str, str]] = {
 """Probes of our drivers, by module and function (`hal.discovery`)."""
 
 
-LIBRARIES = (
-    Library("mujoco", "the driver sim", with_extra("sim")),
-    Library("lerobot", "the driver lerobot", with_extra("lerobot")),
-    Library("rtde_control", "the driver ur", with_extra("ur")),
-    Library("franky", "the driver franka", with_extra("franka")),
-    Library("rclpy", "the driver ros2", with_extra("ros2")),
-    Library("pygame", "gamepads", with_extra("devices")),
-    Library("pyspacemouse", "SpaceMice", with_extra("devices")),
-    Library("cv2", "cameras of the drivers ur and franka", with_extra("cameras")),
-    Library("pyrealsense2", "RealSense cameras", with_extra("realsense")),
+OPTIONAL_LIBRARIES = (
+    OptionalLibrary("mujoco", "the driver sim", install_hint("sim")),
+    OptionalLibrary("lerobot", "the driver lerobot", install_hint("lerobot")),
+    OptionalLibrary("rtde_control", "the driver ur", install_hint("ur")),
+    OptionalLibrary("franky", "the driver franka", install_hint("franka")),
+    OptionalLibrary("rclpy", "the driver ros2", install_hint("ros2")),
+    OptionalLibrary("pygame", "gamepads", install_hint("devices")),
+    OptionalLibrary("pyspacemouse", "SpaceMice", install_hint("devices")),
+    OptionalLibrary("cv2", "cameras of the drivers ur and franka", install_hint("cameras")),
+    OptionalLibrary("pyrealsense2", "RealSense cameras", install_hint("realsense")),
 )
 """What our drivers and input devices import when they are used."""
 
 
-def drawing_attempt() -> tuple[str, ...]:
+def rendering_check_command() -> tuple[str, ...]:
     """The command that tries whether simulated cameras can be drawn here; empty without simulated robots."""
-    return () if lacking("sim") else (sys.executable, "-m", "sim.rendering")
+    return () if missing_library("sim") else (sys.executable, "-m", "sim.rendering")
 
 
-def lacking(driver: str) -> Library | None:
+def missing_library(driver: str) -> OptionalLibrary | None:
     """What the driver needs and this computer does not have."""
-    needed = (library for library in LIBRARIES if library.purpose == f"the driver {driver}")
+    needed = (library for library in OPTIONAL_LIBRARIES if library.purpose == f"the driver {driver}")
     return next((library for library in needed if find_spec(library.module) is None), None)
 
 
-def probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict[str, Probe]:
+def resource_probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict[str, Probe]:
     """Everything that looks for hardware: for the robots that a config names, the hardware layer's own probes, our
     drivers', and those of installed packages.
 
@@ -211,15 +209,15 @@ def probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict
     Raises:
         ConfigError: a robot that cannot be built.
     """
-    found: dict[str, Probe] = {"config": _configured(robots, lenient)} if robots else {}
+    found: dict[str, Probe] = {"config": _configured_robots_probe(robots, lenient)} if robots else {}
 
     def loader(module: str, function: str) -> Callable[[], Any]:
         return lambda: getattr(import_module(module), function)
 
-    return found | installed_probes() | {name: lazily(loader(*where)) for name, where in _PROBES.items()}
+    return found | installed_probes() | {name: lazy_probe(loader(*where)) for name, where in _PROBES.items()}
 
 
-def _configured(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
+def _configured_robots_probe(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
     specs: dict[str, RobotSpec] = {}
     unbuilt: list[ResourceRecord] = []
     for robot in robots:
@@ -228,29 +226,29 @@ def _configured(robots: Sequence[RobotConfig], lenient: bool) -> Probe:
         except Exception as error:  # a foreign driver may fail in any way
             if not lenient:
                 raise
-            unbuilt.append(_unbuilt(robot, error))
-    look = configured_robots(
+            unbuilt.append(_unbuildable_record(robot, error))
+    look = configured_robots_probe(
         specs,
         addresses={robot.name: robot.address for robot in robots if robot.address and robot.name in specs},
         labels={robot.name: robot.labels for robot in robots},
     )
 
-    lacks = {robot.name: library for robot in robots if (library := lacking(robot.driver)) is not None}
+    lacks = {robot.name: library for robot in robots if (library := missing_library(robot.driver)) is not None}
 
     def probe() -> Iterator[ResourceRecord]:
         yield from unbuilt
         for record in look():
-            yield _without(lacks[record.name], record) if record.name in lacks else record
+            yield _with_missing_library(lacks[record.name], record) if record.name in lacks else record
 
     return probe
 
 
-def _without(library: Library, record: ResourceRecord) -> ResourceRecord:
+def _with_missing_library(library: OptionalLibrary, record: ResourceRecord) -> ResourceRecord:
     trouble = f"{library.purpose} needs {library.module}, which is not installed here: {library.install}"
     return msgspec.structs.replace(record, health=Health.LOST, trouble=trouble)
 
 
-def _unbuilt(robot: RobotConfig, error: Exception) -> ResourceRecord:
+def _unbuildable_record(robot: RobotConfig, error: Exception) -> ResourceRecord:
     return ResourceRecord(
         kind=Kind.ROBOT,
         name=robot.name,
@@ -258,24 +256,24 @@ def _unbuilt(robot: RobotConfig, error: Exception) -> ResourceRecord:
         node=local_node(),
         labels={"driver": robot.driver, **robot.labels},
         health=Health.LOST,
-        trouble=why_not_built(robot, error).removeprefix(f"robot {robot.name}: "),
+        trouble=build_error_message(robot, error).removeprefix(f"robot {robot.name}: "),
     )
 
 
-def why_not_built(robot: RobotConfig, error: Exception) -> str:
+def build_error_message(robot: RobotConfig, error: Exception) -> str:
     """One line that names the robot; a package that is missing is another's error, and in its words."""
     says = str(error) if isinstance(error, UserSysError | HalError) else f"{type(error).__name__}: {error}"
     return says if says.startswith(f"robot {robot.name}") else f"robot {robot.name}: {says}"
 
 
-def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = False) -> Station:
+def build_robot_setup(config: RobotConfig, *, cameras: bool = True, high_resolution: bool = False) -> RobotSetup:
     """Builds robot, cameras and task; connects nothing. `film` asks for finer pictures where they are simulated.
 
     Raises:
         ConfigError: a driver that is not there, or an option or a task that the driver does not have; the message lists
             what there is.
     """
-    request = StationRequest(config.name, config.task, config.options, cameras, film)
+    request = RobotSetupRequest(config.name, config.task, config.options, cameras, high_resolution)
     try:
         station = _factory(config.name, config.driver)(request)
         inputs = [_teleoperator(config.name, settings, station.robot.spec) for settings in config.teleoperators]
@@ -287,44 +285,44 @@ def build_station(config: RobotConfig, *, cameras: bool = True, film: bool = Fal
 def _teleoperator(robot: str, settings: Mapping[str, Any], spec: RobotSpec) -> Teleoperator:
     options = dict(settings)
     kind = options.pop("kind", None)
-    if kind not in _INPUTS:
-        raise ConfigError(f"robot {robot}: no input device of kind {kind!r}; there are {sorted(_INPUTS)}")
-    factory: TeleoperatorFactory = import_module(_INPUTS[kind]).make_teleoperator
-    return factory(StationRequest(robot, "", options), spec)
+    if kind not in _TELEOPERATORS:
+        raise ConfigError(f"robot {robot}: no input device of kind {kind!r}; there are {sorted(_TELEOPERATORS)}")
+    factory: TeleoperatorFactory = import_module(_TELEOPERATORS[kind]).make_teleoperator
+    return factory(RobotSetupRequest(robot, "", options), spec)
 
 
-def _factory(robot: str, driver: str) -> StationFactory:
+def _factory(robot: str, driver: str) -> RobotSetupFactory:
     if driver not in _BUILT_IN:
         if driver not in installed_drivers():
             there = sorted([*_BUILT_IN, *installed_drivers()])
             raise ConfigError(f"robot {robot}: no driver {driver!r}; there are {there}")
         return load_driver(driver)
-    factory: StationFactory = import_module(_BUILT_IN[driver]).make_station
+    factory: RobotSetupFactory = import_module(_BUILT_IN[driver]).make_station
     return factory
 
 
 def robot_spec(config: RobotConfig) -> RobotSpec:
     """The spec of the robot that `config` describes, without connecting to it. Raises ConfigError."""
-    return build_station(config, cameras=False).robot.spec
+    return build_robot_setup(config, cameras=False).robot.spec
 
 
-def link_settings(config: RobotConfig, endpoint: str, gateway: str) -> dict[str, Any]:
-    """What `link_command` reads: the emulated link from `endpoint`, which the session dials, to `gateway`.
+def emulated_link_settings(config: RobotConfig, endpoint: str, gateway: str) -> dict[str, Any]:
+    """What `emulated_link_command` reads: the emulated link from `endpoint`, which the session dials, to `gateway`.
 
     Raises:
         ConfigError: a setting that a link does not have.
     """
-    from sim.link_config import LinkConfig
+    from sim.network_emulator import LinkConfig
 
     link = build(LinkConfig, config.link, f"robot {config.name}: link")
     listen, target = endpoint.removeprefix("tcp://"), gateway.removeprefix("tcp://")
     return {"listen": listen, "target": target, **as_dict(link)}
 
 
-def link_command(settings: Path) -> tuple[str, ...]:
+def emulated_link_command(settings: Path) -> tuple[str, ...]:
     """The program of an emulated link; it appends to a file ``.jsonl`` beside `settings` what it has carried."""
     counts = settings.with_suffix(".jsonl")
-    return (sys.executable, "-m", "sim.link", "--config", str(settings), "--counts", str(counts))
+    return (sys.executable, "-m", "sim.network_emulator", "--config", str(settings), "--counts", str(counts))
 
 
 def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
@@ -337,7 +335,7 @@ def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
     return MlpPolicy(spec, features=config.features, seed=seed)
 
 
-def policy_maker(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int], Policy]:
+def policy_factory(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int], Policy]:
     """What a policy process makes its policies with: by numpy on ``cpu``, by torch on any other device of torch's."""
 
     def make(kind: str, features: tuple[str, ...], spec: RobotSpec, seed: int) -> Policy:
@@ -351,8 +349,8 @@ def policy_maker(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int]
     return make
 
 
-def policy_forms(config: PolicyConfig) -> tuple[Form, ...]:
+def policy_precisions(config: PolicyConfig) -> tuple[Precision, ...]:
     """The forms of weights that such a policy acts well with (`Policy.forms`)."""
     from user_sys.policies.mlp import MlpPolicy
 
-    return MlpPolicy.forms
+    return MlpPolicy.precisions

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 20
 _MISSING = dataclasses.MISSING
-_WORDS_OF = {False: ("off", "no"), True: ("on", "yes")}
+_WORDS_FROM_BOOL = {False: ("off", "no"), True: ("on", "yes")}
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
 
@@ -44,15 +44,15 @@ def load(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
         ConfigError: one line, naming key and file: no such file, not YAML, an unknown or missing key, a value of the
             wrong type, or what the dataclass's own checks (`__post_init__`) say.
     """
-    return settle(kind, {} if path is None else read(path), overrides, str(path or "defaults"))
+    return build_with_overrides(kind, {} if path is None else read_yaml(path), overrides, str(path or "defaults"))
 
 
-def settle(kind: type[T], differences: dict[str, Any], overrides: Sequence[str], source: str) -> T:
+def build_with_overrides(kind: type[T], differences: dict[str, Any], overrides: Sequence[str], source: str) -> T:
     """As `load`, of plain `differences` that came from `source`; they are changed."""
     changes = _parse_overrides(overrides)
     for key, text in changes.items():
         _put(differences, key, text)
-    return _build(kind, differences, _Fit(source=source, overridden=frozenset(changes)))
+    return _build(kind, differences, _Checker(source=source, overridden=frozenset(changes)))
 
 
 def build(kind: type[T], differences: Mapping[str, Any], source: str = "options") -> T:
@@ -61,7 +61,7 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str = "options"
     Raises:
         ConfigError: as `load`; messages start with `source`.
     """
-    return _build(kind, differences, _Fit(source=source, overridden=frozenset()))
+    return _build(kind, differences, _Checker(source=source, overridden=frozenset()))
 
 
 def save(config: object, path: Path) -> None:
@@ -94,7 +94,7 @@ class _Text(str):
     """The value of an override as it was typed: YAML for most fields, taken to the letter where text is asked for."""
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """What the YAML file at `path` says, as it stands there. Raises ConfigError: no such file, not YAML, no mapping."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -107,7 +107,7 @@ def read(path: Path) -> dict[str, Any]:
     if differences is None:
         return {}
     if not isinstance(differences, dict):
-        raise ConfigError(f"{path}: expected sections and keys, got {_shown(differences)}")
+        raise ConfigError(f"{path}: expected sections and keys, got {_quoted(differences)}")
     return differences
 
 
@@ -162,7 +162,9 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, _Text]:
 
 
 def _put(tree: dict[str, Any], key: str, text: _Text) -> None:
-    """Sets ``tree[a][b] = text`` for the key ``a.b``. Items of a list that `tree` lacks are left to `_Fit.items`."""
+    """Sets ``tree[a][b] = text`` for the key ``a.b``. Items of a list that `tree` lacks are left to
+    `_Checker.items`.
+    """
     *sections, last = key.split(".")
     place: Any = tree
     for depth, section in enumerate(sections):
@@ -185,7 +187,7 @@ def _place(container: dict[str, Any] | list[Any], name: str, key: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fit:
+class _Checker:
     """Checks values against annotations before draccus builds from them; `source` is the file's name, for messages."""
 
     source: str
@@ -222,7 +224,7 @@ class _Fit:
         accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             quoted = "; put it in quotes" if kind in (str, Path) and isinstance(value, (bool, int, float)) else ""
-            self.fail(key, f"expected {_EXPECTED[kind]}, got {_shown(value)}{quoted}")
+            self.fail(key, f"expected {_EXPECTED[kind]}, got {_quoted(value)}{quoted}")
         return str(value) if kind in (str, Path) else kind(value)
 
     def untyped(self, value: Any, key: str) -> Any:
@@ -235,7 +237,7 @@ class _Fit:
 
     def section(self, kind: Any, value: Any, key: str, base: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            self.fail(key, f"expected a section with keys such as {_names(kind)}, got {_shown(value)}")
+            self.fail(key, f"expected a section with keys such as {_names(kind)}, got {_quoted(value)}")
         if issubclass(kind, ChoiceType):
             kind, value, base = self.variant(kind, dict(value), key, base)
         hints, fields = typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
@@ -277,16 +279,16 @@ class _Fit:
 
     def choice(self, known: Mapping[str, Any], value: Any, key: str) -> Any:
         if isinstance(value, bool):  # YAML 1.1 reads off, no, on and yes as such
-            value = next((word for word in _WORDS_OF[value] if word in known), value)
+            value = next((word for word in _WORDS_FROM_BOOL[value] if word in known), value)
         if str(value) in known and not isinstance(value, bool):
             return known[str(value)]
         near = difflib.get_close_matches(str(value), list(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        self.fail(key, f"expected one of {', '.join(sorted(known))}, got {_shown(value)}{hint}")
+        self.fail(key, f"expected one of {', '.join(sorted(known))}, got {_quoted(value)}{hint}")
 
     def mapping(self, kinds: tuple[Any, ...], value: Any, key: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
-            self.fail(key, f"expected names with values, got {_shown(value)}")
+            self.fail(key, f"expected names with values, got {_quoted(value)}")
         return {k: self.value(kinds[1], item, f"{key}.{k}") for k, item in value.items()}
 
     def items(self, origin: Any, kinds: tuple[Any, ...], value: Any, key: str, base: Any) -> list[Any]:
@@ -296,7 +298,7 @@ class _Fit:
             below = list(base) if isinstance(base, (list, tuple)) else []
             value = self.numbered(value, below, key)
         if not isinstance(value, (list, tuple)):
-            self.fail(key, f"expected a list, got {_shown(value)}")
+            self.fail(key, f"expected a list, got {_quoted(value)}")
         fixed = origin is tuple and kinds and kinds[-1] is not Ellipsis
         if fixed and len(value) != len(kinds):
             self.fail(key, f"expected {len(kinds)} items, got {len(value)}")
@@ -349,7 +351,7 @@ def _number(text: str) -> Any:
         return text
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     return "nothing" if value is None else _one_line(repr(str(value) if isinstance(value, _Text) else value))[:80]
 
 
@@ -361,14 +363,14 @@ def _one_line(message: object) -> str:
 
 
 def _literal(kind: Any, value: Any, path: Sequence[str]) -> Any:
-    """draccus knows no `Literal`; `_Fit.choice` has checked the value."""
+    """draccus knows no `Literal`; `_Checker.choice` has checked the value."""
     return value
 
 
 decode.register(Literal, _literal, include_subclasses=True)
 
 
-def _build(kind: type[T], differences: Mapping[str, Any], fit: _Fit) -> T:
+def _build(kind: type[T], differences: Mapping[str, Any], fit: _Checker) -> T:
     tree = fit.value(kind, dict(differences), "")
     try:
         built: T = decode(kind, tree)

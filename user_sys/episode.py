@@ -48,28 +48,28 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from user_sys.checksum import checksum
 from user_sys.codec import (
     MAX_CACHED_LAYOUTS,
     Array,
-    ArrayPlace,
-    Layout,
-    OpenPacket,
-    decode_record,
+    ArrayEntry,
+    PacketLayout,
+    ParsedPacket,
+    checksum,
+    decode_packet_record,
     encode_packet,
-    open_packet,
+    parse_packet,
 )
 from user_sys.errors import WireError
 
-IMAGES = "observation.images."
-APPLIED = "action.applied"
-FINAL = "final:"  # prefix of the columns that hold the observation after the last step
-LENGTH, CRC, CAPTURED = ".length", ".crc", ".t_capture_ns"
-BESIDE_FRAMES = (LENGTH, CRC, CAPTURED)  # suffixes of the columns beside a camera's frames
+IMAGE_PREFIX = "observation.images."
+APPLIED_ACTION = "action.applied"
+FINAL_PREFIX = "final:"  # prefix of the columns that hold the observation after the last step
+LENGTH_SUFFIX, CRC_SUFFIX, CAPTURE_TIME_SUFFIX = ".length", ".crc", ".t_capture_ns"
+FRAME_SUFFIXES = (LENGTH_SUFFIX, CRC_SUFFIX, CAPTURE_TIME_SUFFIX)  # suffixes of the columns beside a camera's frames
 MAX_STEPS_PER_CHUNK = 4096
 MAX_SENTENCE_CHARS = 4096
 MAX_COLUMN_CHARS = 256
-SCALARS = {
+SCALAR_DTYPES = {
     "reward": "float32",
     "terminated": "bool",
     "truncated": "bool",
@@ -82,9 +82,9 @@ SCALARS = {
     "t_command_ns": "int64",
 }
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Words = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # for people: no pattern, but an index keeps them
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE_CHARS)]  # for people: no pattern, but an index keeps them
 _Number = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Phase(enum.IntEnum):
@@ -99,7 +99,7 @@ class Phase(enum.IntEnum):
 _PHASES = bytes(Phase)
 
 
-class Source(enum.StrEnum):
+class EpisodeSource(enum.StrEnum):
     """Where an episode comes from."""
 
     DEMO = "demo"
@@ -112,7 +112,7 @@ class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: _Count
     success: bool | None
-    reward_source: _Words = "rule"
+    reward_source: _Text = "rule"
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -130,8 +130,8 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     robot: str
     embodiment: str
     task: str
-    sentence: _Words
-    source: Source
+    sentence: _Text
+    source: EpisodeSource
     seed: _Number
     started_unix_ns: _Number
     end: EpisodeEnd | None = None
@@ -147,14 +147,14 @@ class Chunk:
     final: Mapping[str, Array]
 
     def encode(self) -> bytes:
-        return encode_packet(self.header, {**self.columns, **{FINAL + k: v for k, v in self.final.items()}})
+        return encode_packet(self.header, {**self.columns, **{FINAL_PREFIX + k: v for k, v in self.final.items()}})
 
 
 class PackedChunk(NamedTuple):
     """A chunk that was checked and whose arrays are not unpacked yet."""
 
     header: ChunkHeader
-    packet: OpenPacket
+    packet: ParsedPacket
 
     @property
     def schema(self) -> int:
@@ -163,7 +163,7 @@ class PackedChunk(NamedTuple):
 
     def column(self, name: str) -> Array | None:
         """A read-only view of one column; None where the chunk has none of that name."""
-        place = _rules(self.packet.layout).scalars.get(name)
+        place = _chunk_layout(self.packet.layout).scalars.get(name)
         return None if place is None else self.packet.array(place)
 
     def unpack(self) -> Chunk:
@@ -171,43 +171,43 @@ class PackedChunk(NamedTuple):
         columns: dict[str, Array] = {}
         final: dict[str, Array] = {}
         for name, array in self.packet.arrays().items():
-            if name.startswith(FINAL):
-                final[name[len(FINAL) :]] = array
+            if name.startswith(FINAL_PREFIX):
+                final[name[len(FINAL_PREFIX) :]] = array
             else:
                 columns[name] = array
         return Chunk(self.header, columns, final)
 
 
 class _Camera(NamedTuple):
-    frames: ArrayPlace
-    length: ArrayPlace
+    frames: ArrayEntry
+    length: ArrayEntry
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _ChunkLayout:
     """What a valid layout says about a chunk; `rows` is -1 where nothing says how many steps there are."""
 
     rows: int
     cameras: tuple[_Camera, ...]
-    scalars: Mapping[str, ArrayPlace]
+    scalars: Mapping[str, ArrayEntry]
 
 
 def decode_chunk(packet: bytes | memoryview) -> Chunk:
-    """The chunk in `packet`; its arrays are read-only views of it. Raises as `open_chunk`."""
-    return open_chunk(packet).unpack()
+    """The chunk in `packet`; its arrays are read-only views of it. Raises as `parse_chunk`."""
+    return parse_chunk(packet).unpack()
 
 
-def open_chunk(packet: bytes | memoryview) -> PackedChunk:
+def parse_chunk(packet: bytes | memoryview) -> PackedChunk:
     """Checks the chunk in `packet` wholly without unpacking it; cheap where chunks of the same layout came before.
 
     Raises:
         WireError: damaged bytes, a name that could not be a file's, columns of unlike length or of the wrong kind, or
             frames that do not add up.
     """
-    parts = open_packet(packet)
-    header = decode_record(parts, ChunkHeader)
+    parts = parse_packet(packet)
+    header = decode_packet_record(parts, ChunkHeader)
     _check_names(header.episode, header.robot, header.embodiment, header.task)
-    rules = _rules(parts.layout)
+    rules = _chunk_layout(parts.layout)
     if rules.rows not in (header.steps, -1):
         raise WireError(f"episode {header.episode}: columns of {rules.rows} rows in a chunk of {header.steps} steps")
     for camera in rules.cameras:
@@ -216,7 +216,7 @@ def open_chunk(packet: bytes | memoryview) -> PackedChunk:
     if reward is not None and not math.isfinite(sum(parts.array(reward).tolist())):  # no float32s sum beyond a float
         raise WireError(f"episode {header.episode}: a reward is no finite number")
     phase = rules.scalars.get("phase")
-    if phase is not None and (strange := parts.raw(phase).translate(None, _PHASES)):
+    if phase is not None and (strange := parts.array_bytes(phase).translate(None, _PHASES)):
         raise WireError(f"episode {header.episode}: there is no phase {strange[0]}")
     return PackedChunk(header, parts)
 
@@ -224,54 +224,54 @@ def open_chunk(packet: bytes | memoryview) -> PackedChunk:
 @lru_cache(maxsize=1024)
 def _check_names(*names: str) -> None:
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not _NAME_PATTERN.fullmatch(name):
             raise WireError(f"{name[:80]!r} is not a name (letters, digits, '.', '_', '-')")
 
 
 @lru_cache(maxsize=MAX_CACHED_LAYOUTS)
-def _rules(layout: Layout) -> _Rules:
+def _chunk_layout(layout: PacketLayout) -> _ChunkLayout:
     for place in layout.arrays:
         _check_column(place)
-    columns = {place.name: place for place in layout.arrays if not place.name.startswith(FINAL)}
+    columns = {place.name: place for place in layout.arrays if not place.name.startswith(FINAL_PREFIX)}
     cameras = tuple(_cameras(columns))
     ragged = {camera.frames.name for camera in cameras}
     rows = {place.shape[0] if place.shape else -1 for name, place in columns.items() if name not in ragged}
     if len(rows) > 1 or (rows and min(rows) < 0):
         raise WireError(f"columns of unlike length: {[(name[:80], place.shape) for name, place in columns.items()]}")
-    for name in SCALARS.keys() & columns.keys():
-        _expect(columns[name], SCALARS[name])
-    scalars = {name: columns[name] for name in SCALARS if name in columns}
-    return _Rules(rows.pop() if rows else -1, cameras, scalars)
+    for name in SCALAR_DTYPES.keys() & columns.keys():
+        _expect(columns[name], SCALAR_DTYPES[name])
+    scalars = {name: columns[name] for name in SCALAR_DTYPES if name in columns}
+    return _ChunkLayout(rows.pop() if rows else -1, cameras, scalars)
 
 
-def _check_column(place: ArrayPlace) -> None:
+def _check_column(place: ArrayEntry) -> None:
     """Raises WireError for a name that could leave its folder or break a line, and for a final value of no vector."""
     name = place.name
     if not 0 < len(name) <= MAX_COLUMN_CHARS or not name.isprintable() or "/" in name or "\\" in name:
         raise WireError(f"{name[:80]!r} is not a column's name (printable, no slashes)")
-    if name.startswith(FINAL) and not place.shape:
+    if name.startswith(FINAL_PREFIX) and not place.shape:
         raise WireError(f"{name[:80]!r} is a single value; a final observation has vectors and pictures")
-    if name.startswith(FINAL + IMAGES) and (place.dtype != np.uint8 or len(place.shape) not in (1, 3, 4)):
+    if name.startswith(FINAL_PREFIX + IMAGE_PREFIX) and (place.dtype != np.uint8 or len(place.shape) not in (1, 3, 4)):
         raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} is neither a JPEG file nor a raw frame")
 
 
-def _cameras(columns: Mapping[str, ArrayPlace]) -> Iterator[_Camera]:
+def _cameras(columns: Mapping[str, ArrayEntry]) -> Iterator[_Camera]:
     for name, place in columns.items():
-        if not name.startswith(IMAGES) or name.endswith(BESIDE_FRAMES):
+        if not name.startswith(IMAGE_PREFIX) or name.endswith(FRAME_SUFFIXES):
             continue
         if place.dtype != np.uint8 or len(place.shape) not in (1, 4) or (len(place.shape) == 4 and place.shape[3] != 3):
             raise WireError(f"{name[:80]!r}: {place.dtype} {place.shape} are neither JPEG files nor raw frames")
-        missing = [suffix for suffix in BESIDE_FRAMES if name + suffix not in columns]
+        missing = [suffix for suffix in FRAME_SUFFIXES if name + suffix not in columns]
         if missing:
             why = "it is damaged, or of a version that did not keep it"
             raise WireError(f"{name[:80]!r} comes without its column {missing[0]!r}: {why}")
-        _expect(columns[name + CRC], "uint32")
-        _expect(columns[name + LENGTH], "int32")
-        _expect(columns[name + CAPTURED], "int64")
-        yield _Camera(place, columns[name + LENGTH])
+        _expect(columns[name + CRC_SUFFIX], "uint32")
+        _expect(columns[name + LENGTH_SUFFIX], "int32")
+        _expect(columns[name + CAPTURE_TIME_SUFFIX], "int64")
+        yield _Camera(place, columns[name + LENGTH_SUFFIX])
 
 
-def _expect(place: ArrayPlace, dtype: str) -> None:
+def _expect(place: ArrayEntry, dtype: str) -> None:
     if place.dtype != dtype or len(place.shape) != 1:
         raise WireError(f"{place.name[:80]!r} is {place.dtype} {place.shape}; it must be {dtype} and one a step")
 
@@ -310,9 +310,9 @@ def frame_columns(
     flat = [b"" if frame is None else memoryview(next(following)).cast("B") for frame in frames]
     return {
         feature: joined,
-        feature + LENGTH: np.array([len(each) for each in flat], np.int32),
-        feature + CRC: np.array([checksum(each) for each in flat], np.uint32),
-        feature + CAPTURED: np.array(captured_ns, np.int64),
+        feature + LENGTH_SUFFIX: np.array([len(each) for each in flat], np.int32),
+        feature + CRC_SUFFIX: np.array([checksum(each) for each in flat], np.uint32),
+        feature + CAPTURE_TIME_SUFFIX: np.array(captured_ns, np.int64),
     }
 
 

@@ -45,11 +45,11 @@ class DiskFull(RunError):
     """
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
-        super().__init__(waiting_for_space(path, needed_bytes, free_bytes))
+        super().__init__(disk_full_message(path, needed_bytes, free_bytes))
         self.path, self.needed_bytes, self.free_bytes = path, needed_bytes, free_bytes
 
 
-def waiting_for_space(path: Path, needed_bytes: float, free_bytes: float) -> str:
+def disk_full_message(path: Path, needed_bytes: float, free_bytes: float) -> str:
     """What people are told of a full disk."""
     needed, free = needed_bytes / 1e6, free_bytes / 1e6
     return f"waiting for disk space in {path}: needs {needed:.3g} MB, {free:.3g} MB free"
@@ -71,7 +71,7 @@ class StoreCorrupt(StoreError):
     """A record is damaged."""
 
 
-class StoreGone(StoreError):
+class StoreRecordGone(StoreError):
     """The record was dropped by retention or compaction: forget it."""
 
 
@@ -79,7 +79,7 @@ class StoreFull(StoreError):
     """The disk is full."""
 
 
-class StoreVersion(StoreError):
+class StoreVersionMismatch(StoreError):
     """The store was written in another format version."""
 
 
@@ -91,7 +91,7 @@ class TunnelError(UserSysError):
     """The tunnel cannot deliver now."""
 
 
-class Refused(TunnelError):
+class SessionRefused(TunnelError):
     """The peer refused us for good."""
 
 
@@ -99,7 +99,7 @@ class LinkDown(TunnelError):
     """No peer answered within the deadline."""
 
 
-class PolicyAway(UserSysError):
+class PolicyUnavailable(UserSysError):
     """A policy that acts in another process gives no action now; the message is for the robot's people."""
 
 

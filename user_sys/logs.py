@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LAST_WORDS_BYTES = 4096
+TAIL_BYTES = 4096
 FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
-AT_ONCE = 100  # lines of one message within
-WINDOW_S = 10.0
+MAX_REPEATS = 100  # lines of one message within
+REPEAT_WINDOW_S = 10.0
 MAX_MESSAGES = 4096
 
 
 class RepeatFilter(logging.Filter):
-    """Of each message (a format, whatever its arguments) `AT_ONCE` lines pass within `WINDOW_S`. The first line after
-    that tells how many were left out. Any thread may log."""
+    """Of each message (a format, whatever its arguments) `MAX_REPEATS` lines pass within `REPEAT_WINDOW_S`. The first
+    line after that tells how many were left out. Any thread may log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class RepeatFilter(logging.Filter):
         if len(self._seen) > MAX_MESSAGES:
             self._seen.clear()
         since, count = self._seen.get(key, (now, 0))
-        if now - since >= WINDOW_S:
-            if count > AT_ONCE:
-                record.msg = f"{record.msg} ({count - AT_ONCE} lines like it were left out)"
+        if now - since >= REPEAT_WINDOW_S:
+            if count > MAX_REPEATS:
+                record.msg = f"{record.msg} ({count - MAX_REPEATS} lines like it were left out)"
             since, count = now, 0
         self._seen[key] = (since, count + 1)
-        return count < AT_ONCE
+        return count < MAX_REPEATS
 
 
 def configure_logging(level: int = logging.INFO) -> None:
@@ -46,11 +46,11 @@ def configure_logging(level: int = logging.INFO) -> None:
     root.setLevel(level)
 
 
-def last_words(path: Path) -> str:
+def last_log_message(path: Path) -> str:
     """The message of the last line of a process's log; empty where there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LAST_WORDS_BYTES))
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -21,23 +21,23 @@ from stable_baselines3.common.callbacks import BaseCallback
 from benchmarks.peers import rounds
 from hal.safety import SafetyKernel
 from hal.spec import Array
-from user_sys.compose import RobotConfig, build_station
+from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.config import load
 from user_sys.edge.demonstrations import DEMONSTRATION_SEED
-from user_sys.edge.driver import Driver, Tick
-from user_sys.evaluate import EVALUATION_SEED
-from user_sys.topology import RunConfig
+from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.run.config import RunConfig
+from user_sys.run.evaluate import EVALUATION_SEED
 
 
 class ArmEnv(gymnasium.Env[Array, Array]):
     """A robot behind its safety kernel; actions lie in [-1, 1]."""
 
     def __init__(self, robot: RobotConfig, seed: int) -> None:
-        station = build_station(robot, cameras=False)
-        assert station.expert is not None
-        spec, self._task, self.expert = station.robot.spec, station.task, station.expert
-        self._tick: Tick | None = None
-        self._driver = Driver(station.robot, station.task, SafetyKernel(spec, self._world_ns))
+        station = build_robot_setup(robot, cameras=False)
+        assert station.make_expert is not None
+        spec, self._task, self.expert = station.robot.spec, station.task, station.make_expert
+        self._tick: TimeStep | None = None
+        self._driver = RobotEnvironment(station.robot, station.task, SafetyKernel(spec, self._world_ns))
         self._driver.connect()
         self._starts = iter(range(1_000_000 * seed, 1_000_000 * (seed + 1)))
         self._names = [feature.name for feature in spec.observation]
@@ -63,7 +63,7 @@ class ArmEnv(gymnasium.Env[Array, Array]):
         return np.concatenate([np.ravel(self._tick.observation[name]) for name in self._names]).astype(np.float32)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        self._tick = self._driver.command(np.asarray(self._centre + self._scale * action, np.float32))
+        self._tick = self._driver.step(np.asarray(self._centre + self._scale * action, np.float32))
         self.steps += 1
         outcome = self._tick.outcome
         late = self.steps >= self._task.max_steps

@@ -14,7 +14,7 @@ from user_sys.errors import ConfigError
 from user_sys.policies.conformance import example_spec
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import Policy
-from user_sys.weights.gpu.device import HostCopies
+from user_sys.weights.gpu_copy import HostCopier
 
 torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
 SMALL = RlpdConfig(actor_hidden=(32, 32), critic_hidden=(32, 32), critics=4)
@@ -32,7 +32,7 @@ class TestRlpdWhoseWeightsAreFetched(TestRlpd):
     """As from a GPU, which the host's memory stands for."""
 
     def make(self, spec: RobotSpec, seed: int) -> Algorithm:
-        return Rlpd(SMALL, spec, seed=seed, copies=HostCopies(torch.device("cpu")))
+        return Rlpd(SMALL, spec, seed=seed, copier=HostCopier(torch.device("cpu")))
 
 
 def test_each_critic_of_the_batch_is_a_network_of_its_own() -> None:

@@ -13,21 +13,21 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from console_desk import Desk, until
+from console_kit import SimulatedRun, until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from hal.audit import AuditLog, read_audit, unaudited
+from hal.audit import AuditLog, discard_audit_event, read_audit_log
 from user_sys.console.page import MAX_MESSAGES_HZ
+from user_sys.console.protocol import MAX_MESSAGE_BYTES
 from user_sys.console.server import MAX_PAGES, ConsoleServer
-from user_sys.console.wire import MAX_MESSAGE_BYTES
 from user_sys.errors import ConfigError, RunError
 
 
 class Site:
     """A running console and ways to reach it."""
 
-    def __init__(self, desk: Desk, url: str) -> None:
+    def __init__(self, desk: SimulatedRun, url: str) -> None:
         parts = urlsplit(url)
         self.desk, self.url = desk, url
         self.host = parts.netloc
@@ -118,8 +118,8 @@ def stop(socket: ClientConnection, operator: str = "bob", robot: str = "panda-0"
 
 
 def serve(log: AuditLog | None = None) -> Iterator[Site]:
-    desk = Desk().start()
-    server = ConsoleServer(desk.hub, audit=log.write if log else unaudited)
+    desk = SimulatedRun().start()
+    server = ConsoleServer(desk.hub, audit=log.write if log else discard_audit_event)
     try:
         yield Site(desk, server.start())
     finally:
@@ -281,7 +281,7 @@ def test_who_signs_in_and_who_is_refused_is_audited_and_an_order_names_its_addre
             (given,) = site.desk.orders(order)
             assert (given.operator, given.address) == ("ana", "127.0.0.1")
     log.close()
-    told = [(e.event, e.person, e.address, e.count) for e in read_audit(tmp_path / "audit.jsonl")]
+    told = [(e.event, e.person, e.address, e.count) for e in read_audit_log(tmp_path / "audit.jsonl")]
     assert [each for each in told if each[0] == "refused"] == [
         ("refused", "", "127.0.0.1", 1),
         ("refused", "", "127.0.0.1", 4),
@@ -311,9 +311,9 @@ def test_the_state_reaches_the_page(site: Site) -> None:
 def test_a_picture_is_sent_for_each_one_seen_and_the_newest_wins(site: Site) -> None:
     with site.page("alice") as alice:
         until(lambda: alice.hear("state") and len(alice.pictures) == 2)
-        newest = site.desk.hub.picture("panda-0", "front")
+        newest = site.desk.hub.preview("panda-0", "front")
         assert newest is not None
-        until(lambda: alice.hear("state") and site.desk.hub.picture("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
+        until(lambda: alice.hear("state") and site.desk.hub.preview("panda-0", "front").serial > newest.serial + 20)  # type: ignore[union-attr]
         assert len(alice.pictures) == 2  # many were taken since; none was seen, so none was sent
         alice.say(type="seen", pictures=[["panda-0", "front"]])
         until(lambda: alice.hear("state") and len(alice.pictures) == 3)
@@ -418,7 +418,7 @@ def test_nonsense_closes_the_connection_for_e_stops_with_a_reason(door: Site, te
 
 
 def test_stopping_closes_open_pages_and_frees_the_port() -> None:
-    desk = Desk().start()
+    desk = SimulatedRun().start()
     server = ConsoleServer(desk.hub)
     site = Site(desk, server.start())
     try:

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.spec import ArraySpec, RobotSpec
-from user_sys.console.curves import Curve
-from user_sys.console.hub import LOST_AFTER_S, MAX_CAMERAS, MAX_CURVES, MAX_JPEG_BYTES, MAX_ROBOTS, ConsoleHub
+from user_sys.console.hub import MAX_CAMERAS, MAX_CURVES, MAX_JPEG_BYTES, MAX_ROBOTS, ROBOT_TIMEOUT_S, ConsoleHub, Curve
 from user_sys.errors import AuthorityError, WireError
-from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, RobotStatus, WatchRequest
+from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, PreviewRequest, RobotStatus
 
 
 class Clock:
@@ -54,30 +53,30 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def sent() -> list[OperatorCommand | WatchRequest]:
+def sent() -> list[OperatorCommand | PreviewRequest]:
     return []
 
 
 @pytest.fixture
-def hub(sent: list[OperatorCommand | WatchRequest], clock: Clock) -> ConsoleHub:
+def hub(sent: list[OperatorCommand | PreviewRequest], clock: Clock) -> ConsoleHub:
     return ConsoleHub("demo", sent.append, {"panda-0": bus("x y z g", tool_delta=(0, 1, 2), gripper=3)}, 300.0, clock)
 
 
 def test_a_robot_is_expected_then_seen_then_lost(hub: ConsoleHub, clock: Clock) -> None:
     assert hub.view().robots[0].status is None and not hub.view().robots[0].lost
-    hub.feed(status(step=9))
+    hub.update(status(step=9))
     seen = hub.view().robots[0]
     assert seen.status is not None and seen.status.step == 9 and not seen.lost
-    clock.now_s += LOST_AFTER_S + 0.1
+    clock.now_s += ROBOT_TIMEOUT_S + 0.1
     assert hub.view().robots[0].lost
 
 
 def test_a_guest_is_shown_before_it_comes_in_and_how_long_it_is_missing(hub: ConsoleHub, clock: Clock) -> None:
-    hub.expect("far-0")
+    hub.add_robot("far-0")
     clock.now_s += 60
     (guest,) = [robot for robot in hub.view().robots if robot.name == "far-0"]
     assert guest.status is None and guest.silent_s == 60
-    hub.feed(status(robot="far-0"))
+    hub.update(status(robot="far-0"))
     assert hub.view().robots[1].silent_s == 0
     clock.now_s += 90
     assert hub.view().robots[1].lost and hub.view().robots[1].silent_s == 90
@@ -87,7 +86,7 @@ def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock)
     assert hub.view().success is None
     for report in (episode(True), episode(False), episode(True, touched=5), episode(None), episode(True, "demo")):
         clock.now_s += 10
-        hub.feed(report)
+        hub.update(report)
     view = hub.view()
     assert (view.episodes, view.env_steps, view.interventions) == (4, 160, 1)
     assert (view.success, view.helped) == (1 / 3, 0.25), "an episode with help is neither a success nor a failure"
@@ -97,9 +96,9 @@ def test_success_counts_what_the_policy_did_alone(hub: ConsoleHub, clock: Clock)
 
 
 def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: ConsoleHub, clock: Clock) -> None:
-    hub.seed_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
+    hub.restore_history(episodes=10, env_steps=500, interventions=2, elapsed_s=100.0)
     clock.now_s += 5.0
-    hub.feed(episode(True, touched=5))
+    hub.update(episode(True, touched=5))
     view = hub.view()
     assert (view.episodes, view.interventions, view.elapsed_s, view.budget_s) == (11, 3, 105.0, 300.0)
 
@@ -107,29 +106,29 @@ def test_a_resumed_run_counts_on_where_its_earlier_launches_stopped(hub: Console
 def test_what_the_learner_has_trained_is_told_beside_what_it_is_to_train(hub: ConsoleHub, clock: Clock) -> None:
     assert (hub.view().training_s, hub.view().budget_s) == (0.0, 300.0)
     clock.now_s += 60.0
-    hub.feed(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
-    hub.feed(MetricsReport(node="learner-ur5e", count=10, scalars={"training_s": 7.0}))
+    hub.update(MetricsReport(node="learner", count=10, scalars={"training_s": 40.0}))
+    hub.update(MetricsReport(node="learner-ur5e", count=10, scalars={"training_s": 7.0}))
     assert (hub.view().elapsed_s, hub.view().training_s) == (60.0, 40.0)
 
 
 def test_a_robot_says_how_its_last_episode_ended(hub: ConsoleHub) -> None:
     assert hub.view().robots[0].last is None
-    hub.feed(episode(True, touched=5))
-    hub.feed(episode(False, "demo"))
+    hub.update(episode(True, touched=5))
+    hub.update(episode(False, "demo"))
     last = hub.view().robots[0].last
     assert last is not None and last.success and last.intervention_steps == 5
 
 
 def test_success_is_of_the_newest_episodes(hub: ConsoleHub) -> None:
     for success in [False] * 30 + [True] * 20:
-        hub.feed(episode(success))
+        hub.update(episode(success))
     assert hub.view().success == 1.0
 
 
 def test_losses_are_drawn_and_what_is_not_finite_is_left_out(hub: ConsoleHub) -> None:
-    hub.feed(MetricsReport(node="learner", count=10, scalars={"critic_loss": 2.0}))
-    hub.feed(MetricsReport(node="learner", count=20, scalars={"critic_loss": float("nan")}))
-    hub.feed(MetricsReport(node="learner", count=30, scalars={"critic_loss": 1.0}))
+    hub.update(MetricsReport(node="learner", count=10, scalars={"critic_loss": 2.0}))
+    hub.update(MetricsReport(node="learner", count=20, scalars={"critic_loss": float("nan")}))
+    hub.update(MetricsReport(node="learner", count=30, scalars={"critic_loss": 1.0}))
     assert hub.view().updates == 30 and hub.view().metrics["learner"]["critic_loss"] == 1.0
     (curve,) = hub.curves()
     assert curve.name == "learner/critic_loss" and curve.x == (10.0, 30.0) and curve.y == (2.0, 1.0)
@@ -172,66 +171,66 @@ def with_odd_colours() -> bytes:
 )
 def test_browsers_get_no_picture_that_would_burst_them(hub: ConsoleHub, picture: bytes) -> None:
     with pytest.raises(WireError, match="frame"):
-        hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), picture)
-    assert hub.picture("panda-0", "front") is None
+        hub.update_preview(Preview(robot="panda-0", camera="front", step=0), picture)
+    assert hub.preview("panda-0", "front") is None
 
 
 def test_a_picture_replaces_the_former_one(hub: ConsoleHub) -> None:
     for step in range(3):
-        hub.feed_picture(Preview(robot="panda-0", camera="front", step=step), jpeg(step))
-    picture = hub.picture("panda-0", "front")
+        hub.update_preview(Preview(robot="panda-0", camera="front", step=step), jpeg(step))
+    picture = hub.preview("panda-0", "front")
     assert picture is not None and (picture.step, picture.serial, picture.jpeg) == (2, 3, jpeg(2))
-    assert hub.picture("panda-0", "rear") is None and hub.picture("nobody", "front") is None
+    assert hub.preview("panda-0", "rear") is None and hub.preview("nobody", "front") is None
     assert hub.view().robots[0].cameras == ("front",)
 
 
 def test_what_others_send_is_bounded(hub: ConsoleHub) -> None:
     with pytest.raises(WireError, match="bytes"):
-        hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
+        hub.update_preview(Preview(robot="panda-0", camera="front", step=0), bytes(MAX_JPEG_BYTES + 1))
     with pytest.raises(WireError, match="cameras"):
         for i in range(MAX_CAMERAS + 1):
-            hub.feed_picture(Preview(robot="panda-0", camera=str(i), step=0), jpeg(i))
+            hub.update_preview(Preview(robot="panda-0", camera=str(i), step=0), jpeg(i))
     with pytest.raises(WireError, match="robot too many"):
         for i in range(MAX_ROBOTS + 1):
-            hub.feed(status(f"r-{i}"))
-    hub.feed(MetricsReport(node="learner", count=0, scalars={f"loss_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
+            hub.update(status(f"r-{i}"))
+    hub.update(MetricsReport(node="learner", count=0, scalars={f"loss_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
     assert len(hub.curves()) == MAX_CURVES
 
 
 def test_many_scalars_of_others_leave_room_for_success_and_losses(hub: ConsoleHub) -> None:
-    hub.feed(MetricsReport(node="gateway", count=1, scalars={f"wait_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
-    hub.feed(MetricsReport(node="learner", count=1, scalars={f"time_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
-    hub.feed(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
-    hub.feed(episode(True))
+    hub.update(MetricsReport(node="gateway", count=1, scalars={f"wait_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
+    hub.update(MetricsReport(node="learner", count=1, scalars={f"time_{i}": 0.0 for i in range(MAX_CURVES * 2)}))
+    hub.update(MetricsReport(node="learner", count=2, scalars={"critic_loss": 2.0}))
+    hub.update(episode(True))
     assert {curve.name for curve in hub.curves()} == {"learner/critic_loss", "success", "helped"}
 
 
 def test_orders_go_out_numbered_upwards(hub: ConsoleHub, sent: list[Any]) -> None:
-    hub.order("panda-0", "alice", "take-over")
-    hub.drive("panda-0", "alice", (1.0, 0.0, -0.5), -1.0)
+    hub.send_order("panda-0", "alice", "take-over")
+    hub.send_drive("panda-0", "alice", (1.0, 0.0, -0.5), -1.0)
     first, second = sent
     assert (first.robot, first.operator, first.order) == ("panda-0", "alice", "take-over")
     assert second.order == "drive" and second.twist == (1.0, 0.0, -0.5, -1.0)
     assert second.sequence > first.sequence
     with pytest.raises(AuthorityError, match="panda-0"):
-        hub.order("panda-9", "alice", "e-stop")
+        hub.send_order("panda-9", "alice", "e-stop")
 
 
 def test_a_move_lands_where_the_robots_spec_has_its_tool(sent: list[Any]) -> None:
     odd = bus("grip roll x y z", tool_delta=(2, 3, 4), gripper=0)
     hub = ConsoleHub("demo", sent.append, {"odd": odd, "base": bus("left right")})
-    hub.drive("odd", "alice", (0.1, 0.2, 0.3), 1.0)
+    hub.send_drive("odd", "alice", (0.1, 0.2, 0.3), 1.0)
     assert sent[-1].twist == (1.0, 0.0, 0.1, 0.2, 0.3)
     with pytest.raises(AuthorityError, match="no tool"):
-        hub.drive("base", "alice", (0.1, 0.2, 0.3), 1.0)
-    hub.feed(status("stranger"))
-    hub.drive("stranger", "alice", (0.1, 0.2, 0.3), 1.0)
+        hub.send_drive("base", "alice", (0.1, 0.2, 0.3), 1.0)
+    hub.update(status("stranger"))
+    hub.send_drive("stranger", "alice", (0.1, 0.2, 0.3), 1.0)
     assert sent[-1].twist == (0.1, 0.2, 0.3, 1.0)
 
 
 def test_watching_asks_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
-    hub.feed(status("panda-1"))
-    hub.watch(rate_hz=10.0, ttl_s=3.0)
+    hub.update(status("panda-1"))
+    hub.request_previews(rate_hz=10.0, ttl_s=3.0)
     assert [(request.robot, request.rate_hz, request.ttl_s) for request in sent] == [
         ("panda-0", 10.0, 3.0), ("panda-1", 10.0, 3.0),
     ]  # fmt: skip
@@ -239,19 +238,19 @@ def test_watching_asks_each_robot(hub: ConsoleHub, sent: list[Any]) -> None:
 
 def test_listeners_hear_everything_until_they_end_it(hub: ConsoleHub) -> None:
     heard: list[Any] = []
-    end = hub.listen(heard.append)
-    hub.feed(status())
-    hub.feed_picture(Preview(robot="panda-0", camera="front", step=0), jpeg(0))
+    end = hub.subscribe(heard.append)
+    hub.update(status())
+    hub.update_preview(Preview(robot="panda-0", camera="front", step=0), jpeg(0))
     end()
-    hub.feed(status())
+    hub.update(status())
     assert len(heard) == 2
 
 
 def test_threads_may_feed_and_read_at_once(hub: ConsoleHub) -> None:
     def feed() -> None:
         for count in range(300):
-            hub.feed(MetricsReport(node="learner", count=count, scalars={"loss": float(count)}))
-            hub.feed(episode(True))
+            hub.update(MetricsReport(node="learner", count=count, scalars={"loss": float(count)}))
+            hub.update(episode(True))
 
     threads = [threading.Thread(target=feed) for _ in range(3)]
     for thread in threads:

@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> A
     return result
 
 
-class WatchedRobot(FakeRobot):
+class RecordingRobot(FakeRobot):
     """A fake robot that keeps what it was told."""
 
     def __init__(self, config: FakeRobotConfig | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -65,7 +65,7 @@ class NodeProcess:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def says(self, text: str, times: int = 1, within_s: float = END_S) -> str:
+    def wait_for_log(self, text: str, times: int = 1, within_s: float = END_S) -> str:
         """Waits until the log holds `text` so often."""
         until(lambda: self.log.count(text) >= times, f"{text!r} in:\n{self.log}", within_s)
         return self.log
@@ -99,7 +99,7 @@ def driver_process(folder: Path, config: RobotConfig, log: str = "driver.log") -
     """A driver process of `config` with its state in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     save(config, folder / "robot.yaml")
-    with node(["user_sys.edge.driver_process", folder / "robot.yaml", folder], folder / log) as running:
+    with node(["user_sys.edge.driver_server", folder / "robot.yaml", folder], folder / log) as running:
         yield running
 
 

@@ -11,22 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from edge_kit import END_S, RIGHT, STILL, WatchedRobot, until
+from edge_kit import END_S, RIGHT, STILL, RecordingRobot, until
 
-from hal.camera import Frame
+from hal.camera import CameraFrame
+from hal.driver import RobotSetup
 from hal.errors import HalError, StaleObservation, StaleToken
-from hal.latch import Latch, press
+from hal.estop import EstopLatch, new_emergency_stop
 from hal.lease import Fence, robot_lock
 from hal.robot import Observation, Robot, StopLevel
-from hal.safety import EARLY_S, Reason, SafetyKernel
+from hal.safety import WATCHDOG_LEAD_S, SafetyKernel, SafetyReason
 from hal.spec import ACTION, CameraSpec
-from hal.station import Station
 from robots.fake import FakeCamera, FakeTask
 from user_sys.codec import decode_packet, encode_packet
-from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_process import DriverServer
-from user_sys.edge.driver_wire import Order, Reply, Request, endpoint
+from user_sys.edge.driver_client import DriverClient, DriverCommand, DriverReply, DriverRequest, driver_endpoint
+from user_sys.edge.driver_server import DriverServer
+from user_sys.edge.environment import RobotEnvironment, TimeStep
 
 PERIOD_NS = 100_000_000
 
@@ -41,7 +40,7 @@ class Homing(FakeTask):
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
         until_s = time.monotonic() + END_S
         while time.monotonic() < until_s:
-            robot.attend()
+            robot.check_stop()
             self.under_way.set()
             time.sleep(1e-3)
 
@@ -52,15 +51,15 @@ class Site:
     def __init__(self) -> None:
         self.now_ns = 10**12
         clock = lambda: self.now_ns  # noqa: E731
-        self.robot = WatchedRobot(clock=clock)
+        self.robot = RecordingRobot(clock=clock)
         self.homing = Homing()
-        self.driver = Driver(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
-        station = Station(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
+        self.driver = RobotEnvironment(self.robot, FakeTask(), SafetyKernel(self.robot.spec, clock=clock))
+        station = RobotSetup(name="fake-0", robot=self.robot, cameras=(), task=FakeTask())
         self.lease_ns = 0
         self.server = DriverServer(
-            self.driver, station, Fence(None), endpoint("fake-0"), clock, lease_clock=lambda: self.lease_ns
+            self.driver, station, Fence(None), driver_endpoint("fake-0"), clock, lease_clock=lambda: self.lease_ns
         )
-        self.client, self.anyone = RemoteDriver("fake-0", token=1), RemoteDriver("fake-0")
+        self.client, self.anyone = DriverClient("fake-0", token=1), DriverClient("fake-0")
 
     def pass_ns(self, ns: int) -> list[StopLevel]:
         """Lets time pass while somebody talks; all stops so far. The second answer comes after the watchdog's look."""
@@ -90,17 +89,17 @@ def site(runtime: Path) -> Iterator[Site]:
 
 
 def test_a_silent_session_is_held_at_two_control_periods_whatever_others_say(site: Site) -> None:
-    tick = site.client.command(RIGHT)
-    assert tick.held == 0 and tick.observation["observation.state"][4] > 0
+    tick = site.client.step(RIGHT)
+    assert tick.held_periods == 0 and tick.observation["observation.state"][4] > 0
     for _ in range(9):
         assert site.pass_ns(2 * PERIOD_NS // 10) == []
     assert site.pass_ns(2 * PERIOD_NS // 10 - 1) == []
     assert site.pass_ns(1) == [StopLevel.HOLD]
     assert site.pass_ns(PERIOD_NS - 1) == [StopLevel.HOLD]
     assert site.pass_ns(1) == [StopLevel.HOLD] * 2, "and in each control period from then on"
-    tick = site.client.command(STILL)
-    assert tick.held == 2 and tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
-    assert site.client.command(STILL).held == 0
+    tick = site.client.step(STILL)
+    assert tick.held_periods == 2 and tick.observation["observation.state"][4:].tolist() == [0, 0, 0]
+    assert site.client.step(STILL).held_periods == 0
 
 
 @pytest.fixture
@@ -118,12 +117,12 @@ def slow_to_see(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def test_a_robot_that_follows_the_clock_is_held_within_two_periods_of_its_last_command(slow_to_see: Site) -> None:
-    site, early_ns = slow_to_see, round(EARLY_S * 1e9)
-    assert site.client.command(RIGHT).applied is not None
+    site, early_ns = slow_to_see, round(WATCHDOG_LEAD_S * 1e9)
+    assert site.client.step(RIGHT).applied is not None
     assert site.pass_ns(3 * PERIOD_NS // 2 - early_ns - 1) == []
-    assert site.driver.kernel.counts["watchdog"] == 0
+    assert site.driver.kernel.reason_counts["watchdog"] == 0
     assert site.pass_ns(1) == [StopLevel.HOLD]
-    assert site.driver.kernel.counts["watchdog"] == 1, "the kernel counts alike"
+    assert site.driver.kernel.reason_counts["watchdog"] == 1, "the kernel counts alike"
 
 
 def test_a_robot_that_stands_is_given_two_periods_from_the_answer_on(slow_to_see: Site) -> None:
@@ -136,25 +135,25 @@ def test_a_robot_that_stands_is_given_two_periods_from_the_answer_on(slow_to_see
 class FrozenCamera(FakeCamera):
     """Its newest picture has grown old."""
 
-    def read(self) -> Frame:
+    def read(self) -> CameraFrame:
         raise StaleObservation("the newest frame is 0.201 s old")
 
 
 def test_a_camera_that_freezes_has_the_robot_held_within_the_next_period(slow_to_see: Site) -> None:
-    site, early_ns = slow_to_see, round(EARLY_S * 1e9)
-    site.client.command(RIGHT)
+    site, early_ns = slow_to_see, round(WATCHDOG_LEAD_S * 1e9)
+    site.client.step(RIGHT)
     site.now_ns += PERIOD_NS // 2
     site.driver.cameras = (FrozenCamera(site.robot, CameraSpec(name="front", height=4, width=4, rate_hz=10)),)
     with pytest.raises(StaleObservation, match="the newest frame is"):
-        site.client.command(RIGHT)
+        site.client.step(RIGHT)
     assert len(site.robot.commands) == 2
     assert site.pass_ns(PERIOD_NS // 2 - early_ns - 1) == []
     assert site.pass_ns(1) == [StopLevel.HOLD], "two periods after the last command that was answered"
 
 
-def during(site: Site, call: Callable[[], Tick]) -> tuple[threading.Thread, list[Tick]]:
+def during(site: Site, call: Callable[[], TimeStep]) -> tuple[threading.Thread, list[TimeStep]]:
     """A control period in real time that has begun, and lasts until time passes."""
-    ticks: list[Tick] = []
+    ticks: list[TimeStep] = []
     site.client.real_time = True
     before = len(site.robot.commands)
     driving = threading.Thread(target=lambda: ticks.append(call()))
@@ -178,7 +177,7 @@ def test_a_robot_that_follows_the_clock_does_so_whatever_its_session_asks_for(si
 
 
 def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Site) -> None:
-    driving, ticks = during(site, lambda: site.client.command(RIGHT))
+    driving, ticks = during(site, lambda: site.client.step(RIGHT))
     site.anyone.emergency_stop("ada")
     assert not ticks and driving.is_alive()
     assert site.robot.stops and set(site.robot.stops) == {StopLevel.SAFE}
@@ -186,8 +185,8 @@ def test_an_emergency_stop_is_obeyed_in_the_middle_of_a_control_period(site: Sit
     driving.join(60)
     site.client.real_time = False
     tick = site.client.hold()
-    assert tick.stopped and tick.reasons == Reason.ESTOP
-    tick = site.client.command(RIGHT)
+    assert tick.stopped and tick.safety_reasons == SafetyReason.ESTOP
+    tick = site.client.step(RIGHT)
     assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
 
 
@@ -215,7 +214,7 @@ def test_an_emergency_stop_is_obeyed_while_a_reset_moves_the_robot(site: Site) -
     thread.join(END_S)
     (tick,) = ended
     assert tick.stopped and site.robot.commands == []
-    assert site.client.command(RIGHT).applied is None
+    assert site.client.step(RIGHT).applied is None
 
 
 def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
@@ -227,54 +226,54 @@ def test_a_driver_that_is_to_end_gives_a_reset_up(site: Site) -> None:
 
 
 def test_people_are_obeyed_in_the_order_in_which_they_spoke(site: Site) -> None:
-    site.anyone.emergency_stop("ada", turn=1)
-    site.anyone.emergency_stop("bob", turn=3)  # it has its own way to the driver, and came before
-    assert not site.client.rearm("ada", turn=2) and site.client.hold().stopped
-    assert site.client.rearm("ada", turn=4) and not site.client.hold().stopped
-    site.anyone.emergency_stop("bob", turn=3)  # said twice
+    site.anyone.emergency_stop("ada", estop_sequence=1)
+    site.anyone.emergency_stop("bob", estop_sequence=3)  # it has its own way to the driver, and came before
+    assert not site.client.rearm("ada", estop_sequence=2) and site.client.hold().stopped
+    assert site.client.rearm("ada", estop_sequence=4) and not site.client.hold().stopped
+    site.anyone.emergency_stop("bob", estop_sequence=3)  # said twice
     assert not site.client.hold().stopped
-    site.anyone.emergency_stop("ada", turn=5)
+    site.anyone.emergency_stop("ada", estop_sequence=5)
     assert site.client.hold().stopped
 
 
 def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(site: Site) -> None:
-    site.client.command(STILL)
-    orders: tuple[Order, ...] = ("command", "reset", "hold", "re-arm")
+    site.client.step(STILL)
+    orders: tuple[DriverCommand, ...] = ("command", "reset", "hold", "re-arm")
     for order in orders:
-        request = Request(order=order, session="late", token=1, person="ada", until_ns=1)
+        request = DriverRequest(order=order, session="late", token=1, person="ada", until_ns=1)
         with zmq.Context.instance().socket(zmq.REQ) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint("fake-0"))
+            socket.connect(driver_endpoint("fake-0"))
             socket.send(encode_packet(request, {ACTION: RIGHT}))
             assert socket.poll(END_S * 1000)
-            assert "came too late" in decode_packet(socket.recv(), Reply)[0].message
+            assert "came too late" in decode_packet(socket.recv(), DriverReply)[0].message
     assert len(site.robot.commands) == 1
 
 
 def test_a_latch_that_a_session_left_is_heeded_by_a_driver_that_lives(site: Site, tmp_path: Path) -> None:
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, tmp_path / "e-stop.json")
-    Latch(tmp_path / "e-stop.json").press(press("ada", "the driver did not answer"))
+    EstopLatch(tmp_path / "e-stop.json").press(new_emergency_stop("ada", "the driver did not answer"))
     assert not site.client.hold().stopped
     site.client.attach()
     assert site.client.hold().stopped
-    assert site.client.rearm("ada") and Latch(tmp_path / "e-stop.json").read() is None
+    assert site.client.rearm("ada") and EstopLatch(tmp_path / "e-stop.json").read() is None
 
 
 def test_a_press_beside_the_session_is_heeded_in_the_next_control_period(site: Site, tmp_path: Path) -> None:
     shared = tmp_path / "shared.json"
     site.driver.kernel = SafetyKernel(site.robot.spec, lambda: site.now_ns, shared_latch=shared)
-    assert site.client.command(RIGHT).applied is not None
-    Latch(shared).press(press("ada", "from another terminal"))
-    tick = site.client.command(RIGHT)
+    assert site.client.step(RIGHT).applied is not None
+    EstopLatch(shared).press(new_emergency_stop("ada", "from another terminal"))
+    tick = site.client.step(RIGHT)
     assert tick.stopped and tick.applied is None and len(site.robot.commands) == 1
-    assert site.client.rearm("ada") and Latch(shared).read() is None
+    assert site.client.rearm("ada") and EstopLatch(shared).read() is None
     site.robot.stops.clear()
-    Latch(shared).press(press("ada", "while the session is silent"))
+    EstopLatch(shared).press(new_emergency_stop("ada", "while the session is silent"))
     assert set(site.pass_ns(2 * PERIOD_NS)) == {StopLevel.SAFE}
 
 
 def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -> None:
-    driving, ticks = during(site, lambda: site.client.command(RIGHT))
+    driving, ticks = during(site, lambda: site.client.step(RIGHT))
     heard: list[Any] = []
     asking = threading.Thread(target=lambda: heard.append(site.anyone.describe()))
     asking.start()
@@ -288,44 +287,44 @@ def test_whoever_else_speaks_in_a_control_period_waits_for_its_end(site: Site) -
 
 
 def test_an_order_under_an_older_token_is_refused_and_counted(site: Site) -> None:
-    with RemoteDriver("fake-0", token=2) as newer:
+    with DriverClient("fake-0", token=2) as newer:
         newer.attach()
     with pytest.raises(StaleToken, match="token 1 is too old"):
         site.client.hold()
-    assert site.driver.kernel.counts["token"] == 1 and site.robot.commands == []
+    assert site.driver.kernel.reason_counts["token"] == 1 and site.robot.commands == []
 
 
 def test_a_lease_that_has_run_out_has_the_robot_held_until_it_is_renewed(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
-    assert site.client.command(RIGHT).applied is not None
+    assert site.client.step(RIGHT).applied is not None
     site.lease_ns = 100
-    tick = site.client.command(RIGHT)
+    tick = site.client.step(RIGHT)
     assert tick.applied is None and len(site.robot.commands) == 1 and site.robot.stops[-1] is StopLevel.HOLD
     with pytest.raises(HalError, match="the lease of fake-0 has run out"):
         site.client.reset(0)
-    site.anyone.renew(2, 200)
-    assert site.client.command(RIGHT).applied is not None, "no successor came, and the holder goes on"
+    site.anyone.renew_lease(2, 200)
+    assert site.client.step(RIGHT).applied is not None, "no successor came, and the holder goes on"
 
 
 def test_a_command_that_names_no_lease_does_not_move_the_robot(site: Site) -> None:
-    with RemoteDriver("fake-0", token=2) as newer:
+    with DriverClient("fake-0", token=2) as newer:
         newer.lease_until_ns = 0
-        assert newer.command(RIGHT).applied is None and site.robot.commands == []
+        assert newer.step(RIGHT).applied is None and site.robot.commands == []
 
 
 def test_a_lease_under_an_older_token_is_not_renewed(site: Site) -> None:
-    with RemoteDriver("fake-0") as newer:
-        newer.renew(2, 100)
+    with DriverClient("fake-0") as newer:
+        newer.renew_lease(2, 100)
         with pytest.raises(StaleToken):
-            site.anyone.renew(1, 10**18)
+            site.anyone.renew_lease(1, 10**18)
         site.lease_ns = 100
-        assert newer.command(RIGHT).applied is None and site.robot.commands == []
+        assert newer.step(RIGHT).applied is None and site.robot.commands == []
 
 
 def test_a_lease_that_runs_out_on_the_way_to_a_start_ends_that_and_a_renewal_is_taken_meanwhile(site: Site) -> None:
     site.client.token, site.client.lease_until_ns = 2, 100
     thread, ended = resetting(site)
-    site.anyone.renew(2, 200)
+    site.anyone.renew_lease(2, 200)
     site.lease_ns = 150
     site.homing.under_way.clear()
     assert site.homing.under_way.wait(END_S) and thread.is_alive()

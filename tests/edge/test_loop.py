@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edge_kit import STILL, WatchedRobot
+from edge_kit import STILL, RecordingRobot
 
 from hal.errors import HardwareLost
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel
 from robots.fake import FakeCamera, FakeRobotConfig, FakeTask, FaultPlan, fake_expert
-from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.loop import EpisodeSummary, run_episode
-from user_sys.edge.pilots import ExpertPilot
-from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
-from user_sys.episode import Chunk, EpisodeEnd, Phase, Source, decode_chunk
+from user_sys.edge.agents import ScriptedAgent
+from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.edge.loop import EpisodeResult, run_episode
+from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction
+from user_sys.episode import Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
 
 
 class Bench:
     """A fake robot with all that an episode needs."""
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
-        self.robot = WatchedRobot(FakeRobotConfig(faults=faults or FaultPlan()))
+        self.robot = RecordingRobot(FakeRobotConfig(faults=faults or FaultPlan()))
         self.task = FakeTask()
-        self.driver = Driver(self.robot, self.task, SafetyKernel(self.robot.spec))
+        self.driver = RobotEnvironment(self.robot, self.task, SafetyKernel(self.robot.spec))
         self.driver.connect()
         self.packets: list[bytes] = []
         self.recorder = Recorder(
             self.robot.spec, "fake-0", "reach", "go", self.packets.append, RecorderConfig(chunk_steps=3)
         )
-        self.heard: list[tuple[Tick, Decision | None]] = []
+        self.heard: list[tuple[TimeStep, SelectedAction | None]] = []
 
     @property
     def chunks(self) -> list[Chunk]:
         return [decode_chunk(packet) for packet in self.packets]
 
-    def run(self, pilot: ExpertPilot, seed: int = 3) -> EpisodeSummary:
+    def run(self, pilot: ScriptedAgent, seed: int = 3) -> EpisodeResult:
         return run_episode(
             self.driver,
             pilot,
             self.recorder,
-            source=Source.DEMO,
+            source=EpisodeSource.DEMO,
             seed=seed,
             listeners=[lambda tick, decision: self.heard.append((tick, decision))],
         )
@@ -48,31 +48,31 @@ class Bench:
 
 def test_an_episode_runs_to_its_end_and_is_recorded_whole() -> None:
     bench = Bench()
-    summary = bench.run(ExpertPilot(fake_expert, bench.task.max_steps))
+    summary = bench.run(ScriptedAgent(fake_expert, bench.task.max_steps))
     assert (summary.success, summary.episode_return, summary.policy_version) == (True, 1.0, -1)
     assert summary.steps == summary.intervention_steps == len(bench.robot.commands) == len(bench.heard)
     assert sum(chunk.header.steps for chunk in bench.chunks) == summary.steps
     assert bench.chunks[-1].header.end == EpisodeEnd(steps=summary.steps, success=True)
     assert {chunk.header.episode for chunk in bench.chunks} == {summary.episode}
-    assert {(chunk.header.source, chunk.header.seed) for chunk in bench.chunks} == {(Source.DEMO, 3)}
+    assert {(chunk.header.source, chunk.header.seed) for chunk in bench.chunks} == {(EpisodeSource.DEMO, 3)}
     assert all((chunk.columns["phase"] == Phase.TELEOP).all() for chunk in bench.chunks)
 
 
 def test_an_episode_that_takes_too_long_is_cut_off_as_a_failure() -> None:
     bench = Bench()
-    summary = bench.run(ExpertPilot(lambda arrays: STILL, max_steps=7))
+    summary = bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=7))
     assert (summary.steps, summary.success, summary.episode_return) == (7, False, 0.0)
     assert bench.chunks[-1].columns["truncated"].tolist() == [True]
     assert not bench.chunks[-1].columns["terminated"].any()
 
 
 def test_a_control_period_without_a_decision_holds_and_is_no_step() -> None:
-    class Hesitant(ExpertPilot):
+    class Hesitant(ScriptedAgent):
         asked = 0
 
-        def decide(self, tick: Tick) -> Decision | None:
+        def select_action(self, tick: TimeStep) -> SelectedAction | None:
             self.asked += 1
-            return None if self.asked % 2 else super().decide(tick)
+            return None if self.asked % 2 else super().select_action(tick)
 
     bench = Bench()
     summary = bench.run(Hesitant(lambda arrays: STILL, max_steps=4))
@@ -88,7 +88,7 @@ def test_a_refused_step_cuts_the_episode_off_with_its_success_unknown() -> None:
     def spoiled(arrays: object) -> np.ndarray:
         return STILL if len(bench.robot.commands) < 2 else np.full(4, np.nan, np.float32)
 
-    summary = bench.run(ExpertPilot(spoiled, max_steps=10))
+    summary = bench.run(ScriptedAgent(spoiled, max_steps=10))
     assert (summary.steps, summary.success) == (3, None)
     assert len(bench.robot.commands) == 2
     assert bench.chunks[-1].header.end == EpisodeEnd(steps=3, success=None)
@@ -97,25 +97,25 @@ def test_a_refused_step_cuts_the_episode_off_with_its_success_unknown() -> None:
 def test_a_robot_that_is_lost_leaves_the_episode_open() -> None:
     bench = Bench(FaultPlan(drop_out_at=5))
     with pytest.raises(HardwareLost):
-        bench.run(ExpertPilot(lambda arrays: STILL, max_steps=50))
+        bench.run(ScriptedAgent(lambda arrays: STILL, max_steps=50))
     assert [chunk.header.steps for chunk in bench.chunks] == [3]
     assert bench.chunks[0].header.end is None
 
 
 def test_a_picture_that_came_before_a_hold_is_recorded_with_the_step_after() -> None:
-    class Waiting(ExpertPilot):
+    class Waiting(ScriptedAgent):
         asked = 0
 
-        def decide(self, tick: Tick) -> Decision | None:
+        def select_action(self, tick: TimeStep) -> SelectedAction | None:
             self.asked += 1
-            return None if self.asked <= 2 else super().decide(tick)
+            return None if self.asked <= 2 else super().select_action(tick)
 
-    robot = WatchedRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
     camera = FakeCamera(robot, robot.spec.cameras[0])
-    driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), [camera], frame_stride=100)
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera], frame_stride=100)
     driver.connect()
     packets: list[bytes] = []
     recorder = Recorder(robot.spec, "fake-0", "reach", "go", packets.append)
-    run_episode(driver, Waiting(lambda arrays: STILL, max_steps=2), recorder, source=Source.ONLINE, seed=3)
+    run_episode(driver, Waiting(lambda arrays: STILL, max_steps=2), recorder, source=EpisodeSource.ONLINE, seed=3)
     (chunk,) = map(decode_chunk, packets)
     assert [bool(length) for length in chunk.columns["observation.images.front.length"]] == [True, False]

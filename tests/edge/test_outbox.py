@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from user_sys.edge.outbox import RESERVE_BYTES, ChunkTooLarge, Outbox, OutboxFull
-from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
 from user_sys.errors import StoreLocked
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 
 
 def packet(index: int, size_kb: int = 1) -> bytes:
     header = ChunkHeader(episode="e", index=index, first_step=index, steps=1, robot="r", embodiment="fake", task="t",
-                         sentence="", source=Source.DEMO, seed=0, started_unix_ns=0)  # fmt: skip
+                         sentence="", source=EpisodeSource.DEMO, seed=0, started_unix_ns=0)  # fmt: skip
     return Chunk(header, {"observation.state": np.full((1, 256 * size_kb), index, np.float32)}, {}).encode()
 
 
@@ -41,7 +41,7 @@ def test_chunks_come_back_in_order_after_a_restart_until_they_are_acknowledged(t
 def test_a_chunk_that_is_not_synced_is_not_offered(tmp_path: Path) -> None:
     with Outbox.open(tmp_path) as outbox:
         heard: list[int] = []
-        outbox.listen(lambda: heard.append(len(outbox)))
+        outbox.set_on_append(lambda: heard.append(len(outbox)))
         for index in range(3):
             outbox.append(packet(index), sync=False)
         assert len(outbox) == 0 and heard == []
@@ -67,7 +67,7 @@ def test_acknowledged_segments_are_deleted_and_the_disk_is_bounded(tmp_path: Pat
 
 def test_what_must_be_recorded_at_the_end_has_room_in_a_full_outbox(tmp_path: Path) -> None:
     with Outbox.open(tmp_path, max_bytes=1 << 20) as outbox:
-        outbox.set_reserve()
+        outbox.allocate_reserve()
         reserved = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
         assert reserved >= RESERVE_BYTES
         kept = 0
@@ -75,7 +75,7 @@ def test_what_must_be_recorded_at_the_end_has_room_in_a_full_outbox(tmp_path: Pa
             for _ in range(100):
                 outbox.append(packet(kept, size_kb=64))
                 kept += 1
-        outbox.use_reserve()
+        outbox.release_reserve()
         for index in range(kept, kept + 100):
             outbox.append(packet(index, size_kb=64))
         assert indexes(outbox) == list(range(kept + 100))

@@ -11,7 +11,7 @@ import pytest
 from edge_kit import driver_process, until
 
 from user_sys.compose import RobotConfig
-from user_sys.edge.driver_client import RemoteDriver
+from user_sys.edge.driver_client import DriverClient
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize(("real_time", "realtime"), [(True, "auto"), (True, "off"), (False, "auto")])
 def test_a_driver_in_real_time_goes_first_or_says_why_not(tmp_path: Path, real_time: bool, realtime: str) -> None:
     config = RobotConfig(name="fake-0", driver="fake", real_time=real_time, realtime=realtime)  # type: ignore[arg-type]
-    with driver_process(tmp_path, config) as running, RemoteDriver("fake-0", token=1) as driver:
+    with driver_process(tmp_path, config) as running, DriverClient("fake-0", token=1) as driver:
         driver.attach()
         asked = real_time and realtime == "auto"
         if asked:

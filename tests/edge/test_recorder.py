@@ -9,17 +9,17 @@ import pytest
 import simplejpeg
 from edge_kit import RIGHT, STILL
 
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import Array
 from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask
-from user_sys.edge.driver import Driver, Tick
-from user_sys.edge.pilots import rule_verdict
-from user_sys.edge.recorder import Decision, Recorder, RecorderConfig, Verdict
-from user_sys.episode import APPLIED, IMAGES, Chunk, EpisodeEnd, Phase, Source, decode_chunk
+from user_sys.edge.agents import task_outcome
+from user_sys.edge.environment import RobotEnvironment, TimeStep
+from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction, StepOutcome
+from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Chunk, EpisodeEnd, EpisodeSource, Phase, decode_chunk
 from user_sys.errors import ConfigError
+from user_sys.replay.batches import ObservationFeatures
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Uniform
-from user_sys.replay.features import Features
+from user_sys.replay.selectors import UniformSelector
 from user_sys.store.store import StoreReader, StoreWriter
 
 
@@ -29,7 +29,7 @@ class Stage:
     def __init__(self, config: RecorderConfig | None = None, cameras: tuple[str, ...] = ("front",)) -> None:
         robot = FakeRobot(FakeRobotConfig(cameras=cameras, image_size=32))
         views = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
-        self.driver = Driver(robot, FakeTask(), SafetyKernel(robot.spec), views, frame_stride=2)
+        self.driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), views, frame_stride=2)
         self.driver.connect()
         self.packets: list[bytes] = []
         self.recorder = Recorder(
@@ -40,19 +40,19 @@ class Stage:
     def chunks(self) -> list[Chunk]:
         return [decode_chunk(packet) for packet in self.packets]
 
-    def act(self, steps: int, action: Array = STILL, last: Verdict | None = None) -> list[Tick]:
+    def act(self, steps: int, action: Array = STILL, last: StepOutcome | None = None) -> list[TimeStep]:
         """Opens an episode and makes `steps` steps; `last` is the verdict on the last of them."""
         ticks = [self.driver.reset(seed=1)]
-        self.recorder.begin(Source.ONLINE, seed=1)
+        self.recorder.begin_episode(EpisodeSource.ONLINE, seed=1)
         for step in range(steps):
-            decision = Decision(action, Phase.POLICY, policy_version=step, log_prob=-float(step))
-            ticks.append(self.driver.command(action))
-            verdict = last if last and step == steps - 1 else rule_verdict(ticks[-1], late=False)
+            decision = SelectedAction(action, Phase.POLICY, policy_version=step, log_prob=-float(step))
+            ticks.append(self.driver.step(action))
+            verdict = last if last and step == steps - 1 else task_outcome(ticks[-1], late=False)
             self.recorder.record(ticks[-2], decision, ticks[-1], verdict)
         return ticks
 
 
-CUT = Verdict(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
+CUT = StepOutcome(reward=0.0, terminated=False, truncated=True, success=False, source="rule")
 
 
 def test_an_episode_is_cut_into_chunks_that_fit_together() -> None:
@@ -80,7 +80,7 @@ def test_an_episode_is_cut_into_chunks_that_fit_together() -> None:
 
 def test_an_episode_that_ends_with_a_full_chunk_has_no_empty_one() -> None:
     stage = Stage(RecorderConfig(chunk_steps=5))
-    stage.act(10, last=Verdict(1.0, terminated=True, truncated=False, success=True, source="person"))
+    stage.act(10, last=StepOutcome(1.0, terminated=True, truncated=False, success=True, source="person"))
     assert [chunk.header.steps for chunk in stage.chunks] == [5, 5]
     assert stage.chunks[-1].header.end == EpisodeEnd(steps=10, success=True, reward_source="person")
     assert stage.chunks[-1].columns["terminated"].tolist() == [False] * 4 + [True]
@@ -90,7 +90,7 @@ def test_pictures_come_back_as_they_were_seen() -> None:
     stage = Stage()
     ticks = stage.act(10, last=CUT)
     (chunk,) = stage.chunks
-    lengths, data = chunk.columns[f"{IMAGES}front.length"], chunk.columns[f"{IMAGES}front"].tobytes()
+    lengths, data = chunk.columns[f"{IMAGE_PREFIX}front.length"], chunk.columns[f"{IMAGE_PREFIX}front"].tobytes()
     assert [bool(n) for n in lengths] == [True, False] * 5
     assert sum(lengths) == len(data)
     begin = 0
@@ -106,15 +106,15 @@ def test_pictures_can_be_kept_as_they_are() -> None:
     ticks = stage.act(6, last=CUT)
     (chunk,) = stage.chunks
     taken = [tick.frames["front"].image for tick in ticks[:-1] if "front" in tick.frames]
-    np.testing.assert_array_equal(chunk.columns[f"{IMAGES}front"], taken)
-    assert set(chunk.columns[f"{IMAGES}front.length"].tolist()) == {0, taken[0].nbytes}
-    assert len(chunk.columns[f"{IMAGES}front.crc"]) == 6
+    np.testing.assert_array_equal(chunk.columns[f"{IMAGE_PREFIX}front"], taken)
+    assert set(chunk.columns[f"{IMAGE_PREFIX}front.length"].tolist()) == {0, taken[0].nbytes}
+    assert len(chunk.columns[f"{IMAGE_PREFIX}front.crc"]) == 6
 
 
 def test_each_step_says_when_the_picture_that_stands_was_captured() -> None:
     stage = Stage(RecorderConfig(chunk_steps=3))
     ticks = stage.act(8, last=CUT)
-    told = np.concatenate([chunk.columns[f"{IMAGES}front.t_capture_ns"] for chunk in stage.chunks])
+    told = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"] for chunk in stage.chunks])
     captured = [tick.frames["front"].t_capture_ns for tick in ticks[:-1:2]]  # of every other period, chunks or not
     np.testing.assert_array_equal(told, np.repeat(captured, 2))
     assert len(set(captured)) == 4 and told.dtype == np.int64
@@ -123,17 +123,17 @@ def test_each_step_says_when_the_picture_that_stands_was_captured() -> None:
 def test_a_picture_of_the_episode_before_stands_for_none() -> None:
     stage = Stage()
     ticks = stage.act(2)
-    stage.recorder.begin(Source.ONLINE, seed=2)
+    stage.recorder.begin_episode(EpisodeSource.ONLINE, seed=2)
     assert not ticks[1].frames
-    stage.recorder.record(ticks[1], Decision(STILL, Phase.POLICY), ticks[2], CUT)
+    stage.recorder.record(ticks[1], SelectedAction(STILL, Phase.POLICY), ticks[2], CUT)
     (chunk,) = stage.chunks
-    assert chunk.columns[f"{IMAGES}front.t_capture_ns"].tolist() == [0]
+    assert chunk.columns[f"{IMAGE_PREFIX}front.t_capture_ns"].tolist() == [0]
 
 
 def test_pictures_can_be_left_out() -> None:
     stage = Stage(RecorderConfig(cameras=False))
     stage.act(3, last=CUT)
-    assert not [name for name in stage.chunks[0].columns if name.startswith(IMAGES)]
+    assert not [name for name in stage.chunks[0].columns if name.startswith(IMAGE_PREFIX)]
 
 
 def test_a_refused_action_is_recorded_as_asked_and_as_not_applied() -> None:
@@ -142,8 +142,8 @@ def test_a_refused_action_is_recorded_as_asked_and_as_not_applied() -> None:
     stage.act(1, RIGHT)
     (chunk,) = stage.chunks
     np.testing.assert_array_equal(chunk.columns["action"], [RIGHT])
-    np.testing.assert_array_equal(chunk.columns[APPLIED], [np.float32(stage.driver.spec.neutral)])
-    assert chunk.columns["safety"].tolist() == [Reason.ESTOP]
+    np.testing.assert_array_equal(chunk.columns[APPLIED_ACTION], [np.float32(stage.driver.spec.neutral)])
+    assert chunk.columns["safety"].tolist() == [SafetyReason.ESTOP]
     assert chunk.columns["truncated"].tolist() == [True]
     assert chunk.header.end == EpisodeEnd(steps=1, success=None)
 
@@ -153,8 +153,8 @@ def test_a_reduced_action_is_recorded_with_what_was_applied() -> None:
     stage.act(1, 2 * RIGHT + np.float32([0.05, 0, 0, 0]), CUT)
     (chunk,) = stage.chunks
     assert chunk.columns["action"][0, 0] == np.float32(0.15)
-    assert chunk.columns[APPLIED][0, 0] == np.float32(0.1)
-    assert chunk.columns["safety"][0] & Reason.BOUND
+    assert chunk.columns[APPLIED_ACTION][0, 0] == np.float32(0.1)
+    assert chunk.columns["safety"][0] & SafetyReason.BOUND
 
 
 def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampled() -> None:
@@ -169,7 +169,7 @@ def test_an_episode_that_never_ended_stays_open_and_its_last_step_is_never_sampl
 
 @pytest.mark.parametrize(("steps", "end", "transitions"), [(1, CUT, 1), (6, CUT, 6), (6, None, 3)])
 def test_the_learner_can_draw_every_step_whose_outcome_is_known(
-    tmp_path: Path, steps: int, end: Verdict | None, transitions: int
+    tmp_path: Path, steps: int, end: StepOutcome | None, transitions: int
 ) -> None:
     """Of an episode without its end, cut off after a chunk of 4, the last step's outcome is not known."""
     stage = Stage(RecorderConfig(chunk_steps=4), cameras=())
@@ -177,9 +177,9 @@ def test_the_learner_can_draw_every_step_whose_outcome_is_known(
     with StoreWriter.open(tmp_path) as writer:
         for chunk in stage.chunks:
             writer.append(chunk.encode())
-    chooser, features = Uniform(), Features.of(stage.driver.spec)
+    chooser, features = UniformSelector(), ObservationFeatures.of(stage.driver.spec)
     with StoreReader.open(tmp_path) as reader, ReplayBuffer(reader, features, cache_bytes=1 << 20) as replay:
-        replay.listen(chooser.update)
+        replay.subscribe(chooser.update)
         replay.refresh()
         assert len(chooser) == transitions
 
@@ -191,7 +191,7 @@ def test_chunks_are_closed_before_they_grow_too_large_and_no_step_is_lost() -> N
     assert len(headers) > 1 and max(map(len, stage.packets)) < 12_000
     assert [h.first_step for h in headers] == [sum(h.steps for h in headers[:n]) for n in range(len(headers))]
     assert sum(h.steps for h in headers) == 10 and headers[-1].end is not None
-    pictures = np.concatenate([chunk.columns[f"{IMAGES}front"] for chunk in stage.chunks])
+    pictures = np.concatenate([chunk.columns[f"{IMAGE_PREFIX}front"] for chunk in stage.chunks])
     np.testing.assert_array_equal(pictures, [t.frames["front"].image for t in ticks[:-1] if "front" in t.frames])
 
 

@@ -25,18 +25,17 @@ from user_sys.config import load, save
 from user_sys.edge.outbox import Outbox
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.edge.session import SessionConfig
-from user_sys.edge.session_report import read_report
-from user_sys.episode import Chunk, Phase, Source, decode_chunk
+from user_sys.edge.status import read_session_report
+from user_sys.episode import Chunk, EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
-from user_sys.learners import LEARNER
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
-from user_sys.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare
-from user_sys.run_folder import create
+from user_sys.robot_records import LEARNER
+from user_sys.run.config import RunConfig, create_run_folder, policy_process
+from user_sys.run.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare_run_folder
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
-from user_sys.topology import RunConfig, policy_node
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.credit import MIN_BURST_BYTES
+from user_sys.tunnel.flow_control import MIN_BURST_BYTES
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
 from user_sys.weights.publisher import PublishConfig, Publisher
@@ -61,7 +60,7 @@ class Followed:
                 return []
             self._reader = self._stack.enter_context(LogReader.open(self._path))
         refs = self._reader.records()
-        self._found += [decode_chunk(bytes(self._reader.read(ref))) for ref in refs if ref.kind == CHUNK]
+        self._found += [decode_chunk(bytes(self._reader.read(ref))) for ref in refs if ref.kind == CHUNK_KIND]
         return self._found
 
 
@@ -71,8 +70,8 @@ class Site:
     def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
         self._stack = stack
         config = RunConfig(**{"robots": (ROBOT,), "runs": folder, **settings})
-        self.folder, self.card = create(config, "run", free_endpoint("tcp://127.0.0.1:0"))
-        prepare(config, self.folder, self.card)
+        self.folder, self.card = create_run_folder(config, "run", free_endpoint("tcp://127.0.0.1:0"))
+        prepare_run_folder(config, self.folder, self.card)
         self.state = self.folder.edge(ROBOT.name)
         self._logs = 0
         self._store, self._outbox = Followed(self.folder.store, stack), Followed(self.state / "outbox", stack)
@@ -86,13 +85,13 @@ class Site:
         return self.start("user_sys.gateway", "--run", self.folder.path)
 
     def driver(self) -> NodeProcess:
-        return self.start("user_sys.edge.driver_process", self.state / "robot.yaml", self.state)
+        return self.start("user_sys.edge.driver_server", self.state / "robot.yaml", self.state)
 
     def session(self) -> NodeProcess:
         return self.start("user_sys.edge.session", self.state / "session.yaml")
 
     def policy(self) -> NodeProcess:
-        node = policy_node(self.folder, "cpu", {}, LOOPBACK)
+        node = policy_process(self.folder, "cpu", {}, LOOPBACK)
         return self.start(*node.argv[2:])
 
     def client(self, name: str) -> TunnelClient:
@@ -142,7 +141,7 @@ def threads(session: NodeProcess) -> list[tuple[str, int]]:
 def require_whole(site: Site) -> None:
     """Each chunk that was recorded is in the store exactly once, and no episode has a gap."""
     with LogReader.open(site.folder.store) as anew:
-        refs = [ref for ref in anew.records() if ref.kind == CHUNK]
+        refs = [ref for ref in anew.records() if ref.kind == CHUNK_KIND]
         stored = Counter(key(decode_chunk(bytes(anew.read(ref)))) for ref in refs)
     assert stored == site.stored() and set(stored.values()) == {1}
     assert set(stored) == site.recorded()
@@ -172,7 +171,7 @@ def test_what_a_session_does_arrives_and_it_leaves_when_the_run_is_over(site: Si
     require_whole(site)
     for chunk in site.chunks():
         columns, header = chunk.columns, chunk.header
-        assert (header.source, header.robot, header.embodiment) == (Source.ONLINE, "fake-0", spec.embodiment)
+        assert (header.source, header.robot, header.embodiment) == (EpisodeSource.ONLINE, "fake-0", spec.embodiment)
         assert (columns["phase"] == Phase.POLICY).all() and set(columns["policy_version"].tolist()) <= {-1, 7}
         assert (columns["t_capture_ns"] <= columns["t_inference_ns"]).all()
         assert (columns["t_inference_ns"] <= columns["t_command_ns"]).all()
@@ -215,7 +214,7 @@ def test_a_robot_whose_disk_is_full_holds_and_loses_no_step(site: Site, small_di
     if space_again:
         session.end(signal.SIGKILL)
         session = site.session()
-        session.says("No space left on device")
+        session.wait_for_log("No space left on device")
         assert "session.waiting" in session.log and session.process.poll() is None
         before = len(site.stored())
         filler.unlink()
@@ -249,10 +248,10 @@ def test_a_session_of_another_run_waits_is_told_who_has_the_robot_and_disturbs_n
     other = replace(load(SessionConfig, site.state / "session.yaml"), holder="run beta", state=site.state / "beta")
     save(other, site.state / "beta.yaml")
     rival = site.start("user_sys.edge.session", site.state / "beta.yaml")
-    rival.says(f"session.waiting fake-0 is driven on this machine for {site.state}", within_s=60)
+    rival.wait_for_log(f"session.waiting fake-0 is driven on this machine for {site.state}", within_s=60)
     before = len(site.stored())
     until(lambda: len(site.stored()) > before, "the first session goes on")
-    assert driver.says("session.attached").count("session.attached") == 1
+    assert driver.wait_for_log("session.attached").count("session.attached") == 1
     console.send(StopRun(reason="the test is over"))
     assert session.process.wait(END_S) == 0
     assert rival.process.poll() is None and rival.end() == 0
@@ -263,16 +262,16 @@ def test_the_successor_of_a_killed_session_takes_over_with_a_newer_token(site: S
     site.gateway()
     driver, session = site.driver(), site.session()
     console = site.client(CONSOLE)
-    session.says("lease.granted robot=fake-0 token=1")
+    session.wait_for_log("lease.granted robot=fake-0 token=1")
     until(lambda: len(site.stored()) >= 5, "experience arrives")
     held = driver.log.count("watchdog.hold")
     session.end(signal.SIGKILL)
     acknowledged = set(site.stored())
-    driver.says("watchdog.hold", times=held + 1)
+    driver.wait_for_log("watchdog.hold", times=held + 1)
 
     successor = site.session()
-    successor.says("lease.granted robot=fake-0 token=2")
-    driver.says("token=2")
+    successor.wait_for_log("lease.granted robot=fake-0 token=2")
+    driver.wait_for_log("token=2")
     until(lambda: len(site.stored()) >= len(acknowledged) + 5, "experience goes on")
     console.send(StopRun(reason="the test is over"))
     assert successor.process.wait(END_S) == 0
@@ -306,12 +305,12 @@ def test_a_robot_whose_lease_runs_out_holds_and_goes_on_once_it_is_renewed(tmp_p
         gateway, driver, session = site.gateway(), site.driver(), site.session()
 
         def does(what: str) -> bool:
-            report = read_report(ROBOT.name, session.process.pid)
+            report = read_session_report(ROBOT.name, session.process.pid)
             return report is not None and report.doing == what
 
         until(lambda: len(site.recorded()) > 3, "steps are recorded")
         gateway.end(signal.SIGKILL)
-        driver.says("lease.over robot=fake-0")
+        driver.wait_for_log("lease.over robot=fake-0")
         until(lambda: does("held without a lease"), "the session reports it")
         site.gateway()
         until(lambda: does("driving"), "the lease is renewed")
@@ -340,14 +339,14 @@ def test_an_emergency_stop_reaches_a_driver_that_was_away(site: Site) -> None:
     until(lambda: site.stored(), "experience arrives")
     driver.end(signal.SIGKILL)
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=1))
-    session.says("e-stop.undelivered")
+    session.wait_for_log("e-stop.undelivered")
 
     again = site.driver()
-    again.says("estop.latched by=ada")
-    again.says("session.attached")
+    again.wait_for_log("estop.latched by=ada")
+    again.wait_for_log("session.attached")
     stopped = len(site.recorded())
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=2))
-    again.says("estop.rearmed by=ada")
+    again.wait_for_log("estop.rearmed by=ada")
     until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
     assert len(site.recorded()) == stopped
     console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=3))
@@ -416,13 +415,13 @@ def test_a_robot_that_may_not_explore_holds_until_its_first_weights_have_come(tm
         session = site.session()
         console, learner = site.client(CONSOLE), site.client(LEARNER)
         until(lambda: _note(console).startswith("waiting for weights"), "people are told")
-        session.says("session.awaits_weights robot=fake-0")
+        session.wait_for_log("session.awaits_weights robot=fake-0")
         until(lambda: _doing(session) == "waiting for weights", "whoever looks after its processes is told")
         assert site.recorded() == set(), "nothing was done that could be recorded"
         with Publisher(learner, new_signer(), PublishConfig()) as publisher:
             publisher.publish(Rlpd(RlpdConfig(), robot_spec(ROBOT), seed=0).policy_weights(), 7, updates=100)
             until(lambda: site.stored(), "it acts")
-        session.says("session.has_weights robot=fake-0")
+        session.wait_for_log("session.has_weights robot=fake-0")
         console.send(StopRun(reason="the test is over"))
         assert session.process.wait(END_S) == 0
         require_whole(site)
@@ -445,11 +444,11 @@ def test_a_policy_elsewhere_that_is_killed_has_the_robot_hold_while_people_may_d
             until(lambda: any((c.columns["policy_version"] == 7).any() for c in site.chunks()), "version 7 acts")
         policy.end(signal.SIGKILL)
         until(lambda: "does not answer; the robot holds" in _note(console), "people are told")
-        session.says("session.policy_away robot=fake-0")
+        session.wait_for_log("session.policy_away robot=fake-0")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="take-over", sequence=1))
         until(lambda: _authority(console) == "human", "a person drives")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="e-stop", sequence=2))
-        driver.says("estop.latched by=ada")
+        driver.wait_for_log("estop.latched by=ada")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="re-arm", sequence=3))
         until(lambda: _authority(console) == "hold", "nobody drives after a re-arm")
         console.send(OperatorCommand(robot="fake-0", operator="ada", order="hand-back", sequence=4))
@@ -467,7 +466,7 @@ def test_a_policy_elsewhere_that_is_killed_has_the_robot_hold_while_people_may_d
 
 
 def _doing(session: NodeProcess) -> str:
-    report = read_report(ROBOT.name, session.process.pid)
+    report = read_session_report(ROBOT.name, session.process.pid)
     return report.doing if report else ""
 
 

@@ -1,23 +1,100 @@
-"""What a robot says of itself is what it does."""
+"""Pictures for people are made beside the control loop.
+
+What a robot says of itself is what it does.
+"""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+from edge_kit import until
 
-from hal.task import Outcome
+from hal.safety import SafetyReason
+from hal.task import TaskOutcome
 from user_sys.compose import RobotConfig, robot_spec
-from user_sys.edge.authority import Authority
-from user_sys.edge.driver import Tick
+from user_sys.edge.control_authority import ControlAuthority
+from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.edge.outbox import Outbox
-from user_sys.edge.publisher import StatusPublisher
-from user_sys.edge.recorder import Decision
+from user_sys.edge.recorder import SelectedAction
+from user_sys.edge.status import PreviewEncoder, SafetyCounter, StatusPublisher
 from user_sys.episode import Phase
-from user_sys.messages import ControlMessage, RobotStatus
+from user_sys.messages import ControlMessage, Preview, RobotStatus
 
 
-class Heard:
+def picture(camera: str, step: int) -> Preview:
+    return Preview(robot="r", camera=camera, step=step)
+
+
+def test_while_one_picture_is_made_only_the_newest_of_each_camera_waits() -> None:
+    offered: list[tuple[str, int]] = []
+    go_on = threading.Event()
+
+    def offer(preview: Preview, jpeg: bytes) -> None:
+        assert jpeg.startswith(b"\xff\xd8")
+        offered.append((preview.camera, preview.step))
+        assert go_on.wait(60)
+
+    frame = np.zeros((16, 16, 3), np.uint8)
+    with PreviewEncoder(offer) as previews:
+        previews.submit(picture("front", 0), frame)
+        until(lambda: offered, "the first is under way")
+        for step in (1, 2):
+            for camera in ("front", "wrist"):
+                previews.submit(picture(camera, step), frame)
+        go_on.set()
+        until(lambda: len(offered) == 3, "the newest ones follow")
+    assert offered == [("front", 0), ("front", 2), ("wrist", 2)]
+
+
+def test_what_cannot_be_encoded_is_said_by_the_next_picture() -> None:
+    with PreviewEncoder(lambda *_: None) as previews:
+        previews.submit(picture("front", 0), np.zeros(3, np.uint8))
+
+        def refused() -> bool:
+            try:
+                previews.submit(picture("wrist", 1), np.zeros((16, 16, 3), np.uint8))
+            except ValueError:
+                return True
+            return False
+
+        until(refused, "it raises what the encoder raised")
+        with pytest.raises(ValueError):
+            previews.submit(picture("front", 2), np.zeros((16, 16, 3), np.uint8))
+
+
+NO_INTERVENTION = TimeStep(
+    observation={},
+    frames={},
+    t_capture_ns=0,
+    applied=None,
+    safety_reasons=0,
+    t_command_ns=0,
+    outcome=NO_OUTCOME,
+    held_periods=0,
+    stopped=False,
+)
+
+
+def test_every_intervention_is_counted_with_its_reason() -> None:
+    counts = SafetyCounter()
+    counts.add(NO_INTERVENTION)
+    assert counts.scalars() == {}
+    for reasons in (SafetyReason.WORKSPACE | SafetyReason.SPEED, SafetyReason.WORKSPACE, SafetyReason.ESTOP):
+        counts.add(replace(NO_INTERVENTION, safety_reasons=int(reasons)))
+    counts.add(replace(NO_INTERVENTION, held_periods=7))
+    assert counts.scalars() == {
+        "safety_estop": 1.0,
+        "safety_speed": 1.0,
+        "safety_watchdog": 7.0,
+        "safety_workspace": 2.0,
+    }
+
+
+class FakeClient:
     """The end of the tunnel that a status goes into."""
 
     def __init__(self) -> None:
@@ -35,15 +112,15 @@ class Heard:
 
 
 def test_the_version_is_the_one_that_acted_last_also_after_an_order_to_go_back(tmp_path: Path) -> None:
-    spec, heard = robot_spec(RobotConfig(name="fake-0", driver="fake")), Heard()
-    tick = Tick({}, {}, 0, None, 0, 0, Outcome(0.0, False), 0, False)
+    spec, heard = robot_spec(RobotConfig(name="fake-0", driver="fake")), FakeClient()
+    tick = TimeStep({}, {}, 0, None, 0, 0, TaskOutcome(0.0, False), 0, False)
     action = np.zeros(len(spec.action.labels), np.float32)
     with Outbox.open(tmp_path) as outbox:
         status = StatusPublisher(
             "fake-0",
             heard,
             outbox,
-            Authority("fake-0", spec),
+            ControlAuthority("fake-0", spec),
             lambda: "e",
             lambda: "",
             "",
@@ -51,7 +128,7 @@ def test_the_version_is_the_one_that_acted_last_also_after_an_order_to_go_back(t
         )
         shown = []
         for version, phase in ((10, Phase.POLICY), (-1, Phase.TELEOP), (5, Phase.POLICY)):
-            status.on_step(tick, Decision(action, phase, policy_version=version))
+            status.on_step(tick, SelectedAction(action, phase, policy_version=version))
             status.publish()
             newest = heard.said[-1]
             assert isinstance(newest, RobotStatus)

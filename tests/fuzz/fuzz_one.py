@@ -17,9 +17,9 @@ import atheris
 
 INSTRUMENTED = [
     *("user_sys.codec", "user_sys.episode", "user_sys.messages", "user_sys.config", "user_sys.tunnel.keys"),
-    *("user_sys.tunnel.wire", "user_sys.store", "user_sys.weights.records", "user_sys.jpeg", "hal.spec"),
-    *("user_sys.weights.delta", "user_sys.console.wire", "user_sys.replay.verified"),
-    *("user_sys.interchange.frames", "user_sys.interchange.lerobot_format", "user_sys.interchange.lerobot_read"),
+    *("user_sys.tunnel.protocol", "user_sys.store", "user_sys.messages", "user_sys.codec", "hal.spec"),
+    *("user_sys.weights.patches", "user_sys.console.protocol", "user_sys.replay.reader"),
+    *("user_sys.interchange.frames", "user_sys.interchange.lerobot_format", "user_sys.interchange.lerobot_import"),
 ]
 
 with atheris.instrument_imports(include=INSTRUMENTED):

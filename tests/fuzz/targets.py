@@ -21,45 +21,45 @@ import zmq
 from blake3 import blake3
 from msgspec.structs import replace
 
-from hal import audit, latch, lease, registry, safety, standing
+from hal import audit, estop, lease, registry, safety
 from hal.errors import HalError
 from hal.resource import Kind, ResourceRecord
 from hal.spec import STATE, ArraySpec, CameraSpec, RobotSpec
 from user_sys import messages as m
 from user_sys.codec import decode_packet, encode_packet
 from user_sys.config import load
-from user_sys.console import wire as console
-from user_sys.edge import driver_wire as driver
-from user_sys.edge.dropped import Dropped, read_dropped, write_dropped
+from user_sys.console import protocol as console
+from user_sys.edge import driver_client as driver
+from user_sys.edge.outbox import DropRecord, read_drop_record, write_drop_record
 from user_sys.episode import (
-    APPLIED,
-    BESIDE_FRAMES,
-    CAPTURED,
-    IMAGES,
+    APPLIED_ACTION,
+    CAPTURE_TIME_SUFFIX,
+    FRAME_SUFFIXES,
+    IMAGE_PREFIX,
     Chunk,
     ChunkHeader,
     EpisodeEnd,
+    EpisodeSource,
     Phase,
-    Source,
     decode_chunk,
     frame_columns,
-    open_chunk,
+    parse_chunk,
 )
 from user_sys.errors import ConfigError, DataSetError, RunError, StoreError, WireError
-from user_sys.gateway.service import GatewayAddress, read_address
-from user_sys.inference import wire as asking
-from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frames_of
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.inference import protocol as asking
+from user_sys.interchange.frames import decode_frame, decode_image_file, encode_jpeg, encode_png, frames_of
 from user_sys.interchange.lerobot_format import INFO, TASKS
-from user_sys.interchange.lerobot_read import LerobotDataSet
-from user_sys.learner import checkpoint, envoy_wire
-from user_sys.replay.features import Features
-from user_sys.replay.verified import FRAME, ChunkRows
-from user_sys.robot_cards import keep_card, read_cards
-from user_sys.run_folder import CARD, FORMAT, RunCard, reopen
-from user_sys.store import inbox
-from user_sys.store.block import TABLES, decode_block, summarise_records
-from user_sys.store.files import REAL
-from user_sys.store.frame import RecordRef
+from user_sys.interchange.lerobot_import import LerobotDataset
+from user_sys.learner import checkpoint, publisher_protocol
+from user_sys.messages import PatchInfo, PinnedVersion, SignedRecord, WeightsManifest, check_patch, decode_record
+from user_sys.replay.batches import ObservationFeatures
+from user_sys.replay.reader import FRAME_DTYPE, VerifiedChunk
+from user_sys.robot_records import read_robot_records, save_robot_record
+from user_sys.run.config import METADATA_FILE, RUN_FORMAT, RunConfig, RunMetadata, open_run_folder
+from user_sys.store import labels
+from user_sys.store.files import OS_FILES
+from user_sys.store.index_block import TABLES, decode_block, summarise_records
 from user_sys.store.labels import (
     DeleteLabel,
     NoteLabel,
@@ -71,16 +71,14 @@ from user_sys.store.labels import (
 )
 from user_sys.store.log_reader import LogReader
 from user_sys.store.log_writer import LogWriter
-from user_sys.store.store import CHUNK, LABEL
-from user_sys.topology import RunConfig
-from user_sys.tunnel import wire
+from user_sys.store.record_format import RecordRef
+from user_sys.store.store import CHUNK_KIND, LABEL_KIND
+from user_sys.tunnel import protocol
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.wire import Channel, Envelope, channel_of, encode, protocol_of_hello
-from user_sys.weights.delta import apply_delta
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, table_parcel
-from user_sys.weights.records import Manifest, Order, ParcelInfo, Signed, check_parcel, decode_record
-from user_sys.weights.state import State, build_state, describe, with_table
+from user_sys.tunnel.protocol import Channel, Envelope, channel_of, encode_envelope, hello_protocol_version
+from user_sys.weights.patches import Patch, apply_delta, delta_patch, full_patch, table_patch
+from user_sys.weights.state import TensorSet, build_manifest, build_tensor_set, with_tensor_table
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 _LIMITS = TunnelLimits()
@@ -99,44 +97,49 @@ class Target:
 
 def _chunk() -> bytes:
     header = ChunkHeader(episode="e", index=0, first_step=0, steps=2, robot="r", embodiment="m", task="t", sentence="s",
-                         source=Source.ONLINE, seed=0, started_unix_ns=0)  # fmt: skip
+                         source=EpisodeSource.ONLINE, seed=0, started_unix_ns=0)  # fmt: skip
     return Chunk(header, {"reward": np.zeros(2, np.float32)}, {}).encode()
 
 
 def _used_chunk(raw: bytes) -> None:
     """What the door takes every reader must be able to use."""
     chunk = decode_chunk(raw)
-    block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK), memoryview(raw))]))
+    block = decode_block(summarise_records([(RecordRef(0, 0, len(raw), CHUNK_KIND), memoryview(raw))]))
     assert len(block.chunks["steps"]) == 1 and not block.damaged
-    cameras = [name for name in chunk.columns if name.startswith(IMAGES) and not name.endswith(BESIDE_FRAMES)]
+    cameras = [name for name in chunk.columns if name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)]
     for name in cameras:
-        assert len(frames_of(chunk, name)) == len(chunk.columns[name + CAPTURED]) == chunk.header.steps
-    shapes = dict.fromkeys((IMAGES + "f", *cameras), (8, 8, 3))
-    rows = ChunkRows(open_chunk(raw), Features(vectors={STATE: 3}, action_size=2, cameras=shapes))
+        assert len(frames_of(chunk, name)) == len(chunk.columns[name + CAPTURE_TIME_SUFFIX]) == chunk.header.steps
+    shapes = dict.fromkeys((IMAGE_PREFIX + "f", *cameras), (8, 8, 3))
+    rows = VerifiedChunk(parse_chunk(raw), ObservationFeatures(vectors={STATE: 3}, action_size=2, cameras=shapes))
     rows.vectors()
     for name in shapes:
-        rows.frames(name, 0, partial(np.zeros, (), FRAME))
+        rows.frames(name, 0, partial(np.zeros, (), FRAME_DTYPE))
 
 
 def _last_chunk() -> bytes:
     """One with pictures, phases and an end."""
     end = EpisodeEnd(steps=4, success=True)
     header = ChunkHeader(episode="e", index=1, first_step=2, steps=2, robot="r", embodiment="m", task="t", sentence="s",
-                         source=Source.ONLINE, seed=0, started_unix_ns=0, end=end)  # fmt: skip
+                         source=EpisodeSource.ONLINE, seed=0, started_unix_ns=0, end=end)  # fmt: skip
     columns = {
         **frame_columns("observation.images.f", [b"\xff\xd8", None], [1, 1]),
         **frame_columns("observation.images.r", [_BLACK[:1, :2], None], [1, 1]),
         "phase": np.array([0, 2], np.uint8),
         "t_capture_ns": np.arange(2),
         STATE: np.zeros((2, 3), np.float32),
-        APPLIED: np.zeros((2, 2), np.float32),
+        APPLIED_ACTION: np.zeros((2, 2), np.float32),
     }
-    final = {STATE: np.zeros(3, np.float32), IMAGES + "f": np.frombuffer(encode_jpeg(_BLACK), np.uint8)}
+    final = {STATE: np.zeros(3, np.float32), IMAGE_PREFIX + "f": np.frombuffer(encode_jpeg(_BLACK), np.uint8)}
     return Chunk(header, columns, final).encode()
 
 
 def _block() -> bytes:
-    records = [(CHUNK, _chunk()), (CHUNK, _last_chunk()), (LABEL, encode_label(_LABELS[0])), (LABEL, b"damaged")]
+    records = [
+        (CHUNK_KIND, _chunk()),
+        (CHUNK_KIND, _last_chunk()),
+        (LABEL_KIND, encode_label(_LABELS[0])),
+        (LABEL_KIND, b"damaged"),
+    ]
     return summarise_records(
         (RecordRef(0, place, len(raw), kind), memoryview(raw)) for place, (kind, raw) in enumerate(records)
     )
@@ -175,7 +178,7 @@ _SPEC = RobotSpec(
 )
 
 
-def _states() -> tuple[State, State]:
+def _states() -> tuple[TensorSet, TensorSet]:
     """Two versions of the same weights: a few values of one tensor changed, all of another, none of the third."""
     base = {
         "few": np.zeros(600, np.float32),
@@ -184,30 +187,30 @@ def _states() -> tuple[State, State]:
     }
     few = base["few"].copy()
     few[::50] = 1
-    return build_state(base), build_state({**base, "few": few, "all": base["all"] + 1})
+    return build_tensor_set(base), build_tensor_set({**base, "few": few, "all": base["all"] + 1})
 
 
-def _parcels() -> tuple[Parcel, Parcel]:
+def _parcels() -> tuple[Patch, Patch]:
     base, new = _states()
-    small = delta_parcel(0, base, 1, new)
+    small = delta_patch(0, base, 1, new)
     assert small is not None
-    return full_parcel(new, 1), small
+    return full_patch(new, 1), small
 
 
 _BASE, _NEW = _states()
 _PARCELS = _parcels()
-_TABLE = table_parcel(_NEW, 1)
-_MANIFEST = describe(_NEW, 1, 0, 0, (0.0, 0.0))
-_ORDER = Order(serial=1, version=1, by="b", reason="r", given_unix_ns=0)
-_SIGNED = Signed(msgspec.msgpack.encode(_MANIFEST), bytes(64))
-_RECORDS = (ParcelInfo, Manifest, Order, Signed)
+_TABLE = table_patch(_NEW, 1)
+_MANIFEST = build_manifest(_NEW, 1, 0, 0, (0.0, 0.0))
+_ORDER = PinnedVersion(serial=1, version=1, by="b", reason="r", given_unix_ns=0)
+_SIGNED = SignedRecord(msgspec.msgpack.encode(_MANIFEST), bytes(64))
+_RECORDS = (PatchInfo, WeightsManifest, PinnedVersion, SignedRecord)
 
 
 def _record(raw: bytes) -> None:
     """The first byte says of which kind."""
     found = decode_record(raw[1:], _RECORDS[(raw[:1] or b"\0")[0] % len(_RECORDS)])
-    if isinstance(found, ParcelInfo):
-        check_parcel(found)
+    if isinstance(found, PatchInfo):
+        check_patch(found)
 
 
 def _kinds_of_records() -> Iterable[bytes]:
@@ -218,22 +221,22 @@ def _kinds_of_records() -> Iterable[bytes]:
 def _on_its_channel(envelope: Envelope) -> bytes:
     """What `_message` takes."""
     channel = list(Channel).index(channel_of(envelope.message))
-    return bytes([channel | (128 if envelope.payload else 0)]) + bytes(encode(envelope)[0])
+    return bytes([channel | (128 if envelope.payload else 0)]) + bytes(encode_envelope(envelope)[0])
 
 
-_ALONE: tuple[wire.AnyMessage, ...] = (
+_ALONE: tuple[protocol.AnyMessage, ...] = (
     m.Hello(protocol=1, role="robot", name="r"),
     m.Hello(protocol=3, oldest=2, role="robot", name="r", holder="h", stream="s", spec=_SPEC),
     m.Welcome(protocol=3, gateway="g", resume_after=7),
     m.Refusal(reason="r"),
     m.Heartbeat(t_client_ns=1),
-    m.Grant(messages=1, size_bytes=1),
+    m.CreditGrant(messages=1, size_bytes=1),
     m.LeaseRequest(robot="r", holder="h", floor=1),
     m.LeaseGrant(robot="r", holder="h", token=1, ttl_s=1.0),
     m.LeaseRelease(robot="r", token=1),
     m.OperatorCommand(robot="r", operator="o", order="drive", twist=(0.0, 1.0)),
     m.OperatorReply(robot="r", operator="o", order="drive", accepted=True),
-    m.WatchRequest(robot="r", rate_hz=1.0, ttl_s=1.0),
+    m.PreviewRequest(robot="r", rate_hz=1.0, ttl_s=1.0),
     m.RobotStatus(robot="r", authority="a", operator="o", phase="p", episode="e", step=1, policy_version=1,
                   real_time=True, outbox_chunks=1, control_hz=10.0, safety_interventions=0),
     m.EpisodeReport(robot="r", episode="e", source="s", steps=1, success=None, intervention_steps=0,
@@ -243,7 +246,7 @@ _ALONE: tuple[wire.AnyMessage, ...] = (
     m.ChunkAck(sequence=1),
     m.ChunkRefusal(sequence=1, reason="r"),
     m.PreviewAck(robot="r", camera="c"),
-    m.WeightsAsk(),
+    m.WeightsOfferRequest(),
     m.WeightsOffer(manifests=(_SIGNED,), parcels=tuple(p.info for p in _PARCELS), signer=bytes(32), order=_SIGNED),
     m.WeightsRequest(parcel=b"p", first=0, count=1),
     m.WeightsGone(parcel=b"p"),
@@ -255,7 +258,7 @@ _ENVELOPES = (
     *map(Envelope, _ALONE),
     Envelope(m.ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
     Envelope(m.Preview(robot="r", camera="c", step=1), b"jpeg"),
-    Envelope(m.WeightsGrains(parcel=b"p", first=0), b"w"),
+    Envelope(m.WeightsBlocks(parcel=b"p", first=0), b"w"),
 )
 
 
@@ -264,18 +267,18 @@ def _message(raw: bytes) -> None:
     first, rest = raw[:1] or b"\0", raw[1:]
     channel = list(Channel)[(first[0] & 127) % len(Channel)]
     frames: list[bytes | memoryview] = [rest, b"payload"] if first[0] & 128 else [rest]
-    message = wire.decode(channel, frames, _LIMITS).message
-    wire.coalescing_key(message)
+    message = protocol.decode_envelope(channel, frames, _LIMITS).message
+    protocol.coalescing_key(message)
     if isinstance(message, m.Hello) and message.spec is not None:
         assert len(message.spec.embodiment) == 16
 
 
 _PAGE = (
-    console.Hello("o"),
-    console.Order("r", "take-over"),
-    console.Drive("r", (0.0, 0.5, -1.0), 1.0),
-    console.Seen((("r", "c"),)),
-    console.Look(True),
+    console.PageHello("o"),
+    console.PageOrder("r", "take-over"),
+    console.DriveInput("r", (0.0, 0.5, -1.0), 1.0),
+    console.PreviewsShown((("r", "c"),)),
+    console.PageVisibility(True),
     console.Ping(1.0),
 )
 
@@ -329,7 +332,7 @@ def _data_set() -> tuple[Callable[[bytes], object], tuple[bytes, ...]]:
     feature = {"dtype": "float32", "shape": [2], "names": ["a", "b"]}
     info = {"codebase_version": "v3.0", "fps": 10, "robot_type": "r", "features": {"action": feature},
             "total_episodes": 1, "total_frames": 9}  # fmt: skip
-    read = _in_file(f"data-set/{INFO}", lambda path: LerobotDataSet.open(root).cameras())
+    read = _in_file(f"data-set/{INFO}", lambda path: LerobotDataset.open(root).cameras())
     return read, (msgspec.json.encode(info),)
 
 
@@ -347,22 +350,25 @@ def _leases(path: Path) -> object:
 
 def _run(path: Path) -> object:
     path.with_name("config.yaml").write_text("robots: [{name: a}]")
-    return reopen(path.parent)
+    return open_run_folder(path.parent)
 
 
 # What programs find on their own disk when they start: how it is read, and an example.
 _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
     ("leases.json", _leases, _made("leases.json", _leases)),
-    ("fence", lease.Fence, _made("fence", lambda path: lease.Fence(path).admit(7))),
+    ("fence", lease.Fence, _made("fence", lambda path: lease.Fence(path).check_token(7))),
     (
         "latch.json",
         lambda path: safety.SafetyKernel(_SPEC, latch_path=path),
-        _made("latch.json", lambda path: latch.Latch(path).press(latch.press("ana", "seen"))),
+        _made("latch.json", lambda path: estop.EstopLatch(path).press(estop.new_emergency_stop("ana", "seen"))),
     ),
     (
         "orders.json",
-        lambda path: standing.OrderBook(path).read(),
-        _made("orders.json", lambda path: standing.OrderBook(path).give("r", "quarantined", "ana", "it sticks")),
+        lambda path: registry.OperatorOverrides(path).read(),
+        _made(
+            "orders.json",
+            lambda path: registry.OperatorOverrides(path).set_override("r", "quarantined", "ana", "it sticks"),
+        ),
     ),
     (
         "registry.json",
@@ -371,29 +377,32 @@ _STATE: tuple[tuple[str, Callable[[Path], object], bytes], ...] = (
     ),
     (
         "audit.jsonl",
-        audit.read_audit,
+        audit.read_audit_log,
         msgspec.json.encode(audit.AuditEntry(time="t", event="granted", robot="r", peer="h", token=1)),
     ),
     (
         "gateway.json",
-        lambda path: read_address(path.parent),
+        lambda path: read_gateway_address(path.parent),
         msgspec.json.encode(GatewayAddress(endpoint="tcp://127.0.0.1:1", public_key="k")),
     ),
     (
-        CARD,
+        METADATA_FILE,
         _run,
-        msgspec.json.encode(RunCard(format=FORMAT, name="n", started_unix_s=1.0, endpoint="tcp://127.0.0.1:1")),
+        msgspec.json.encode(RunMetadata(format=RUN_FORMAT, name="n", started_unix_s=1.0, endpoint="tcp://127.0.0.1:1")),
     ),
     (
         "cards/r.json",
-        lambda path: read_cards(path.parent),
-        _made("r.json", lambda path: keep_card(path.parent, "r", _SPEC)),
+        lambda path: read_robot_records(path.parent),
+        _made("r.json", lambda path: save_robot_record(path.parent, "r", _SPEC)),
     ),
-    ("inbox/1.labels", inbox.read_post, msgspec.msgpack.encode(_LABELS)),
+    ("inbox/1.labels", labels.read_queued_labels, msgspec.msgpack.encode(_LABELS)),
     (
         "dropped",
-        lambda path: read_dropped(REAL, path),
-        _made("dropped", lambda path: write_dropped(REAL, path, Dropped(episodes=1, chunks=2, ranges=((3, 4),)))),
+        lambda path: read_drop_record(OS_FILES, path),
+        _made(
+            "dropped",
+            lambda path: write_drop_record(OS_FILES, path, DropRecord(episodes=1, chunks=2, ranges=((3, 4),))),
+        ),
     ),
 )
 
@@ -411,7 +420,7 @@ def _changed_state(raw: bytes, rng: random.Random) -> bytes:
 _CHECKPOINT = checkpoint.Checkpoint(3, {"position": 7, "policy": "ab"}, {"w": np.ones((2, 3), np.float32)})
 
 
-_CHECKPOINT_INDEX = checkpoint.save(_FOLDER / "checkpoints", _CHECKPOINT, keep=1) / "index.json"
+_CHECKPOINT_INDEX = checkpoint.save_checkpoint(_FOLDER / "checkpoints", _CHECKPOINT, keep=1) / "index.json"
 
 
 def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
@@ -425,41 +434,43 @@ def _changed_checkpoint(raw: bytes, rng: random.Random) -> bytes:
 def _word(raw: bytes) -> object:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        ours.send(raw[: envoy_wire.MAX_RECORD_BYTES] or b"\0")
-        return envoy_wire.Line(theirs).receive(0.0)
+        ours.send(raw[: publisher_protocol.MAX_RECORD_BYTES] or b"\0")
+        return publisher_protocol.MessageSocket(theirs).receive(0.0)
 
 
-_WORDS: tuple[envoy_wire.Word, ...] = (
-    envoy_wire.Memory(8, 64),
-    envoy_wire.Fetching(),
-    envoy_wire.Snapshot(1, 2, 3, (4,)),
-    envoy_wire.Steps(((0.5, 0.1),)),
-    envoy_wire.Report(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
-    envoy_wire.Status(1, 1, -1, 1, 0.5, {"s": 1.0}, envoy_wire.Failure("NotFinite", "t")),
+_WORDS: tuple[publisher_protocol.PublisherMessage, ...] = (
+    publisher_protocol.SharedMemoryInfo(8, 64),
+    publisher_protocol.DeviceCopyStarted(),
+    publisher_protocol.SnapshotReady(1, 2, 3, (4,)),
+    publisher_protocol.StepTimes(((0.5, 0.1),)),
+    publisher_protocol.ScalarReport(m.MetricsReport(node="n", count=1, scalars={"s": 1.0})),
+    publisher_protocol.PublisherStatus(
+        1, 1, -1, 1, 0.5, {"s": 1.0}, publisher_protocol.PublishFailure("NotFinite", "t")
+    ),
 )
 
 
 def _policy_requests() -> Iterable[bytes]:
     base: dict[str, Any] = {"number": 1, "session": bytes(asking.SESSION_BYTES)}
     slot, digest = base | {"slot": 0}, bytes(asking.DIGEST_BYTES)
-    yield asking.encode(asking.Greeting(**base, protocol=asking.PROTOCOL, slots=(0,)))
-    yield asking.encode(asking.Open(**slot, kind="mlp", features=(STATE,), seed=0, spec=_SPEC))
-    yield asking.encode(asking.Load(**slot, digest=digest, size_bytes=9))
-    yield asking.encode(asking.Part(**slot, digest=digest, offset=0), {asking.PART: np.zeros(9, np.uint8)})
-    act = asking.Act(**slot, digest=digest, sentence="go", deterministic=False)
+    yield asking.encode(asking.SessionHeartbeat(**base, protocol=asking.POLICY_PROTOCOL_VERSION, slots=(0,)))
+    yield asking.encode(asking.OpenSlot(**slot, kind="mlp", features=(STATE,), seed=0, spec=_SPEC))
+    yield asking.encode(asking.LoadSlotWeights(**slot, digest=digest, size_bytes=9))
+    yield asking.encode(asking.WeightsPart(**slot, digest=digest, offset=0), {asking.PART_ARRAY: np.zeros(9, np.uint8)})
+    act = asking.ActionRequest(**slot, digest=digest, sentence="go", deterministic=False)
     yield asking.encode(act, {STATE: np.zeros(2, np.float32)})
 
 
 def _policy_answers() -> Iterable[bytes]:
-    yield asking.encode(asking.Welcome(number=1, life=b"life", device="cpu"))
-    yield asking.encode(asking.Wanted(number=1, offset=0))
-    yield asking.encode(asking.Refusal(number=1, reason="no"))
+    yield asking.encode(asking.ServerInfo(number=1, instance_id=b"life", device="cpu"))
+    yield asking.encode(asking.NextPart(number=1, offset=0))
+    yield asking.encode(asking.RequestRejected(number=1, reason="no"))
     arrays = {asking.ACTIONS: np.zeros((1, 2), np.float32), asking.LOG_PROB: np.zeros(1, np.float32)}
-    yield asking.encode(asking.Acted(number=1), arrays)
+    yield asking.encode(asking.ActionResponse(number=1), arrays)
 
 
-_REQUEST = driver.Request(order="command", session="s", token=1)
-_REPLY = driver.Reply(spec=_SPEC, task=driver.TaskCard(name="n", sentence="s", max_steps=1), hand="twist")
+_REQUEST = driver.DriverRequest(order="command", session="s", token=1)
+_REPLY = driver.DriverReply(spec=_SPEC, task=driver.TaskInfo(name="n", sentence="s", max_steps=1), hand="twist")
 
 _info, _info_examples = _data_set()
 _segment, _segment_examples = _log_file("*.seg*")
@@ -479,16 +490,19 @@ TARGETS = {
         _message, (WireError,), tuple(map(_on_its_channel, _ENVELOPES)), mutations.after_first(mutations.msgpack)
     ),
     "hello": Target(
-        protocol_of_hello, (), tuple(bytes(encode(envelope)[0]) for envelope in _ENVELOPES[:4]), mutations.msgpack
+        hello_protocol_version,
+        (),
+        tuple(bytes(encode_envelope(envelope)[0]) for envelope in _ENVELOPES[:4]),
+        mutations.msgpack,
     ),
     "policy-request": Target(asking.decode_request, (WireError,), tuple(_policy_requests()), mutations.packet),
-    "policy-answer": Target(asking.decode_answer, (WireError,), tuple(_policy_answers()), mutations.packet),
+    "policy-answer": Target(asking.decode_response, (WireError,), tuple(_policy_answers()), mutations.packet),
     "parcel": Target(_record, (WireError,), tuple(_kinds_of_records()), mutations.after_first(mutations.msgpack)),
     "delta": Target(
         lambda raw: apply_delta(_BASE.tensors, raw), (WireError,), (bytes(_PARCELS[1].payload),), mutations.packet
     ),
     "table": Target(
-        lambda raw: with_table(replace(_MANIFEST, digest=blake3(raw).digest()), raw),
+        lambda raw: with_tensor_table(replace(_MANIFEST, digest=blake3(raw).digest()), raw),
         (WireError,),
         (bytes(_TABLE.payload),),
         mutations.msgpack,
@@ -500,9 +514,9 @@ TARGETS = {
         mutations.json,
     ),
     "stop": Target(
-        lambda raw: console.decode_stop(raw.decode(errors="replace")),
+        lambda raw: console.decode_estop(raw.decode(errors="replace")),
         (WireError,),
-        (msgspec.json.encode(console.Stop("o", {"r": 7})),),
+        (msgspec.json.encode(console.EstopRequest("o", {"r": 7})),),
         mutations.json,
     ),
     "segment": Target(_segment, (StoreError,), _segment_examples),
@@ -510,7 +524,9 @@ TARGETS = {
     "key": Target(_in_file("r.key", load_keypair), (RunError,), (_key,), mutations.json),
     "public-key": Target(_in_file("r.pub", load_public_key), (RunError,), (_public.encode(),)),
     "ring": Target(_in_file("allowed/r.json", _ring), (), (_entry,), mutations.json),
-    "picture": Target(lambda raw: decode(decode_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))),
+    "picture": Target(
+        lambda raw: decode_frame(decode_image_file(raw)), (DataSetError,), (encode_jpeg(_BLACK), encode_png(_BLACK))
+    ),
     "data-set": Target(_info, (DataSetError,), _info_examples, mutations.json),
     "state": Target(
         _state,
@@ -525,13 +541,13 @@ TARGETS = {
         _changed_checkpoint,
     ),
     "request": Target(
-        lambda raw: decode_packet(raw, driver.Request),
+        lambda raw: decode_packet(raw, driver.DriverRequest),
         (WireError,),
         (encode_packet(_REQUEST, {"action": np.zeros(4, np.float32)}),),
         mutations.packet,
     ),
     "reply": Target(
-        lambda raw: decode_packet(raw, driver.Reply),
+        lambda raw: decode_packet(raw, driver.DriverReply),
         (WireError, HalError),
         (encode_packet(_REPLY, {STATE: np.zeros(3, np.float32)}),),
         mutations.packet,

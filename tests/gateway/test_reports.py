@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from user_sys.episode import Chunk, ChunkHeader, Source
-from user_sys.gateway.commit import Committer
+from user_sys.episode import Chunk, ChunkHeader, EpisodeSource
 from user_sys.gateway.config import GatewayConfig
-from user_sys.gateway.reports import MAX_METRICS, Report, ReportBounds
+from user_sys.gateway.ingest import ChunkIngester
+from user_sys.gateway.reports import MAX_METRICS, Report, ReportValidator
 from user_sys.messages import ChunkOffer, ChunkRefusal, EpisodeReport, MetricsReport, RobotStatus
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.session import Peer
@@ -31,8 +31,8 @@ EPISODE = EpisodeReport(
 
 @pytest.mark.parametrize("report", [STATUS, EPISODE])
 def test_a_possible_report_is_taken_as_it_is(report: Report) -> None:
-    bounds = ReportBounds()
-    assert bounds.bounded(report, "robot") is report and bounds.refused == 0
+    bounds = ReportValidator()
+    assert bounds.validate(report, "robot") is report and bounds.rejected == 0
 
 
 @pytest.mark.parametrize(
@@ -50,32 +50,32 @@ def test_a_possible_report_is_taken_as_it_is(report: Report) -> None:
     ],
 )  # fmt: skip
 def test_an_impossible_value_is_refused_and_counted(report: Report, changes: dict[str, object]) -> None:
-    bounds = ReportBounds()
-    assert bounds.bounded(msgspec.structs.replace(report, **changes), "robot") is None
-    assert bounds.refused == 1
+    bounds = ReportValidator()
+    assert bounds.validate(msgspec.structs.replace(report, **changes), "robot") is None
+    assert bounds.rejected == 1
 
 
 def test_metrics_are_bounded_by_robot_and_what_is_left_out_is_logged_sparingly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bounds = ReportBounds()
+    bounds = ReportValidator()
     metrics = MetricsReport(node="panda-0", count=1, scalars={"hz": 10.0, "nan": math.nan, "huge": 1e300, "a\nb": 1.0})
-    kept = bounds.bounded(metrics, "robot")
-    assert isinstance(kept, MetricsReport) and kept.scalars == {"hz": 10.0} and bounds.refused == 3
+    kept = bounds.validate(metrics, "robot")
+    assert isinstance(kept, MetricsReport) and kept.scalars == {"hz": 10.0} and bounds.rejected == 3
     names: set[str] = set()
     with caplog.at_level(logging.WARNING):
         for number in range(10 * MAX_METRICS):
             report = MetricsReport(node="panda-0", count=number, scalars={"hz": 9.0, f"m{number}": 1.0})
-            kept = bounds.bounded(report, "robot")
+            kept = bounds.validate(report, "robot")
             assert isinstance(kept, MetricsReport) and kept.scalars["hz"] == 9.0
             names |= kept.scalars.keys()
-    assert len(names) == MAX_METRICS and bounds.refused == 3 + 9 * MAX_METRICS + 1
+    assert len(names) == MAX_METRICS and bounds.rejected == 3 + 9 * MAX_METRICS + 1
     assert len(caplog.records) <= 3
-    other = bounds.bounded(MetricsReport(node="panda-1", count=1, scalars={"m9": 1.0}), "robot")
+    other = bounds.validate(MetricsReport(node="panda-1", count=1, scalars={"m9": 1.0}), "robot")
     assert isinstance(other, MetricsReport), "another robot has names of its own"
-    assert bounds.bounded(MetricsReport(node="panda-0", count=-1, scalars={"hz": 1.0}), "robot") is None
+    assert bounds.validate(MetricsReport(node="panda-0", count=-1, scalars={"hz": 1.0}), "robot") is None
     loss = MetricsReport(node="learner", count=1, scalars={"loss": math.nan})
-    assert bounds.bounded(loss, "learner") is loss
+    assert bounds.validate(loss, "learner") is loss
 
 
 @pytest.mark.parametrize(("ahead_s", "stored"), [(-1e9, True), (60.0, True), (1e6, False), (9e9, False)])
@@ -83,16 +83,16 @@ def test_a_chunk_from_the_future_is_refused(tmp_path: Path, ahead_s: float, stor
     answers: list[object] = []
     header = ChunkHeader(
         episode="e0", index=0, first_step=0, steps=1, robot="panda-0", embodiment="e1", task="t", sentence="",
-        source=Source.ONLINE, seed=0, started_unix_ns=1, end=None, unix_offset_ns=time.time_ns(),
+        source=EpisodeSource.ONLINE, seed=0, started_unix_ns=1, end=None, unix_offset_ns=time.time_ns(),
     )  # fmt: skip
     columns = {"reward": np.zeros(1, np.float32), "t_capture_ns": np.array([int(ahead_s * 1e9)], np.int64)}
     with StoreWriter.open(tmp_path) as writer:
-        committer = Committer(
+        committer = ChunkIngester(
             writer, lambda peer, answer: answers.append(answer), lambda peer, n, size: None, GatewayConfig()
         )
         committer.start()
         peer = Peer("panda-0", "robot", "key", "10.0.0.7", b"session", None, "")
-        committer.offer(peer, ChunkOffer(sequence=0, episode="e0", index=0), Chunk(header, columns, {}).encode())
+        committer.put_chunk(peer, ChunkOffer(sequence=0, episode="e0", index=0), Chunk(header, columns, {}).encode())
         committer.close()
     refusals = [answer for answer in answers if isinstance(answer, ChunkRefusal)]
     assert (committer.totals.chunks, len(refusals)) == ((1, 0) if stored else (0, 1))

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hal.audit import FILES_KEPT, REPEAT_S, STRANGERS, AuditLog, audit_order, machine_audit, read_audit
+from hal.audit import (
+    MAX_OLD_FILES,
+    REFUSED_RATE_LIMIT,
+    REPEAT_WINDOW_S,
+    AuditLog,
+    audit_operator_action,
+    machine_audit_path,
+    read_audit_log,
+)
 
 
 class Clock:
@@ -54,7 +62,7 @@ def test_equal_events_become_one_more_line_with_their_count(path: Path) -> None:
         log.write("order", person="ana", robot="panda-0", order="reset", outcome="refused: busy")
     log.write("order", person="bob", robot="panda-0", order="e-stop", outcome="done")
     assert [line["person"] for line in lines(path)] == ["ana", "bob"]
-    clock.now_s += REPEAT_S
+    clock.now_s += REPEAT_WINDOW_S
     log.flush()
     assert [(line["person"], line.get("count", 1)) for line in lines(path)] == [("ana", 1), ("bob", 1), ("ana", 29_999)]
     log.write("order", person="bob", robot="panda-0", order="e-stop", outcome="done")
@@ -75,7 +83,7 @@ def test_a_flood_of_unlike_strangers_is_counted_and_displaces_no_one(path: Path)
     written = lines(path)
     assert [line["event"] for line in written if line["event"] != "refused"] == ["opened", "closed", "order"]
     refused = [int(str(line.get("count", 1))) for line in written if line["event"] == "refused"]
-    assert len(refused) == STRANGERS.at_once + 1 and sum(refused) == 10_000
+    assert len(refused) == REFUSED_RATE_LIMIT.burst + 1 and sum(refused) == 10_000
 
 
 def test_the_files_are_bounded_and_keep_the_newest(path: Path) -> None:
@@ -85,9 +93,9 @@ def test_the_files_are_bounded_and_keep_the_newest(path: Path) -> None:
         clock.now_s += 1
         log.write("granted", robot="panda-0", peer="alice", token=token, reason="x" * 200)
     sizes = [file.stat().st_size for file in path.parent.iterdir()]
-    assert len(sizes) == 1 + FILES_KEPT and max(sizes) <= 2_000
-    kept = [entry.token for entry in read_audit(path)]
-    assert kept == [*range(1001 - len(kept), 1001)] and len(kept) > 3 * FILES_KEPT
+    assert len(sizes) == 1 + MAX_OLD_FILES and max(sizes) <= 2_000
+    kept = [entry.token for entry in read_audit_log(path)]
+    assert kept == [*range(1001 - len(kept), 1001)] and len(kept) > 3 * MAX_OLD_FILES
 
 
 def _write_many(path: Path, who: str) -> None:
@@ -102,7 +110,7 @@ def test_processes_share_a_file_and_lose_no_line(path: Path) -> None:
         writer.start()
     for writer in writers:
         writer.join(60)
-    found = sorted((entry.person, int(entry.order)) for entry in read_audit(path))
+    found = sorted((entry.person, int(entry.order)) for entry in read_audit_log(path))
     assert found == [(who, number) for who in ("ana", "bob", "eve") for number in range(200)]
 
 
@@ -112,7 +120,7 @@ def test_a_damaged_line_is_left_out(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"time": 1, "ev\n\xff\n')  # what a power cut may leave
     log.write("sign-out", person="ana")
-    assert [entry.event for entry in read_audit(path)] == ["sign-in", "sign-out"]
+    assert [entry.event for entry in read_audit_log(path)] == ["sign-in", "sign-out"]
 
 
 def test_a_file_that_cannot_be_written_is_reported_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,11 +137,11 @@ def test_an_order_in_a_terminal_is_audited_in_its_run_or_for_the_computer(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SSH_CONNECTION", "10.1.2.3 55555 10.0.0.1 22")
-    audit_order("ana", "e-stop", "no answer", robot="panda-0")
-    (entry,) = read_audit(machine_audit())
+    audit_operator_action("ana", "e-stop", "no answer", robot="panda-0")
+    (entry,) = read_audit_log(machine_audit_path())
     assert (entry.person, entry.address, entry.robot, entry.outcome) == ("ana", "10.1.2.3", "panda-0", "no answer")
     monkeypatch.delenv("SSH_CONNECTION")
-    audit_order("ana", "label e0: success no", run=tmp_path)
-    assert [(e.address, e.order) for e in read_audit(tmp_path / "audit.jsonl")] == [
+    audit_operator_action("ana", "label e0: success no", run=tmp_path)
+    assert [(e.address, e.order) for e in read_audit_log(tmp_path / "audit.jsonl")] == [
         ("this computer", "label e0: success no")
     ]

@@ -80,5 +80,5 @@ def test_the_suite_sends_no_joint_away_from_where_it_is() -> None:
 
 def test_joints_that_may_leap_are_sent_beyond_their_bounds_too() -> None:
     suite = Suite()
-    suite.may_leap = True
+    suite.allows_large_steps = True
     assert any((each == 2.0).any() for each in suite.run())

@@ -9,8 +9,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hal.discovery import MAX_VANISHED, Change, Discoverer, Event, Paced, discover, what_changed
-from hal.probes import configured_robots
+from hal.discovery import (
+    MAX_LOST_RECORDS,
+    Discoverer,
+    DiscoveryEvent,
+    ResourceChange,
+    ScheduledProbe,
+    classify_change,
+    configured_robots_probe,
+    discover,
+)
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
 
@@ -37,11 +45,11 @@ class Bench:
         return self.records
 
 
-def quick(probe: Bench) -> Paced:
-    return Paced(probe, every_s=0.01, within_s=DEADLINE_S)
+def quick(probe: Bench) -> ScheduledProbe:
+    return ScheduledProbe(probe, interval_s=0.01, timeout_s=DEADLINE_S)
 
 
-def next_event(discoverer: Discoverer) -> Event:
+def next_event(discoverer: Discoverer) -> DiscoveryEvent:
     event = discoverer.next_event(DEADLINE_S)
     assert event is not None, "nothing happened"
     return event
@@ -57,25 +65,28 @@ def test_a_robot_appears_degrades_recovers_vanishes_and_returns() -> None:
             assert event.record is not None and event.record.name == "arm-0" and event.probe == "bench"
             story.append((event.change, event.record.health, event.text))
     assert story == [
-        (Change.APPEARED, Health.READY, ""),
-        (Change.DEGRADED, Health.READY, "no permission"),
-        (Change.RECOVERED, Health.READY, ""),
-        (Change.VANISHED, Health.LOST, ""),
-        (Change.RETURNED, Health.READY, ""),
+        (ResourceChange.APPEARED, Health.READY, ""),
+        (ResourceChange.DEGRADED, Health.READY, "no permission"),
+        (ResourceChange.RECOVERED, Health.READY, ""),
+        (ResourceChange.VANISHED, Health.LOST, ""),
+        (ResourceChange.RETURNED, Health.READY, ""),
     ]
 
 
 def test_a_probe_that_fails_degrades_what_it_found_and_says_when_it_works_again() -> None:
     bench = Bench(ARM)
     with Discoverer({"usb": quick(bench)}) as discoverer:
-        assert next_event(discoverer).change is Change.APPEARED
+        assert next_event(discoverer).change is ResourceChange.APPEARED
         bench.failure = OSError("no such bus")
         failed, degraded = next_event(discoverer), next_event(discoverer)
-        assert (failed.change, failed.text) == (Change.PROBE_FAILED, "OSError: no such bus")
-        assert (degraded.change, degraded.text) == (Change.DEGRADED, "usb: OSError: no such bus")
-        assert discoverer.now().failures == {"usb": "OSError: no such bus"}
+        assert (failed.change, failed.text) == (ResourceChange.PROBE_FAILED, "OSError: no such bus")
+        assert (degraded.change, degraded.text) == (ResourceChange.DEGRADED, "usb: OSError: no such bus")
+        assert discoverer.snapshot().failures == {"usb": "OSError: no such bus"}
         bench.failure = None
-        assert [next_event(discoverer).change for _ in range(2)] == [Change.PROBE_WORKS, Change.RECOVERED]
+        assert [next_event(discoverer).change for _ in range(2)] == [
+            ResourceChange.PROBE_WORKS,
+            ResourceChange.RECOVERED,
+        ]
 
 
 def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -> None:
@@ -87,17 +98,20 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
         return (ARM,)
 
     other = Bench(msgspec.structs.replace(ARM, name="arm-1"))
-    probes = {"stuck": Paced(hanging, every_s=0.01, within_s=0.05), "bench": quick(other)}
+    probes = {"stuck": ScheduledProbe(hanging, interval_s=0.01, timeout_s=0.05), "bench": quick(other)}
     try:
         with Discoverer(probes) as discoverer:
             events = {next_event(discoverer).change for _ in range(2)}
-            assert events == {Change.PROBE_FAILED, Change.APPEARED}
-            assert discoverer.now().failures == {"stuck": "it has not answered within 0.05 s"}
+            assert events == {ResourceChange.PROBE_FAILED, ResourceChange.APPEARED}
+            assert discoverer.snapshot().failures == {"stuck": "it has not answered within 0.05 s"}
             other.records = ()
-            assert next_event(discoverer).change is Change.VANISHED
+            assert next_event(discoverer).change is ResourceChange.VANISHED
             assert len(calls) == 1
             released.set()
-            assert {next_event(discoverer).change for _ in range(2)} == {Change.PROBE_WORKS, Change.APPEARED}
+            assert {next_event(discoverer).change for _ in range(2)} == {
+                ResourceChange.PROBE_WORKS,
+                ResourceChange.APPEARED,
+            }
     finally:
         released.set()
 
@@ -105,22 +119,22 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
 def test_a_probe_that_says_one_name_twice_is_believed_the_first_time() -> None:
     bench = Bench(ARM, msgspec.structs.replace(ARM, node="elsewhere"))
     with Discoverer({"bench": quick(bench)}) as discoverer:
-        assert next_event(discoverer).change is Change.APPEARED
+        assert next_event(discoverer).change is ResourceChange.APPEARED
         bench.records = ()
-        assert next_event(discoverer).change is Change.VANISHED, "and nothing has changed to and fro meanwhile"
+        assert next_event(discoverer).change is ResourceChange.VANISHED, "and nothing has changed to and fro meanwhile"
 
 
 def test_of_what_vanished_long_ago_nothing_is_kept() -> None:
     """As of the nodes of a ROS graph, whose names have a number that grows."""
-    bench = Bench(*(msgspec.structs.replace(ARM, name=f"arm-{number:05}") for number in range(MAX_VANISHED + 100)))
+    bench = Bench(*(msgspec.structs.replace(ARM, name=f"arm-{number:05}") for number in range(MAX_LOST_RECORDS + 100)))
     with Discoverer({"bench": quick(bench)}) as discoverer:
-        for change in (Change.APPEARED, Change.VANISHED):
-            assert {next_event(discoverer).change for _ in bench.records or range(MAX_VANISHED + 100)} == {change}
+        for change in (ResourceChange.APPEARED, ResourceChange.VANISHED):
+            assert {next_event(discoverer).change for _ in bench.records or range(MAX_LOST_RECORDS + 100)} == {change}
             bench.records = ()
         bench.records = (ARM, msgspec.structs.replace(ARM, name="arm-00000"))
-        assert [next_event(discoverer).change for _ in range(2)] == [Change.APPEARED] * 2
-        known = {record.name: record.health for record in discoverer.now().records}
-    assert (len(known), known["arm-00000"], known["arm-00100"]) == (MAX_VANISHED + 2, Health.READY, Health.LOST)
+        assert [next_event(discoverer).change for _ in range(2)] == [ResourceChange.APPEARED] * 2
+        known = {record.name: record.health for record in discoverer.snapshot().records}
+    assert (len(known), known["arm-00000"], known["arm-00100"]) == (MAX_LOST_RECORDS + 2, Health.READY, Health.LOST)
 
 
 def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
@@ -136,24 +150,28 @@ def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
         assert found_one.wait(DEADLINE_S)
         return ()
 
-    found = discover({"patient": Paced(patient, within_s=DEADLINE_S), "stuck": Paced(hanging, within_s=0.05)})
+    found = discover(
+        {"patient": ScheduledProbe(patient, timeout_s=DEADLINE_S), "stuck": ScheduledProbe(hanging, timeout_s=0.05)}
+    )
     released.set()
     assert [record.name for record in found.records] == ["arm-0"]
     assert found.failures == {"stuck": "it has not answered within 0.05 s"}
 
 
 def test_load_is_no_news_and_what_is_known_and_not_there_is_told_once() -> None:
-    assert what_changed(ARM, msgspec.structs.replace(ARM, load=0.5)) is None
-    assert what_changed(ARM, msgspec.structs.replace(ARM, memory_bytes=1)) is Change.CHANGED
+    assert classify_change(ARM, msgspec.structs.replace(ARM, load=0.5)) is None
+    assert classify_change(ARM, msgspec.structs.replace(ARM, memory_bytes=1)) is ResourceChange.CHANGED
     gone = msgspec.structs.replace(ARM, health=Health.LOST)
-    assert what_changed(None, gone) is Change.ABSENT
-    assert what_changed(gone, msgspec.structs.replace(gone, trouble="still")) is None
+    assert classify_change(None, gone) is ResourceChange.ABSENT
+    assert classify_change(gone, msgspec.structs.replace(gone, trouble="still")) is None
 
 
 def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_says_of_itself() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        probe = configured_robots({"arm-0": SPEC}, addresses={"arm-0": address}, labels={"arm-0": {"site": "lab"}})
+        probe = configured_robots_probe(
+            {"arm-0": SPEC}, addresses={"arm-0": address}, labels={"arm-0": {"site": "lab"}}
+        )
 
         def greet() -> None:
             link, _ = server.accept()
@@ -168,5 +186,5 @@ def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_s
     assert there.health is Health.READY
     assert (there.labels["firmware"], there.labels["site"]) == ("Controller 5.11.1", "lab")
     assert gone.health is Health.LOST and gone.trouble == f"nothing answers at {address}: Connection refused"
-    (nonsense,) = configured_robots({"arm-0": SPEC}, addresses={"arm-0": "nowhere"})()
+    (nonsense,) = configured_robots_probe({"arm-0": SPEC}, addresses={"arm-0": "nowhere"})()
     assert nonsense.trouble == "'nowhere' is no address: write HOST:PORT"

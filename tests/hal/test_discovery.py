@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from hal import probes
-from hal.discovery import Paced, discover, installed_probes, lazily
-from hal.probes import configured_robots, probe_compute, probe_gpus
+from hal import discovery
+from hal.discovery import (
+    ScheduledProbe,
+    configured_robots_probe,
+    discover,
+    installed_probes,
+    lazy_probe,
+    probe_compute,
+    probe_gpus,
+)
 from hal.resource import Health, Kind, ResourceRecord
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 
@@ -26,7 +33,7 @@ SPEC = RobotSpec(
 
 
 def test_the_configured_robots_are_found_with_what_they_are() -> None:
-    found = discover({"config": configured_robots({"panda-1": SPEC, "panda-0": SPEC}, node="desk")})
+    found = discover({"config": configured_robots_probe({"panda-1": SPEC, "panda-0": SPEC}, node="desk")})
     assert [record.name for record in found.records] == ["panda-0", "panda-1"]
     record = found.records[0]
     assert (record.kind, record.model, record.node, record.found_by) == (Kind.ROBOT, "panda", "desk", "config")
@@ -35,7 +42,7 @@ def test_the_configured_robots_are_found_with_what_they_are() -> None:
 
 def test_a_probe_that_fails_is_reported_and_stops_no_other() -> None:
     def broken() -> Iterator[ResourceRecord]:
-        yield from configured_robots({"panda-0": SPEC})()
+        yield from configured_robots_probe({"panda-0": SPEC})()
         raise OSError("no such bus")
 
     found = discover({"usb": broken, "compute": probe_compute})
@@ -45,7 +52,7 @@ def test_a_probe_that_fails_is_reported_and_stops_no_other() -> None:
 
 def test_a_foreign_probe_that_yields_something_else_is_reported_and_stops_no_other() -> None:
     def foreign() -> Iterator[Any]:
-        yield from configured_robots({"panda-0": SPEC})()
+        yield from configured_robots_probe({"panda-0": SPEC})()
         yield {"name": "arm"}
 
     found = discover({"crane": foreign, "compute": probe_compute})
@@ -54,7 +61,10 @@ def test_a_foreign_probe_that_yields_something_else_is_reported_and_stops_no_oth
 
 
 def test_of_two_records_with_one_name_the_first_stands() -> None:
-    probes = {"one": configured_robots({"a": SPEC}, "first"), "two": configured_robots({"a": SPEC}, "second")}
+    probes = {
+        "one": configured_robots_probe({"a": SPEC}, "first"),
+        "two": configured_robots_probe({"a": SPEC}, "second"),
+    }
     assert [record.node for record in discover(probes).records] == ["first"]
 
 
@@ -82,7 +92,7 @@ def test_an_installed_package_adds_a_probe(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_probe_that_ends_the_program_is_reported_and_takes_nothing_away() -> None:
     def leaving() -> Iterator[ResourceRecord]:
-        yield from configured_robots({"panda-0": SPEC})()
+        yield from configured_robots_probe({"panda-0": SPEC})()
         sys.exit("no licence")
 
     found = discover({"crane": leaving, "compute": probe_compute})
@@ -98,7 +108,7 @@ def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -
         yield from ()
 
     try:
-        found = discover({"crane": lazily(lambda: Paced(stuck, within_s=0.05))})
+        found = discover({"crane": lazy_probe(lambda: ScheduledProbe(stuck, timeout_s=0.05))})
         assert found.failures == {"crane": "it has not answered within 0.05 s"}
     finally:
         answer.set()
@@ -115,7 +125,7 @@ def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -
     ],
 )
 def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing(address: str, why: str) -> None:
-    found = discover({"config": configured_robots({"a": SPEC, "b": SPEC}, addresses={"a": address})})
+    found = discover({"config": configured_robots_probe({"a": SPEC, "b": SPEC}, addresses={"a": address})})
     assert not found.failures
     a, b = found.records
     assert (a.health, b.health) == (Health.LOST, Health.READY) and why in a.trouble
@@ -125,7 +135,7 @@ def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing
 def test_an_ipv6_address_stands_in_brackets() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         address = f"[::1]:{server.getsockname()[1]}"
-        found = discover({"config": configured_robots({"a": SPEC}, addresses={"a": address})})
+        found = discover({"config": configured_robots_probe({"a": SPEC}, addresses={"a": address})})
     (record,) = found.records
     assert (record.health, record.trouble, record.labels["address"]) == (Health.READY, "", address)
 
@@ -138,9 +148,9 @@ def test_a_name_that_nobody_resolves_in_time_costs_the_other_robots_nothing(monk
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(probes, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(discovery, "ADDRESSES_TIMEOUT_S", 0.05)
     try:
-        found = discover({"config": configured_robots({"a": SPEC, "b": SPEC}, addresses={"a": "far.example:1"})})
+        found = discover({"config": configured_robots_probe({"a": SPEC, "b": SPEC}, addresses={"a": "far.example:1"})})
         assert not found.failures
         assert [(record.name, record.health) for record in found.records] == [("a", Health.LOST), ("b", Health.READY)]
         assert found.records[0].trouble == "nothing answers at far.example:1: timed out"

@@ -12,14 +12,14 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from hal import machine as place_of_machine
-from hal.doctor import Finding, Library, Machine, Verdict, examine
+from hal import machine_folder as place_of_machine
+from hal.doctor import CheckResult, CheckStatus, DoctorConfig, OptionalLibrary, run_checks
 
 MINE = grp.getgrgid(os.getgid()).gr_name
 
 
-def findings(machine: Machine, check: str) -> list[Finding]:
-    return [finding for finding in examine(machine) if finding.check == check]
+def findings(machine: DoctorConfig, check: str) -> list[CheckResult]:
+    return [finding for finding in run_checks(machine) if finding.check == check]
 
 
 def make(root: Path, *paths: str) -> None:
@@ -30,55 +30,60 @@ def make(root: Path, *paths: str) -> None:
 
 def test_devices_that_this_user_may_not_use_are_named_with_the_group_that_may(tmp_path: Path) -> None:
     make(tmp_path, "dev/ttyUSB0", "dev/ttyACM0", "dev/video0", "dev/hidraw0")
-    machine = Machine(root=tmp_path, may_use=lambda path: path.name in ("video0", "ttyACM0"))
+    machine = DoctorConfig(root=tmp_path, can_access=lambda path: path.name in ("video0", "ttyACM0"))
     (serial,) = findings(machine, "serial")
-    assert serial.verdict is Verdict.PROBLEM and serial.says == "/dev/ttyUSB0 may not be used by you (motor buses)"
-    assert MINE == "root" or serial.mend == f"sudo usermod -aG {MINE} $USER, then log in again"
+    assert (
+        serial.status is CheckStatus.PROBLEM and serial.message == "/dev/ttyUSB0 may not be used by you (motor buses)"
+    )
+    assert MINE == "root" or serial.fix == f"sudo usermod -aG {MINE} $USER, then log in again"
     (video,) = findings(machine, "video")
-    assert (video.verdict, video.says) == (Verdict.OK, "/dev/video0 may be used")
+    assert (video.status, video.message) == (CheckStatus.OK, "/dev/video0 may be used")
     (entered,) = findings(machine, "input")
-    assert entered.verdict is Verdict.ADVICE and "/dev/hidraw0" in entered.says, "of a desk's own keyboard too"
+    assert entered.status is CheckStatus.ADVICE and "/dev/hidraw0" in entered.message, "of a desk's own keyboard too"
 
 
 def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> None:
     make(tmp_path, "sys/class/video4linux/video0/name", "sys/class/video4linux/video2/name", "dev/video0")
-    known, missing = findings(Machine(root=tmp_path), "cameras")
-    assert known.says == "/dev/video0 (HD Webcam), /dev/video2 (HD Webcam)"
+    known, missing = findings(DoctorConfig(root=tmp_path), "cameras")
+    assert known.message == "/dev/video0 (HD Webcam), /dev/video2 (HD Webcam)"
     assert (
-        missing.verdict is Verdict.PROBLEM and missing.mend == "in a container, pass it through: --device /dev/video2"
+        missing.status is CheckStatus.PROBLEM and missing.fix == "in a container, pass it through: --device /dev/video2"
     )
 
 
 def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_path: Path) -> None:
     make(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").write_text("powersave\n")
-    libraries = (Library("no_such_module", "the driver x", "pip install 'x'"), Library("json", "everything", "python"))
+    libraries = (
+        OptionalLibrary("no_such_module", "the driver x", "pip install 'x'"),
+        OptionalLibrary("json", "everything", "python"),
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        machine = Machine(root=tmp_path, ports={"the console": port}, libraries=libraries)
-        found = {(f.check, f.says): f for f in examine(machine)}
+        machine = DoctorConfig(root=tmp_path, ports={"the console": port}, libraries=libraries)
+        found = {(f.check, f.message): f for f in run_checks(machine)}
     assert (
-        found["ports", f"port {port} is in use (the console)"].mend == f"end what uses it (ss -ltnp 'sport = :{port}')"
+        found["ports", f"port {port} is in use (the console)"].fix == f"end what uses it (ss -ltnp 'sport = :{port}')"
     )
     missing = found["libraries", "no_such_module is not there; it is needed for the driver x"]
-    assert (missing.verdict, missing.mend) == (Verdict.ADVICE, "pip install 'x'")
-    assert found["libraries", "json is there, for everything"].verdict is Verdict.OK
-    assert found["real time", "processors save power, and wake up late"].verdict is Verdict.ADVICE
+    assert (missing.status, missing.fix) == (CheckStatus.ADVICE, "pip install 'x'")
+    assert found["libraries", "json is there, for everything"].status is CheckStatus.OK
+    assert found["real time", "processors save power, and wake up late"].status is CheckStatus.ADVICE
 
 
 def test_a_folder_that_only_tests_use_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "r"))
-    (place,) = findings(Machine(root=tmp_path), "place")
-    assert place.verdict is Verdict.PROBLEM and place.mend.startswith("unset USER_SYS_TEST_FOLDER")
+    (place,) = findings(DoctorConfig(root=tmp_path), "place")
+    assert place.status is CheckStatus.PROBLEM and place.fix.startswith("unset USER_SYS_TEST_FOLDER")
 
 
 def test_a_computer_without_the_folder_of_locks_is_told_how_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
-    monkeypatch.setattr(place_of_machine, "FOLDER", tmp_path / "absent")
-    (place,) = findings(Machine(root=tmp_path), "place")
-    assert place.verdict is Verdict.ADVICE and place.mend.startswith("sudo install -d -m 1777 ")
+    monkeypatch.setattr(place_of_machine, "MACHINE_FOLDER", tmp_path / "absent")
+    (place,) = findings(DoctorConfig(root=tmp_path), "place")
+    assert place.status is CheckStatus.ADVICE and place.fix.startswith("sudo install -d -m 1777 ")
 
 
 @pytest.mark.parametrize(
@@ -91,23 +96,23 @@ def test_a_computer_without_the_folder_of_locks_is_told_how_to_make_it(
     ids=["reason", "traceback", "crash"],
 )
 def test_cameras_that_cannot_be_drawn_are_a_problem(program: str, says: str) -> None:
-    (found,) = findings(Machine(drawing=(sys.executable, "-c", program)), "drawing")
-    assert found.verdict is Verdict.PROBLEM and found.says.endswith(says)
-    assert "libegl1 libegl-mesa0" in found.mend
+    (found,) = findings(DoctorConfig(render_command=(sys.executable, "-c", program)), "drawing")
+    assert found.status is CheckStatus.PROBLEM and found.message.endswith(says)
+    assert "libegl1 libegl-mesa0" in found.fix
 
 
 def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(tmp_path: Path) -> None:
-    found = list(examine(Machine(folder=tmp_path)))
+    found = list(run_checks(DoctorConfig(runs_folder=tmp_path)))
     assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "place"} <= {f.check for f in found}
-    assert all(finding.says and (finding.mend or finding.verdict is Verdict.OK) for finding in found)
+    assert all(finding.message and (finding.fix or finding.status is CheckStatus.OK) for finding in found)
 
 
 def test_a_device_that_is_pulled_out_meanwhile_ends_no_examination(tmp_path: Path) -> None:
     make(tmp_path, "dev/ttyUSB0")
     (tmp_path / "dev/ttyUSB1").symlink_to("gone")
-    found = list(examine(Machine(root=tmp_path, may_use=lambda path: False)))
-    (gone,) = [finding for finding in found if "could not be looked at" in finding.says]
-    assert (gone.check, gone.verdict, gone.mend) == ("devices", Verdict.PROBLEM, "look again")
+    found = list(run_checks(DoctorConfig(root=tmp_path, can_access=lambda path: False)))
+    (gone,) = [finding for finding in found if "could not be looked at" in finding.message]
+    assert (gone.check, gone.status, gone.fix) == ("devices", CheckStatus.PROBLEM, "look again")
     assert {"cameras", "disk"} <= {finding.check for finding in found}
 
 
@@ -118,32 +123,32 @@ def test_the_root_of_a_container_may_not_claim_what_it_was_not_given(
     make(tmp_path, "proc/self/status")
     (tmp_path / "proc/self/status").write_text(f"Name:\tx\nCapPrm:\t{'f' * 16}\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
-    found = findings(Machine(root=tmp_path), "real time")
-    assert [finding.says.endswith("may be claimed") for finding in found] == [may, may]
-    assert may or [finding.mend.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]
+    found = findings(DoctorConfig(root=tmp_path), "real time")
+    assert [finding.message.endswith("may be claimed") for finding in found] == [may, may]
+    assert may or [finding.fix.rpartition("--")[2] for finding in found] == ["cap-add=SYS_NICE", "cap-add=IPC_LOCK"]
 
 
 @pytest.mark.parametrize(
     ("built_for", "verdict", "says", "mend"),
     [
-        ("None", Verdict.ADVICE, "torch was built without CUDA", "install a torch for CUDA 12.4 or older"),
+        ("None", CheckStatus.ADVICE, "torch was built without CUDA", "install a torch for CUDA 12.4 or older"),
         (
             "'13.0'",
-            Verdict.PROBLEM,
+            CheckStatus.PROBLEM,
             "for CUDA 13.0, and the driver speaks 12.4 at most",
             "update the driver, or install",
         ),
-        ("'12.8'", Verdict.OK, "torch was built for CUDA 12.8, which the driver speaks", ""),
+        ("'12.8'", CheckStatus.OK, "torch was built for CUDA 12.8, which the driver speaks", ""),
     ],
 )
 def test_a_torch_that_does_not_fit_the_gpus_driver_is_told(
-    built_for: str, verdict: Verdict, says: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built_for: str, verdict: CheckStatus, says: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "SystemGetDriverVersion": "550.54.14"}
     for name, answer in {**driver, "SystemGetCudaDriverVersion_v2": 12040}.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", lambda answer=answer: answer)
     (tmp_path / "version.py").write_text(f"from typing import Optional\ncuda: Optional[str] = {built_for}\n")
-    there, torch = findings(Machine(root=tmp_path, torch=tmp_path), "gpu")
-    assert there.says == "1 NVIDIA GPU(s), driver 550.54.14"
-    assert (torch.verdict, says in torch.says, torch.mend.startswith(mend)) == (verdict, True, True)
-    assert findings(Machine(root=tmp_path, torch=None), "gpu") == [there]
+    there, torch = findings(DoctorConfig(root=tmp_path, torch_folder=tmp_path), "gpu")
+    assert there.message == "1 NVIDIA GPU(s), driver 550.54.14"
+    assert (torch.status, says in torch.message, torch.fix.startswith(mend)) == (verdict, True, True)
+    assert findings(DoctorConfig(root=tmp_path, torch_folder=None), "gpu") == [there]

@@ -167,26 +167,26 @@ def test_tokens_only_grow_and_one_session_drives(tmp_path_factory: pytest.TempPa
 
 def test_a_fence_admits_only_the_newest_session(tmp_path: Path) -> None:
     fence = Fence(tmp_path / "token")
-    fence.admit(3)
-    fence.admit(3)
-    fence.admit(5)
+    fence.check_token(3)
+    fence.check_token(3)
+    fence.check_token(5)
     for old in (3, 4, 0, -1):
         with pytest.raises(StaleToken, match="5"):
-            fence.admit(old)
+            fence.check_token(old)
     assert fence.newest == 5
 
 
 def test_a_fence_remembers_across_a_restart(tmp_path: Path) -> None:
-    Fence(tmp_path / "token").admit(7)
+    Fence(tmp_path / "token").check_token(7)
     fence = Fence(tmp_path / "token")
     with pytest.raises(StaleToken):
-        fence.admit(6)
-    fence.admit(7)
+        fence.check_token(6)
+    fence.check_token(7)
 
 
 def test_a_fence_without_a_session_admits_nothing() -> None:
     with pytest.raises(StaleToken):
-        Fence(None).admit(0)
+        Fence(None).check_token(0)
 
 
 def test_a_damaged_fence_is_never_opened(tmp_path: Path) -> None:
@@ -226,16 +226,16 @@ def test_a_lock_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
 
 def test_whether_a_machine_lock_is_held_can_be_asked_without_taking_it(tmp_path: Path) -> None:
     mine, asker = MachineLock(tmp_path / "arm.lock"), MachineLock(tmp_path / "arm.lock")
-    assert not asker.held()
+    assert not asker.is_held()
     with mine:
-        assert mine.held() and asker.held()
-    assert not asker.held()
+        assert mine.is_held() and asker.is_held()
+    assert not asker.is_held()
     with asker:
-        assert asker.held()
+        assert asker.is_held()
 
 
 def test_tokens_grow_beyond_what_the_driver_has_seen_of_another_run(clock: Clock) -> None:
     table = LeaseTable(None, clock=clock)
-    assert table.acquire("panda-0", "run b", floor=41).token == 42
+    assert table.acquire("panda-0", "run b", min_token=41).token == 42
     table.release("panda-0", 42)
-    assert table.acquire("panda-0", "run b", floor=7).token == 43
+    assert table.acquire("panda-0", "run b", min_token=7).token == 43

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hal.errors import PlacementError
 from hal.placement import Placement, place
-from hal.request import Request
-from hal.resource import Health, Kind, ResourceRecord
+from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
 
 GB = 1_000_000_000
 
@@ -34,25 +33,28 @@ def names(placement: Placement) -> list[list[str]]:
 
 def test_a_job_gets_two_robots_and_the_smallest_gpu_that_suffices() -> None:
     records = [gpu("big", 80), gpu("fits", 24), gpu("small", 8), robot("b"), robot("a"), robot("u", "ur5e")]
-    wanted = [Request(kind=Kind.ROBOT, model="panda", count=2), Request(kind=Kind.GPU, memory_bytes=24 * GB)]
+    wanted = [
+        ResourceRequest(kind=Kind.ROBOT, model="panda", count=2),
+        ResourceRequest(kind=Kind.GPU, memory_bytes=24 * GB),
+    ]
     assert names(place(wanted, records)) == [["a", "b"], ["fits"]]
 
 
 def test_a_modest_request_does_not_take_what_only_it_could_spare() -> None:
-    wanted = [Request(kind=Kind.ROBOT), Request(kind=Kind.ROBOT, model="panda")]
+    wanted = [ResourceRequest(kind=Kind.ROBOT), ResourceRequest(kind=Kind.ROBOT, model="panda")]
     assert names(place(wanted, [robot("a"), robot("z", "ur5e")])) == [["z"], ["a"]]
 
 
 def test_capabilities_and_labels_are_demanded() -> None:
     seeing = msgspec.structs.replace(robot("b", site="lab"), capabilities=("camera:front",))
-    wanted = [Request(kind=Kind.ROBOT, capabilities=("camera:front",), labels={"site": "lab"})]
+    wanted = [ResourceRequest(kind=Kind.ROBOT, capabilities=("camera:front",), labels={"site": "lab"})]
     assert names(place(wanted, [robot("a", site="lab"), seeing])) == [["b"]]
 
 
 def test_what_cannot_be_met_gives_nothing() -> None:
     records = [robot("a"), robot("b", health=Health.LEASED), robot("c", health=Health.LOST)]
     with pytest.raises(PlacementError, match="Only one is free, a"):
-        place([Request(kind=Kind.ROBOT, model="panda", count=2)], records)
+        place([ResourceRequest(kind=Kind.ROBOT, model="panda", count=2)], records)
 
 
 def test_the_learner_is_placed_beside_the_store_and_the_policy_on_a_gpu_at_the_robots_site() -> None:
@@ -65,20 +67,20 @@ def test_the_learner_is_placed_beside_the_store_and_the_policy_on_a_gpu_at_the_r
         msgspec.structs.replace(robot("a"), node="cart", labels={"site": "lab"}),
     ]
     wanted = [
-        Request(kind=Kind.COMPUTE, cores=4, near="store"),
-        Request(kind=Kind.COMPUTE, cores=8, near="store"),
-        Request(kind=Kind.ROBOT, near="site", near_by="site"),
-        Request(kind=Kind.GPU, near="site", near_by="site"),
+        ResourceRequest(kind=Kind.COMPUTE, cores=4, colocate="store"),
+        ResourceRequest(kind=Kind.COMPUTE, cores=8, colocate="store"),
+        ResourceRequest(kind=Kind.ROBOT, colocate="site", colocate_by="site"),
+        ResourceRequest(kind=Kind.GPU, colocate="site", colocate_by="site"),
     ]
     assert names(place(wanted, records)) == [["desk"], ["desk"], ["a"], ["desk/gpu"]]
 
 
 def test_a_computer_is_shared_as_far_as_it_goes() -> None:
     records = [computer("big", 8), computer("little", 4)]
-    wanted = [Request(kind=Kind.COMPUTE, cores=4, count=2), Request(kind=Kind.COMPUTE, cores=4)]
+    wanted = [ResourceRequest(kind=Kind.COMPUTE, cores=4, count=2), ResourceRequest(kind=Kind.COMPUTE, cores=4)]
     assert sorted(sum(names(place(wanted, records)), [])) == ["big", "big", "little"]
     with pytest.raises(PlacementError, match="not enough for all"):
-        place([*wanted, Request(kind=Kind.COMPUTE, cores=4)], records)
+        place([*wanted, ResourceRequest(kind=Kind.COMPUTE, cores=4)], records)
 
 
 def test_asking_for_nothing_gives_nothing() -> None:
@@ -94,10 +96,10 @@ def test_a_placement_is_found_whenever_there_is_one_and_in_any_order_the_same(
     fleet: list[tuple[str, str, Health]], jobs: list[tuple[str, str]], seed: int
 ) -> None:
     records = [robot(f"r{i}", model, health, site=site) for i, (model, site, health) in enumerate(fleet)]
-    wanted = [Request(kind=Kind.ROBOT, model=m, labels={"site": s} if s else {}) for m, s in jobs]
+    wanted = [ResourceRequest(kind=Kind.ROBOT, model=m, labels={"site": s} if s else {}) for m, s in jobs]
     ready = [record for record in records if record.health is Health.READY]
     possible = any(
-        all(request.admits(record) for request, record in zip(wanted, chosen, strict=True))
+        all(request.matches(record) for request, record in zip(wanted, chosen, strict=True))
         for chosen in permutations(ready, len(wanted))
     )
     try:
@@ -107,6 +109,6 @@ def test_a_placement_is_found_whenever_there_is_one_and_in_any_order_the_same(
         return
     flat = [record for row in placement.assigned for record in row]
     assert possible and len({record.name for record in flat}) == len(wanted)
-    assert all(q.admits(r) and r.health is Health.READY for q, r in zip(wanted, flat, strict=True))
+    assert all(q.matches(r) and r.health is Health.READY for q, r in zip(wanted, flat, strict=True))
     random.Random(seed).shuffle(records)
     assert place(wanted, records) == placement

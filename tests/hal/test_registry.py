@@ -6,12 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hal.audit import read_audit
+from hal.audit import read_audit_log
 from hal.errors import LeaseError, LeaseHeld, RegistryError, StaleToken
 from hal.lease import LeaseTable
-from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, Registry
+from hal.registry import FAULT_WINDOW_S, MAX_FAULTS, OperatorOverrides, Registry
 from hal.resource import Health, Kind, ResourceRecord
-from hal.standing import OrderBook
 
 GPU = ResourceRecord(kind=Kind.GPU, name="gpu", model="x", node="desk")
 ARM = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
@@ -40,9 +39,9 @@ def registry(clock: Clock, tmp_path: Path) -> Registry:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> OrderBook:
+def book(tmp_path: Path) -> OperatorOverrides:
     """What a person writes into, from another process perhaps."""
-    return OrderBook(tmp_path / "orders.json")
+    return OperatorOverrides(tmp_path / "orders.json")
 
 
 def health(registry: Registry) -> Health:
@@ -50,26 +49,26 @@ def health(registry: Registry) -> Health:
 
 
 def test_a_robot_is_leased_to_one_session_and_given_back(registry: Registry) -> None:
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     assert health(registry) is Health.LEASED
     with pytest.raises(LeaseHeld, match="alice"):
-        registry.lease("panda-0", "bob")
+        registry.acquire("panda-0", "bob")
     registry.release("panda-0", lease.token)
     assert health(registry) is Health.READY
 
 
 def test_a_lease_that_runs_out_makes_the_robot_ready(registry: Registry, clock: Clock) -> None:
-    registry.lease("panda-0", "alice")
+    registry.acquire("panda-0", "alice")
     for _ in range(3):
         clock.now_s += 4
         registry.announce(ARM)
-        registry.expire()
+        registry.poll()
     assert health(registry) is Health.READY
-    assert registry.lease("panda-0", "bob").token == 2
+    assert registry.acquire("panda-0", "bob").token == 2
 
 
 def test_renewal_keeps_the_lease(registry: Registry, clock: Clock) -> None:
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     for _ in range(5):
         clock.now_s += 4
         registry.announce(ARM)
@@ -77,32 +76,32 @@ def test_renewal_keeps_the_lease(registry: Registry, clock: Clock) -> None:
 
 
 def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Registry, clock: Clock) -> None:
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     registry.announce(GPU)
     clock.now_s += 4
     registry.announce(GPU)
     clock.now_s += 2
-    assert registry.expire() == ("panda-0",)
-    assert registry.expire() == ()
+    assert registry.poll() == ("panda-0",)
+    assert registry.poll() == ()
     assert [(r.name, r.health) for r in registry.snapshot()] == [("gpu", Health.READY), ("panda-0", Health.LOST)]
     with pytest.raises(LeaseError, match="panda-0 is lost"):
         registry.renew("panda-0", lease.token)
     with pytest.raises(LeaseError, match="panda-0 is lost"):
-        registry.lease("panda-0", "alice")
+        registry.acquire("panda-0", "alice")
     registry.announce(ARM)
     assert health(registry) is Health.READY
-    assert registry.lease("panda-0", "alice").token > lease.token
+    assert registry.acquire("panda-0", "alice").token > lease.token
 
 
 def test_since_when_a_robot_is_lost_is_known_through_restarts_too(tmp_path: Path, clock: Clock) -> None:
     def started() -> Registry:
-        return Registry(LeaseTable(None, clock=clock), tmp_path, clock, wall=lambda: clock.now_s)
+        return Registry(LeaseTable(None, clock=clock), tmp_path, clock, wall_clock=lambda: clock.now_s)
 
     registry, there_s = started(), clock.now_s
     assert registry.announce(ARM).seen_unix_s == 0.0
     for _ in range(2):
         clock.now_s += 60
-        assert registry.expire() == ("panda-0",)
+        assert registry.poll() == ("panda-0",)
         assert registry.record("panda-0").seen_unix_s == there_s
         registry = started()
     assert registry.announce(ARM).seen_unix_s == 0.0
@@ -110,7 +109,7 @@ def test_since_when_a_robot_is_lost_is_known_through_restarts_too(tmp_path: Path
 
 def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(registry: Registry, clock: Clock) -> None:
     clock.now_s += 60
-    assert registry.expire() == ("panda-0",)
+    assert registry.poll() == ("panda-0",)
     moved = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="bench")
     assert registry.announce(moved).health is Health.READY
     assert registry.record("panda-0").node == "bench"
@@ -119,18 +118,18 @@ def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(re
 def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
     registry: Registry, clock: Clock
 ) -> None:
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     clock.now_s += 3600
-    assert registry.expire() == ("panda-0",)
+    assert registry.poll() == ("panda-0",)
     registry.announce(ARM)
     assert registry.renew("panda-0", lease.token) == lease
     assert health(registry) is Health.LEASED
     clock.now_s += 3600
-    registry.expire()
+    registry.poll()
     registry.announce(ARM)
-    newer = registry.lease("panda-0", "bob")
+    newer = registry.acquire("panda-0", "bob")
     clock.now_s += 3600
-    registry.expire()
+    registry.poll()
     registry.announce(ARM)
     with pytest.raises(StaleToken):
         registry.renew("panda-0", lease.token)
@@ -138,7 +137,7 @@ def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
 
 
 def test_a_reconnection_keeps_the_lease(registry: Registry) -> None:
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     assert registry.announce(ARM).health is Health.LEASED
     registry.renew("panda-0", lease.token)
 
@@ -148,7 +147,7 @@ def test_leases_and_what_is_known_survive_the_registrys_restart(tmp_path: Path, 
     registry = Registry(LeaseTable(leases, clock=clock), tmp_path, clock)
     registry.announce(ARM)
     registry.announce(GPU)
-    lease = registry.lease("panda-0", "alice")
+    lease = registry.acquire("panda-0", "alice")
     registry = Registry(LeaseTable(leases, clock=clock), tmp_path, clock)
     assert [(r.name, r.health, r.note) for r in registry.snapshot()] == [
         ("gpu", Health.READY, ""),
@@ -157,80 +156,80 @@ def test_leases_and_what_is_known_survive_the_registrys_restart(tmp_path: Path, 
     assert registry.renew("panda-0", lease.token) == lease
     clock.now_s += 6
     registry.announce(ARM)
-    assert registry.expire() == ("gpu",), "it did not announce itself again"
+    assert registry.poll() == ("gpu",), "it did not announce itself again"
     assert registry.renew("panda-0", lease.token) == lease
 
 
 def test_a_quarantine_ends_the_lease_and_lasts_until_a_person_lifts_it(
-    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
-    lease = registry.lease("panda-0", "alice")
-    book.give("panda-0", "quarantined", "carol", "oil on the floor")
-    for step in (registry.expire, lambda: registry.announce(ARM), registry.expire):
+    lease = registry.acquire("panda-0", "alice")
+    book.set_override("panda-0", "quarantined", "carol", "oil on the floor")
+    for step in (registry.poll, lambda: registry.announce(ARM), registry.poll):
         step()
         clock.now_s += 60
         assert health(registry) is Health.QUARANTINED
     restarted = Registry(LeaseTable(None, clock=clock), tmp_path, clock)
     assert health(restarted) is Health.QUARANTINED
     with pytest.raises(LeaseError, match="panda-0 is quarantined by carol: oil on the floor"):
-        registry.lease("panda-0", "alice")
+        registry.acquire("panda-0", "alice")
     with pytest.raises(LeaseError):
         registry.renew("panda-0", lease.token)
-    book.lift("panda-0", "carol")
+    book.clear_override("panda-0", "carol")
     registry.announce(ARM)
-    assert registry.lease("panda-0", "alice").token > lease.token
+    assert registry.acquire("panda-0", "alice").token > lease.token
 
 
-def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry, book: OrderBook) -> None:
-    lease = registry.lease("panda-0", "alice")
-    book.give("panda-0", "draining", "carol", "maintenance")
+def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry, book: OperatorOverrides) -> None:
+    lease = registry.acquire("panda-0", "alice")
+    book.set_override("panda-0", "draining", "carol", "maintenance")
     registry.renew("panda-0", lease.token)
     registry.release("panda-0", lease.token)
     assert health(registry) is Health.DRAINING
     with pytest.raises(LeaseError, match="draining by carol: maintenance"):
-        registry.lease("panda-0", "bob")
-    book.lift("panda-0", "carol")
-    registry.expire()
+        registry.acquire("panda-0", "bob")
+    book.clear_override("panda-0", "carol")
+    registry.poll()
     assert health(registry) is Health.READY
 
 
-def test_lifting_a_drain_leaves_the_running_session_its_lease(registry: Registry, book: OrderBook) -> None:
-    lease = registry.lease("panda-0", "alice")
-    book.give("panda-0", "draining", "carol")
-    registry.expire()
-    book.lift("panda-0", "carol")
-    registry.expire()
+def test_lifting_a_drain_leaves_the_running_session_its_lease(registry: Registry, book: OperatorOverrides) -> None:
+    lease = registry.acquire("panda-0", "alice")
+    book.set_override("panda-0", "draining", "carol")
+    registry.poll()
+    book.clear_override("panda-0", "carol")
+    registry.poll()
     assert health(registry) is Health.LEASED
     registry.release("panda-0", lease.token)
 
 
-def test_an_order_has_a_person_and_lifting_needs_one_that_stands(book: OrderBook) -> None:
+def test_an_order_has_a_person_and_lifting_needs_one_that_stands(book: OperatorOverrides) -> None:
     with pytest.raises(RegistryError, match="nothing to lift"):
-        book.lift("panda-0", "carol")
+        book.clear_override("panda-0", "carol")
     with pytest.raises(RegistryError, match="named person"):
-        book.give("panda-0", "draining", " ")
-    book.give("panda-0", "draining", "carol")
+        book.set_override("panda-0", "draining", " ")
+    book.set_override("panda-0", "draining", "carol")
     with pytest.raises(RegistryError, match="named person"):
-        book.lift("panda-0", "")
+        book.clear_override("panda-0", "")
 
 
 def test_damaged_orders_stop_a_start_and_change_nothing_while_it_runs(
-    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
-    book.give("panda-0", "quarantined", "carol")
-    registry.expire()
+    book.set_override("panda-0", "quarantined", "carol")
+    registry.poll()
     book.path.write_bytes(b"{")
-    registry.expire()
+    registry.poll()
     assert health(registry) is Health.QUARANTINED
     with pytest.raises(RegistryError, match="cannot be read"):
         Registry(LeaseTable(None, clock=clock), tmp_path, clock)
 
 
 def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_then_is_not(
-    registry: Registry, book: OrderBook, clock: Clock
+    registry: Registry, book: OperatorOverrides, clock: Clock
 ) -> None:
     for _ in range(MAX_FAULTS):
-        registry.fault("panda-0", "camera front froze")
+        registry.report_fault("panda-0", "camera front froze")
         clock.now_s += 1
     assert (health(registry), registry.record("panda-0").trouble) == (
         Health.READY,
@@ -240,15 +239,15 @@ def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_
     registry.announce(ARM)
     assert registry.record("panda-0").trouble == ""
     for _ in range(MAX_FAULTS + 1):
-        registry.fault("panda-0", "it dropped out")
+        registry.report_fault("panda-0", "it dropped out")
     assert health(registry) is Health.QUARANTINED
     assert registry.record("panda-0").note == "by the registry: 11 faults within 60 s, the last: it dropped out"
     written = book.path.read_bytes()
     for _ in range(3 * MAX_FAULTS):
-        registry.fault("panda-0", "it dropped out once more")
-    assert (book.path.read_bytes(), len(read_audit(book.path.parent / "audit.jsonl"))) == (written, 1)
-    book.lift("panda-0", "carol")
-    registry.expire()
+        registry.report_fault("panda-0", "it dropped out once more")
+    assert (book.path.read_bytes(), len(read_audit_log(book.path.parent / "audit.jsonl"))) == (written, 1)
+    book.clear_override("panda-0", "carol")
+    registry.poll()
     assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")
 
 
@@ -257,39 +256,39 @@ def test_what_is_lost_or_returns_is_news_and_what_is_there_from_the_start_is_not
 ) -> None:
     gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="H200", node="desk")
     registry.announce(gpu)
-    assert registry.take_news() == []
-    lease = registry.lease("panda-0", "alice")
+    assert registry.pop_changes() == []
+    lease = registry.acquire("panda-0", "alice")
     for _ in range(3):
         clock.now_s += 3
         registry.announce(ARM)
         registry.renew("panda-0", lease.token)
-    assert [(r.name, r.health) for r in registry.take_news()] == [("desk/gpu-0", Health.LOST)]
+    assert [(r.name, r.health) for r in registry.pop_changes()] == [("desk/gpu-0", Health.LOST)]
     assert health(registry) is Health.LEASED, "nothing else stops"
     registry.announce(gpu)
     registry.announce(msgspec.structs.replace(gpu, name="desk/gpu-1"))
-    assert [(r.name, r.health) for r in registry.take_news()] == [
+    assert [(r.name, r.health) for r in registry.pop_changes()] == [
         ("desk/gpu-0", Health.READY),
         ("desk/gpu-1", Health.READY),
     ]
-    assert registry.take_news() == []
+    assert registry.pop_changes() == []
 
 
 def test_who_drove_what_when_can_be_read_afterwards(
-    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
-    first = registry.lease("panda-0", "alice")
+    first = registry.acquire("panda-0", "alice")
     registry.renew("panda-0", first.token)
     registry.release("panda-0", first.token)
-    second = registry.lease("panda-0", "bob")
+    second = registry.acquire("panda-0", "bob")
     clock.now_s += 3600
-    registry.expire()
+    registry.poll()
     registry.announce(ARM)
     registry.renew("panda-0", second.token)
-    book.give("panda-0", "quarantined", "carol", "oil")
-    registry.expire()
-    book.lift("panda-0", "carol")
-    registry.expire()
-    entries = read_audit(tmp_path / "audit.jsonl")
+    book.set_override("panda-0", "quarantined", "carol", "oil")
+    registry.poll()
+    book.clear_override("panda-0", "carol")
+    registry.poll()
+    entries = read_audit_log(tmp_path / "audit.jsonl")
     assert [(e.event, e.peer, e.token, e.reason) for e in entries] == [
         ("granted", "alice", 1, ""),
         ("released", "alice", 1, ""),
@@ -307,42 +306,42 @@ def test_who_drove_what_when_can_be_read_afterwards(
 
 
 def test_the_audit_says_once_what_stands_through_restarts_and_who_ended_it_meanwhile(
-    registry: Registry, book: OrderBook, clock: Clock, tmp_path: Path
+    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
-    book.give("panda-0", "quarantined", "carol", "oil")
-    registry.expire()
+    book.set_override("panda-0", "quarantined", "carol", "oil")
+    registry.poll()
     for _ in range(2):
         Registry(LeaseTable(None, clock=clock), tmp_path, clock)
-    book.lift("panda-0", "dora")
+    book.clear_override("panda-0", "dora")
     restarted = Registry(LeaseTable(None, clock=clock), tmp_path, clock)
-    restarted.expire()
+    restarted.poll()
     Registry(LeaseTable(None, clock=clock), tmp_path, clock)
-    entries = read_audit(tmp_path / "audit.jsonl")
+    entries = read_audit_log(tmp_path / "audit.jsonl")
     told = [(e.event, e.person, e.reason) for e in entries]
     assert told == [("quarantined", "carol", "oil"), ("restored", "dora", "")]
 
 
 def test_a_disk_that_takes_nothing_ends_no_registry_and_what_was_due_is_done_when_it_does_again(
-    book: OrderBook, clock: Clock, tmp_path: Path
+    book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
     registry = Registry(LeaseTable(disk / "leases.json", ttl_s=10, clock=clock), tmp_path, clock, lost_after_s=5)
     for name in ("panda-0", "ur-0"):
         registry.announce(msgspec.structs.replace(ARM, name=name))
-    first, second = (registry.lease(name, "alice") for name in ("panda-0", "ur-0"))
+    first, second = (registry.acquire(name, "alice") for name in ("panda-0", "ur-0"))
     disk.rename(tmp_path / "away")
     disk.write_text("a file where the folder should be")
-    book.give("panda-0", "quarantined", "carol", "oil")
+    book.set_override("panda-0", "quarantined", "carol", "oil")
     clock.now_s += 60
-    assert registry.expire() == ("panda-0", "ur-0")
+    assert registry.poll() == ("panda-0", "ur-0")
     disk.unlink()
     (tmp_path / "away").rename(disk)
-    assert registry.expire() == ()
+    assert registry.poll() == ()
     registry.announce(msgspec.structs.replace(ARM, name="ur-0"))
     assert registry.renew("ur-0", second.token) == second
     with pytest.raises(LeaseError, match="released|ended|quarantined"):
         registry.renew("panda-0", first.token)
-    told = {(e.event, e.robot) for e in read_audit(tmp_path / "audit.jsonl")}
+    told = {(e.event, e.robot) for e in read_audit_log(tmp_path / "audit.jsonl")}
     assert {("quarantined", "panda-0"), ("reinstated", "ur-0")} <= told
     again = LeaseTable(disk / "leases.json", clock=clock)
     with pytest.raises(LeaseError, match="has ended; acquire it again"):
@@ -351,8 +350,8 @@ def test_a_disk_that_takes_nothing_ends_no_registry_and_what_was_due_is_done_whe
 
 def test_an_unknown_resource_raises_and_names_those_that_there_are(registry: Registry) -> None:
     for call in (
-        lambda: registry.fault("ur-0", "it froze"),
-        lambda: registry.lease("ur-0", "alice"),
+        lambda: registry.report_fault("ur-0", "it froze"),
+        lambda: registry.acquire("ur-0", "alice"),
         lambda: registry.renew("ur-0", 1),
         lambda: registry.release("ur-0", 1),
     ):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hal.errors import SpecError
-from hal.latch import Latch
+from hal.estop import EstopLatch
 from hal.robot import Observation, StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE, Array, ArraySpec, RobotSpec, SafetyLimits
 
 BOUND = (0.05, 0.05, 0.05, 0.08)
@@ -94,36 +94,36 @@ def test_an_action_within_limits_passes_unchanged(bench: Bench) -> None:
     verdict = bench.kernel.filter(proposed, bench.state())
     assert verdict.applied is not None and verdict.applied is not proposed
     np.testing.assert_array_equal(verdict.applied, proposed)
-    assert (verdict.stop, verdict.reasons, verdict.text) == (None, Reason(0), "")
+    assert (verdict.stop, verdict.reasons, verdict.text) == (None, SafetyReason(0), "")
 
 
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (act(np.nan, 0, 0, 0), Reason.NOT_FINITE),
-        (act(0, np.inf, 0, 0), Reason.NOT_FINITE),
-        (act(0, 0, 0), Reason.SHAPE),
-        (act(0, 0, 0, 0)[None], Reason.SHAPE),
-        (np.zeros(4), Reason.DTYPE),
-        (np.zeros(4, np.int32), Reason.DTYPE),
-        (np.zeros(4, ">f4"), Reason.DTYPE),
-        (np.array([None] * 4), Reason.DTYPE),
-        (np.ma.masked_array(np.zeros(4, np.float32), True), Reason.DTYPE),
-        ([0.0, 0.0, 0.0, 0.0], Reason.DTYPE),
-        (None, Reason.DTYPE),
+        (act(np.nan, 0, 0, 0), SafetyReason.NOT_FINITE),
+        (act(0, np.inf, 0, 0), SafetyReason.NOT_FINITE),
+        (act(0, 0, 0), SafetyReason.SHAPE),
+        (act(0, 0, 0, 0)[None], SafetyReason.SHAPE),
+        (np.zeros(4), SafetyReason.DTYPE),
+        (np.zeros(4, np.int32), SafetyReason.DTYPE),
+        (np.zeros(4, ">f4"), SafetyReason.DTYPE),
+        (np.array([None] * 4), SafetyReason.DTYPE),
+        (np.ma.masked_array(np.zeros(4, np.float32), True), SafetyReason.DTYPE),
+        ([0.0, 0.0, 0.0, 0.0], SafetyReason.DTYPE),
+        (None, SafetyReason.DTYPE),
     ],
 )
-def test_what_is_not_an_action_makes_the_robot_hold(bench: Bench, action: object, reason: Reason) -> None:
+def test_what_is_not_an_action_makes_the_robot_hold(bench: Bench, action: object, reason: SafetyReason) -> None:
     verdict = bench.kernel.filter(action, bench.state())
     assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
     assert "float32 (4,)" in verdict.text
-    assert bench.kernel.counts[str(reason.name).lower()] == 1
+    assert bench.kernel.reason_counts[str(reason.name).lower()] == 1
 
 
 def test_an_action_beyond_its_bounds_is_reduced_to_them(bench: Bench) -> None:
     verdict = bench.kernel.filter(act(0, 0, 0, 1e30), bench.state())
     np.testing.assert_array_equal(verdict.applied, act(0, 0, 0, 0.08))
-    assert verdict.reasons == Reason.BOUND
+    assert verdict.reasons == SafetyReason.BOUND
     assert verdict.text.startswith("bound: [0.0, 0.0, 0.0, ")
 
 
@@ -139,7 +139,7 @@ def test_speed_builds_up_and_drops_no_faster_than_the_rate(bench: Bench) -> None
     applied = [bench.kernel.filter(act(0.05, 0, 0, 0), bench.state()).applied for _ in range(3)]
     assert [round(float(a[0]), 4) for a in applied if a is not None] == [0.02, 0.04, 0.05]
     braked = bench.kernel.filter(act(-0.05, 0, 0, 0), bench.state())
-    assert braked.reasons == Reason.RATE
+    assert braked.reasons == SafetyReason.RATE
     np.testing.assert_allclose(braked.applied, act(0.03, 0, 0, 0), atol=ROUNDING)
 
 
@@ -153,14 +153,14 @@ def test_a_stop_ends_the_motion_and_leaves_the_gripper(bench: Bench) -> None:
 
 def test_after_settling_the_gripper_is_free_and_the_motion_starts_from_rest(bench: Bench) -> None:
     bench.kernel.filter(act(0.02, 0, 0, 0.08), bench.state())
-    bench.kernel.settle()
+    bench.kernel.reset()
     verdict = bench.kernel.filter(act(0.04, 0, 0, 0.0), bench.state())
     np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
 
 
 def test_what_the_hardware_clipped_is_the_new_base_of_the_rate_limit(bench: Bench) -> None:
     bench.kernel.filter(act(0.02, 0, 0, 0), bench.state())
-    bench.kernel.correct(act(0.005, 0, 0, 0))
+    bench.kernel.set_applied(act(0.005, 0, 0, 0))
     verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
     np.testing.assert_allclose(verdict.applied, act(0.025, 0, 0, 0), atol=ROUNDING)
 
@@ -168,7 +168,7 @@ def test_what_the_hardware_clipped_is_the_new_base_of_the_rate_limit(bench: Benc
 def test_the_tool_stays_in_its_workspace(bench: Bench) -> None:
     verdict = bench.kernel.filter(act(0.02, 0, -0.02, 0), bench.state(x=0.69, z=0.005))
     np.testing.assert_allclose(verdict.applied, act(0.01, 0, -0.005, 0), atol=ROUNDING)
-    assert verdict.reasons == Reason.WORKSPACE
+    assert verdict.reasons == SafetyReason.WORKSPACE
 
 
 def test_a_tool_outside_may_come_back_but_is_not_thrown(bench: Bench) -> None:
@@ -181,13 +181,15 @@ def test_a_tool_outside_may_come_back_but_is_not_thrown(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("state", "reason", "text"),
     [
-        ({"q0": 2.0}, Reason.JOINT_POSITION, "q0 is at 2.0000 rad"),
-        ({"q1": -1.5}, Reason.JOINT_POSITION, "q1 is at -1.5000 rad"),
-        ({"v1": -3.5}, Reason.JOINT_VELOCITY, "v1 moves at 3.500 rad/s; it may reach 3.000"),
-        ({"x": np.nan}, Reason.NOT_FINITE, "unusable"),
+        ({"q0": 2.0}, SafetyReason.JOINT_POSITION, "q0 is at 2.0000 rad"),
+        ({"q1": -1.5}, SafetyReason.JOINT_POSITION, "q1 is at -1.5000 rad"),
+        ({"v1": -3.5}, SafetyReason.JOINT_VELOCITY, "v1 moves at 3.500 rad/s; it may reach 3.000"),
+        ({"x": np.nan}, SafetyReason.NOT_FINITE, "unusable"),
     ],
 )
-def test_a_robot_at_its_joint_limits_holds(bench: Bench, state: dict[str, float], reason: Reason, text: str) -> None:
+def test_a_robot_at_its_joint_limits_holds(
+    bench: Bench, state: dict[str, float], reason: SafetyReason, text: str
+) -> None:
     verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state(**state))
     assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
     assert text in verdict.text
@@ -197,22 +199,22 @@ def test_a_robot_at_its_joint_limits_holds(bench: Bench, state: dict[str, float]
 def test_an_old_or_misdated_observation_is_not_acted_upon(bench: Bench, age_s: float) -> None:
     observation = bench.state()
     bench.clock.now_s += age_s
-    bench.kernel.settle()
+    bench.kernel.reset()
     verdict = bench.kernel.filter(act(0, 0, 0, 0), observation)
-    assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, Reason.STALE)
+    assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, SafetyReason.STALE)
     assert "s old" in verdict.text
 
 
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        ({}, Reason.SHAPE),
-        ({STATE: np.zeros(3, np.float32)}, Reason.SHAPE),
-        ({STATE: [0.0] * 7}, Reason.SHAPE),
-        ({STATE: np.array([None] * 7)}, Reason.DTYPE),
+        ({}, SafetyReason.SHAPE),
+        ({STATE: np.zeros(3, np.float32)}, SafetyReason.SHAPE),
+        ({STATE: [0.0] * 7}, SafetyReason.SHAPE),
+        ({STATE: np.array([None] * 7)}, SafetyReason.DTYPE),
     ],
 )
-def test_a_broken_observation_is_not_acted_upon(bench: Bench, arrays: Any, reason: Reason) -> None:
+def test_a_broken_observation_is_not_acted_upon(bench: Bench, arrays: Any, reason: SafetyReason) -> None:
     verdict = bench.kernel.filter(act(0, 0, 0, 0), Observation(arrays, bench.clock()))
     assert (verdict.applied, verdict.reasons) == (None, reason)
     assert STATE in verdict.text
@@ -220,22 +222,26 @@ def test_a_broken_observation_is_not_acted_upon(bench: Bench, arrays: Any, reaso
 
 def test_before_the_first_observation_the_robot_holds(bench: Bench) -> None:
     verdict = bench.kernel.filter(act(0, 0, 0, 0), None)
-    assert (verdict.stop, verdict.reasons, verdict.text) == (StopLevel.HOLD, Reason.STALE, "nothing was sensed yet")
+    assert (verdict.stop, verdict.reasons, verdict.text) == (
+        StopLevel.HOLD,
+        SafetyReason.STALE,
+        "nothing was sensed yet",
+    )
 
 
 def test_silence_leads_to_hold_and_then_to_the_safe_stop(bench: Bench) -> None:
     bench.kernel.filter(act(0, 0, 0, 0), bench.state())
     bench.clock.now_s += 0.19
-    assert bench.kernel.tick() is None
+    assert bench.kernel.check_watchdog() is None
     bench.clock.now_s += 0.02
-    verdict = bench.kernel.tick()
-    assert verdict is not None and (verdict.stop, verdict.reasons) == (StopLevel.HOLD, Reason.WATCHDOG)
+    verdict = bench.kernel.check_watchdog()
+    assert verdict is not None and (verdict.stop, verdict.reasons) == (StopLevel.HOLD, SafetyReason.WATCHDOG)
     assert verdict.text == "no command was applied for 0.210 s"
     bench.clock.now_s += 5.0
-    verdict = bench.kernel.tick()
+    verdict = bench.kernel.check_watchdog()
     assert verdict is not None and verdict.stop is StopLevel.SAFE
     assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).stop is None
-    assert bench.kernel.tick() is None
+    assert bench.kernel.check_watchdog() is None
 
 
 @pytest.mark.parametrize(("rate_hz", "early_s"), [(10.0, 0.008), (100.0, 0.002), (1000.0, 0.0002)])
@@ -243,9 +249,9 @@ def test_a_hold_is_due_a_little_before_two_periods_are_over(rate_hz: float, earl
     bench = Bench(msgspec.structs.replace(SPEC, rate_hz=rate_hz))
     bench.kernel.filter(act(0, 0, 0, 0), bench.state())
     bench.clock.now_s += 2 / rate_hz - 1.1 * early_s
-    assert bench.kernel.tick() is None
+    assert bench.kernel.check_watchdog() is None
     bench.clock.now_s += 0.2 * early_s
-    verdict = bench.kernel.tick()
+    verdict = bench.kernel.check_watchdog()
     assert verdict is not None and verdict.stop is StopLevel.HOLD
 
 
@@ -254,7 +260,7 @@ def test_refused_actions_do_not_feed_the_watchdog(bench: Bench) -> None:
         bench.clock.now_s += 0.1
         verdict = bench.kernel.filter(act(np.nan, 0, 0, 0), bench.state())
     assert verdict.stop is StopLevel.SAFE
-    assert bench.kernel.tick() is not None
+    assert bench.kernel.check_watchdog() is not None
 
 
 def test_a_session_may_hold_for_as_long_as_it_likes(bench: Bench) -> None:
@@ -262,7 +268,7 @@ def test_a_session_may_hold_for_as_long_as_it_likes(bench: Bench) -> None:
         bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
     for _ in range(100):
         bench.clock.now_s += 0.1
-        assert bench.kernel.tick() is None
+        assert bench.kernel.check_watchdog() is None
         assert bench.kernel.hold().stop is StopLevel.HOLD
     verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
     np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
@@ -274,15 +280,15 @@ def test_an_emergency_stop_lasts_until_a_named_person_lifts_it(bench: Bench) -> 
     bench.kernel.emergency_stop("alice", "smoke")
     bench.kernel.emergency_stop("bob")
     verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state())
-    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.SAFE, Reason.ESTOP)
+    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.SAFE, SafetyReason.ESTOP)
     assert "pressed by alice" in verdict.text
-    tick = bench.kernel.tick()
+    tick = bench.kernel.check_watchdog()
     assert tick is not None and tick.stop is StopLevel.SAFE
     with pytest.raises(SpecError, match="named person"):
         bench.kernel.rearm("  ")
-    assert bench.kernel.emergency is not None
+    assert bench.kernel.latched_estop is not None
     bench.kernel.rearm("carol")
-    assert bench.kernel.emergency is None
+    assert bench.kernel.latched_estop is None
     assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).applied is not None
 
 
@@ -290,27 +296,30 @@ def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> N
     path = tmp_path / "estop.json"
     Bench(latch_path=path).kernel.emergency_stop("alice", "smoke")
     kernel = Bench(latch_path=path).kernel
-    assert kernel.emergency is not None and (kernel.emergency.by, kernel.emergency.why) == ("alice", "smoke")
+    assert kernel.latched_estop is not None and (kernel.latched_estop.by, kernel.latched_estop.why) == (
+        "alice",
+        "smoke",
+    )
     kernel.rearm("carol")
-    assert Bench(latch_path=path).kernel.emergency is None
+    assert Bench(latch_path=path).kernel.latched_estop is None
 
 
 def test_the_next_run_finds_the_robot_stopped_too(tmp_path: Path) -> None:
     first, second, shared = (tmp_path / name / "e-stop.json" for name in ("first", "second", "shared"))
     SafetyKernel(SPEC, latch_path=first, shared_latch=shared).emergency_stop("alice", "smoke")
     kernel = SafetyKernel(SPEC, latch_path=second, shared_latch=shared)
-    assert kernel.emergency is not None and kernel.emergency.by == "alice"
+    assert kernel.latched_estop is not None and kernel.latched_estop.by == "alice"
     kernel.rearm("carol")
-    assert Latch(second).read() is Latch(shared).read() is None
-    assert SafetyKernel(SPEC, latch_path=second, shared_latch=shared).emergency is None
-    assert SafetyKernel(SPEC, latch_path=first).emergency is not None, "nobody has re-armed that run's robot there"
+    assert EstopLatch(second).read() is EstopLatch(shared).read() is None
+    assert SafetyKernel(SPEC, latch_path=second, shared_latch=shared).latched_estop is None
+    assert SafetyKernel(SPEC, latch_path=first).latched_estop is not None, "nobody has re-armed that run's robot there"
 
 
 @pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])
 def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "estop.json"
     path.write_bytes(content)
-    assert Bench(latch_path=path).kernel.emergency is not None
+    assert Bench(latch_path=path).kernel.latched_estop is not None
 
 
 def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
@@ -321,7 +330,7 @@ def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
     kernel = SafetyKernel(SPEC, latch_path=tmp_path / "absent" / "estop.json")
     (tmp_path / "absent").write_text("a file where the folder should be")
     kernel.emergency_stop("alice")
-    assert kernel.emergency is not None
+    assert kernel.latched_estop is not None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from hal.errors import SpecError
 from hal.spec import CameraSpec
-from user_sys.compose import RobotConfig, build_station
+from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
 
 
@@ -27,4 +27,4 @@ def test_a_camera_without_size_or_rate_is_none(height: int, width: int, rate_hz:
 )
 def test_what_no_simulated_arm_can_do_is_told_of_before_it_runs(options: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        build_station(RobotConfig(name="panda-0", options=options), cameras=False)
+        build_robot_setup(RobotConfig(name="panda-0", options=options), cameras=False)

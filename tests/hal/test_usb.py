@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hal.discovery import discover
+from hal.discovery import discover, probe_usb
 from hal.resource import Kind, ResourceRecord
-from hal.usb import probe_usb
 
 
 class Computer:

@@ -18,12 +18,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from hal.spec import Array, RobotSpec
-from user_sys.compose import policy_maker
-from user_sys.errors import PolicyAway
-from user_sys.inference.address import read_address
-from user_sys.inference.remote import PolicyLink
-from user_sys.inference.server import MakePolicy, PolicyServer
-from user_sys.inference.wire import POLICY
+from user_sys.compose import policy_factory
+from user_sys.errors import PolicyUnavailable
+from user_sys.inference.policy_server import PolicyFactory, PolicyServer
+from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.remote_policy import PolicyClient, read_server_address
 from user_sys.policies.conformance import example_observation
 from user_sys.policies.mlp import MlpPolicy
 from user_sys.policies.policy import ActionChunk, Policy
@@ -47,7 +46,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = END_S) -> A
 def make_keys(folder: Path) -> Path:
     """A folder of keys whose ring lets `ROBOTS` in."""
     ring = Keyring(folder)
-    save_keypair(new_keypair(), folder, POLICY)
+    save_keypair(new_keypair(), folder, POLICY_NODE)
     for name in ROBOTS:
         save_keypair(new_keypair(), folder, name)
         ring.allow(load_keypair(folder / f"{name}.key").public, name, "robot")
@@ -82,9 +81,9 @@ class Server:
 
 
 @contextmanager
-def serving(keys: Path, make: MakePolicy | None = None, endpoint: str = "tcp://127.0.0.1:0") -> Iterator[Server]:
-    pair = load_keypair(keys / f"{POLICY}.key")
-    server = PolicyServer(endpoint, pair, Keyring(keys), make or policy_maker("cpu"))
+def serving(keys: Path, make: PolicyFactory | None = None, endpoint: str = "tcp://127.0.0.1:0") -> Iterator[Server]:
+    pair = load_keypair(keys / f"{POLICY_NODE}.key")
+    server = PolicyServer(endpoint, pair, Keyring(keys), make or policy_factory("cpu"))
     stop, failures, found = threading.Event(), [], list[str]()
 
     def serve() -> None:
@@ -128,7 +127,7 @@ class Process:
 
     @property
     def endpoint(self) -> str:
-        return read_address(self.address)
+        return read_server_address(self.address)
 
     def send(self, number: int) -> None:
         assert self._process is not None
@@ -159,14 +158,14 @@ def link_to(
     spec: RobotSpec,
     robot: str = ROBOTS[0],
     answer_within: float = UNHURRIED,
-) -> PolicyLink:
-    return PolicyLink(
+) -> PolicyClient:
+    return PolicyClient(
         spec,
         "mlp",
         (),
-        MlpPolicy.forms,
+        MlpPolicy.precisions,
         load_keypair(keys / f"{robot}.key"),
-        load_public_key(keys / f"{POLICY}.pub"),
+        load_public_key(keys / f"{POLICY_NODE}.pub"),
         find,
         answer_within,
     )
@@ -184,7 +183,7 @@ def acts(policy: Policy, observation: dict[str, Array] | None = None, determinis
     def attempt() -> ActionChunk | None:
         try:
             return policy.act(seen, "", deterministic=deterministic)
-        except PolicyAway:
+        except PolicyUnavailable:
             return None
 
     return until(attempt, "the policy acts")

@@ -16,11 +16,9 @@ from user_sys.config import load
 from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.inference.__main__ import main
-from user_sys.inference.wire import POLICY
-from user_sys.needs import NeedConfig
-from user_sys.prepare import prepare
-from user_sys.run_folder import create
-from user_sys.topology import RunConfig, RunFolder, policy_node
+from user_sys.inference.protocol import POLICY_NODE
+from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder, policy_process
+from user_sys.run.prepare import prepare_run_folder
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -32,8 +30,8 @@ def fleet(runs: Path, **policy: object) -> RunConfig:
 
 
 def prepared(config: RunConfig) -> RunFolder:
-    folder, card = create(config, "run", ENDPOINT)
-    prepare(config, folder, card)
+    folder, card = create_run_folder(config, "run", ENDPOINT)
+    prepare_run_folder(config, folder, card)
     return folder
 
 
@@ -43,7 +41,7 @@ def test_at_the_edge_no_key_is_made_for_a_policy_process(tmp_path: Path) -> None
 
 def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path) -> None:
     folder = prepared(fleet(tmp_path, at="site", device="cpu"))
-    node = policy_node(folder, "cpu", {}, "10.0.0.7")
+    node = policy_process(folder, "cpu", {}, "10.0.0.7")
     given = dict(zip(node.argv[3::2], node.argv[4::2], strict=True))
     assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0"
     load_keypair(Path(given["--keys"]) / "policy.key")
@@ -53,12 +51,12 @@ def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path)
 
 def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path) -> None:
     config = fleet(tmp_path, at="site", endpoint="tcp://10.0.0.7:5557")
-    folder, card = create(config, "run", ENDPOINT)
+    folder, card = create_run_folder(config, "run", ENDPOINT)
     with pytest.raises(RunError, match=r"no public key at .*policy.pub"):
-        prepare(config, folder, card)
-    save_keypair(new_keypair(), folder.keys, POLICY)
+        prepare_run_folder(config, folder, card)
+    save_keypair(new_keypair(), folder.keys, POLICY_NODE)
     (folder.keys / "policy.key").unlink()
-    prepare(config, folder, card)
+    prepare_run_folder(config, folder, card)
     assert not (folder.keys / "policy.key").exists()
 
 
@@ -69,7 +67,7 @@ def test_a_robot_too_fast_for_a_policy_elsewhere_is_told_before_anything_starts(
         prepared(config)
 
 
-GPU = NeedConfig(kind="gpu", use="policy", near="cell", near_by="site")
+GPU = ResourceRequestConfig(kind="gpu", use="policy", near="cell", near_by="site")
 
 
 @pytest.mark.parametrize(
@@ -77,24 +75,24 @@ GPU = NeedConfig(kind="gpu", use="policy", near="cell", near_by="site")
     [
         ("edge", (GPU,), "the run starts no policy process; that takes policy.at: site"),
         ("site", (GPU, GPU), "2 are asked for with use: policy; a run's policies act in one process"),
-        ("site", (NeedConfig(kind="gpu", count=2, use="policy"),), "2 are asked for"),
+        ("site", (ResourceRequestConfig(kind="gpu", count=2, use="policy"),), "2 are asked for"),
     ],
 )
 def test_needs_for_policies_that_cannot_be_meant_are_refused(
-    at: Literal["edge", "site"], needs: tuple[NeedConfig, ...], says: str
+    at: Literal["edge", "site"], needs: tuple[ResourceRequestConfig, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         RunConfig(policy=PolicyConfig(at=at), needs=needs)
 
 
 def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
-    config = replace(fleet(tmp_path, at="site"), needs=(GPU, NeedConfig(kind="compute", cores=2)))
+    config = replace(fleet(tmp_path, at="site"), needs=(GPU, ResourceRequestConfig(kind="compute", cores=2)))
     assert [request.kind for request in config.compute_requests()] == [Kind.COMPUTE]
-    assert [(request.kind, request.near) for request in config.policy_requests()] == [(Kind.GPU, "cell")]
+    assert [(request.kind, request.colocate) for request in config.policy_requests()] == [(Kind.GPU, "cell")]
     assert config.requests()[-1] == config.policy_requests()[0]
-    assert not any(need.trains for need in config.needs)
+    assert not any(need.is_learner_gpu for need in config.needs)
     with pytest.raises(ConfigError, match="a robot is for itself"):
-        NeedConfig(kind="robot", use="policy")
+        ResourceRequestConfig(kind="robot", use="policy")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class TestRemotePolicy(PolicyConformance):
 
     def make(self, spec: RobotSpec) -> Policy:
         link = self._stack.enter_context(link_to(lambda: self._site.endpoint, self._site.keys, slowly(spec)))
-        policy = link.policy(seed=0)
+        policy = link.make_policy(seed=0)
         acts(policy)  # an action of its own choice: it is there
         return policy
 
@@ -45,8 +45,8 @@ def test_it_draws_as_the_same_policy_does_here(site: Process) -> None:
     spec, rng = slowly(example_spec()), np.random.default_rng(5)
     here = MlpPolicy(spec, seed=3)
     with link_to(lambda: site.endpoint, site.keys, spec) as link:
-        there = link.policy(seed=3)
-        assert there.forms == MlpPolicy.forms
+        there = link.make_policy(seed=3)
+        assert there.precisions == MlpPolicy.precisions
         first = example_observation(rng)
         explored = here.act(first, "", deterministic=False)
         np.testing.assert_array_equal(acts(there, first, deterministic=False).actions, explored.actions)

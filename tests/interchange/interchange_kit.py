@@ -9,12 +9,11 @@ import numpy as np
 import simplejpeg
 
 from user_sys.codec import Array
-from user_sys.episode import IMAGES, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
-from user_sys.interchange.episodes import EpisodeReader, Selection, StoredEpisode
-from user_sys.interchange.frames import Frame, decode
-from user_sys.interchange.lerobot_export import LerobotOptions, Plan, export_lerobot, open_plan
-from user_sys.interchange.lerobot_import import Imported, ImportOptions, import_lerobot
-from user_sys.interchange.lerobot_read import LerobotDataSet
+from user_sys.episode import IMAGE_PREFIX, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, frame_columns
+from user_sys.interchange.episodes import EpisodeFilter, EpisodeReader, StoredEpisode
+from user_sys.interchange.frames import Frame, decode_frame
+from user_sys.interchange.lerobot_export import ExportPlan, LerobotExportOptions, export_lerobot, open_plan
+from user_sys.interchange.lerobot_import import ImportOptions, ImportReport, LerobotDataset, import_lerobot
 from user_sys.store.store import StoreReader, StoreWriter
 
 CAMERAS = {"wrist": (32, 48), "front": (24, 24)}
@@ -54,7 +53,7 @@ def episode_chunks(
     robot: str = "panda-0",
     embodiment: str = "e1",
     task: str = "lift",
-    source: Source = Source.ONLINE,
+    source: EpisodeSource = EpisodeSource.ONLINE,
     success: bool | None = True,
     cameras: tuple[str, ...] = tuple(CAMERAS),
     raw: bool = False,
@@ -88,7 +87,7 @@ def episode_chunks(
         last = first + CHUNK_STEPS >= steps and ends
         part = {column: values[rows] for column, values in columns.items()}
         for camera in cameras:
-            part |= frame_columns(IMAGES + camera, frames[camera][rows], capture_ns(camera, steps)[rows])
+            part |= frame_columns(IMAGE_PREFIX + camera, frames[camera][rows], capture_ns(camera, steps)[rows])
         header = ChunkHeader(
             episode=name,
             index=index,
@@ -123,33 +122,33 @@ def usual_store(path: Path) -> Path:
     return make_store(
         path,
         episode_chunks("a", 10),
-        episode_chunks("b", 7, task="push", source=Source.DEMO, success=False),
+        episode_chunks("b", 7, task="push", source=EpisodeSource.DEMO, success=False),
         episode_chunks("c", 5, success=None),
     )
 
 
-def export(store: Path, output: Path, options: LerobotOptions | None = None) -> Plan:
-    plan = open_plan(store, output, options or LerobotOptions())
+def export(store: Path, output: Path, options: LerobotExportOptions | None = None) -> ExportPlan:
+    plan = open_plan(store, output, options or LerobotExportOptions())
     export_lerobot(plan, output, lambda steps: None)
     return plan
 
 
-def bring_in(root: Path, store: Path, options: ImportOptions | None = None) -> Imported:
-    data_set = LerobotDataSet.open(root)
+def bring_in(root: Path, store: Path, options: ImportOptions | None = None) -> ImportReport:
+    data_set = LerobotDataset.open(root)
     return import_lerobot(data_set, root, store, options or ImportOptions(), lambda steps: None)
 
 
 def read_store(path: Path) -> dict[str, StoredEpisode]:
     with StoreReader.open(path) as store:
         reader = EpisodeReader(store)
-        return {each.episode: reader.read(each.episode) for each in reader.select(Selection(incomplete=True))}
+        return {each.episode: reader.read(each.episode) for each in reader.select(EpisodeFilter(incomplete=True))}
 
 
 def pictures(episode: StoredEpisode, camera: str) -> list[Array]:
     """What the camera shows at each step."""
     shown: list[Array] = []
-    for each in episode.frames[IMAGES + camera]:
-        shown.append(shown[-1] if each is None else decode(each))
+    for each in episode.frames[IMAGE_PREFIX + camera]:
+        shown.append(shown[-1] if each is None else decode_frame(each))
     return shown
 
 
@@ -161,7 +160,7 @@ def assert_same(a: StoredEpisode, b: StoredEpisode, *, frames_within: float = 0.
     _assert_columns(a.captured_ns, b.captured_ns)
     assert a.frames.keys() == b.frames.keys()
     for feature in a.frames:
-        camera = feature.removeprefix(IMAGES)
+        camera = feature.removeprefix(IMAGE_PREFIX)
         for mine, theirs in zip(pictures(a, camera), pictures(b, camera), strict=True):
             assert np.abs(mine.astype(float) - theirs).mean() <= frames_within
 

@@ -13,7 +13,7 @@ from interchange_kit import picture
 from PIL import Image
 
 from user_sys.errors import DataSetError
-from user_sys.interchange.frames import decode, decode_file, encode_jpeg, encode_png, frame_size
+from user_sys.interchange.frames import decode_frame, decode_image_file, encode_jpeg, encode_png, frame_size
 
 CLAIMED = struct.pack(">HH", 65_000, 65_000)
 
@@ -38,7 +38,7 @@ def with_sampling(file: bytes, sampling: int) -> bytes:
     return file[:at] + bytes([sampling]) + file[at + 1 :]
 
 
-@pytest.mark.parametrize("use", [decode, frame_size, decode_file])
+@pytest.mark.parametrize("use", [decode_frame, frame_size, decode_image_file])
 def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken(
     use: Callable[[bytes], object],
 ) -> None:
@@ -55,16 +55,16 @@ def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken
 @pytest.mark.parametrize("side", [6_000, 10_000, 20_000])
 def test_a_picture_file_of_too_many_pixels_is_refused(side: int) -> None:
     with pytest.raises(DataSetError, match="frame is no picture"):
-        decode_file(png_bomb(side))
+        decode_image_file(png_bomb(side))
 
 
 def test_honest_pictures_pass() -> None:
     honest = picture("front", 1)
-    assert frame_size(encode_jpeg(honest)) == decode(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
-    assert (decode_file(encode_png(honest)) == honest).all()
+    assert frame_size(encode_jpeg(honest)) == decode_frame(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
+    assert (decode_image_file(encode_png(honest)) == honest).all()
 
 
-@pytest.mark.parametrize("use", [decode, frame_size])
+@pytest.mark.parametrize("use", [decode_frame, frame_size])
 def test_a_jpeg_file_whose_colours_have_an_uncommon_resolution_is_refused(use: Callable[[bytes], object]) -> None:
     with pytest.raises(DataSetError, match="no JPEG file that can be read"):
         use(with_sampling(encode_jpeg(picture("front", 0)), 0x14))
@@ -75,6 +75,6 @@ def test_a_damaged_png_file_is_refused_whatever_is_damaged() -> None:
     for at in range(0, len(whole), max(1, len(whole) // 400)):
         for damaged in (whole[:at], whole[:at] + b"\x81" * 8 + whole[at:], whole[:at] + b"\0" * 4 + whole[at + 4 :]):
             with contextlib.suppress(DataSetError):
-                decode_file(damaged)
+                decode_image_file(damaged)
     with pytest.raises(DataSetError, match="no picture"):
-        decode_file(whole[:-20] + b"\x81" * 20)
+        decode_image_file(whole[:-20] + b"\x81" * 20)

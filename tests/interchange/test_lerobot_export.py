@@ -17,13 +17,13 @@ import pytest
 from interchange_kit import bring_in, episode_chunks, export, make_store, read_store, usual_store
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
-from user_sys.cli import main
-from user_sys.episode import Phase, Source
+from user_sys.commands.main import main
+from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import Selection
-from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
-from user_sys.interchange.statistics import RunningStatistics, of_column
-from user_sys.robot_cards import keep_card, read_cards
+from user_sys.interchange.episodes import EpisodeFilter
+from user_sys.interchange.lerobot_export import LerobotExportOptions, export_lerobot, open_plan
+from user_sys.interchange.statistics import RunningStatistics, column_statistics
+from user_sys.robot_records import read_robot_records, save_robot_record
 from user_sys.store.labels import DeleteLabel, PhaseLabel, RewardLabel, SuccessLabel
 from user_sys.store.store import StoreWriter
 
@@ -45,7 +45,7 @@ def files(root: Path) -> dict[str, str]:
 
 
 def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
-    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(codec="h264"))
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
     assert set(files(tmp_path / "set")) == {
         "export.json",
         "meta/info.json",
@@ -67,7 +67,7 @@ def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
 
 
 def test_steps_and_episodes_are_numbered_as_the_format_wants(tmp_path: Path) -> None:
-    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(file_mb=0.001))
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(file_mb=0.001))
     rows = [
         row for n in range(3) for row in pq.read_table(tmp_path / f"set/data/chunk-000/file-00{n}.parquet").to_pylist()
     ]
@@ -102,7 +102,7 @@ def test_running_statistics_do_not_depend_on_the_division() -> None:
     values = np.random.default_rng(0).standard_normal((100, 2)) * 3 + 1000
     running = RunningStatistics()
     for part in np.split(values, [1, 7, 60]):
-        new = of_column(part)
+        new = column_statistics(part)
         assert new is not None
         running.add(new)
     np.testing.assert_allclose(running.result()["std"], values.std(0), rtol=1e-9)
@@ -117,7 +117,7 @@ def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path
     state, action = vector("observation.state", "shoulder", "elbow", "grip"), vector("action", "x", "y")
     camera = CameraSpec(name="wrist", height=32, width=48, rate_hz=30.0)
     spec = RobotSpec(model="two-joint", rate_hz=25.0, observation=(state,), action=action, cameras=(camera,))
-    keep_card(tmp_path / "robots", "panda-0", spec)
+    save_robot_record(tmp_path / "robots", "panda-0", spec)
     make_store(tmp_path / "store", episode_chunks("a", embodiment=spec.embodiment))
     export(tmp_path / "store", tmp_path / "set")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())
@@ -129,17 +129,17 @@ def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path
 @pytest.mark.parametrize(
     ("selection", "names"),
     [
-        (Selection(sources=(Source.DEMO,)), ["b"]),
-        (Selection(tasks=("lift",)), ["a", "c"]),
-        (Selection(success=True), ["a"]),
-        (Selection(success=False), ["b"]),
-        (Selection(episodes=("c", "a")), ["a", "c"]),
+        (EpisodeFilter(sources=(EpisodeSource.DEMO,)), ["b"]),
+        (EpisodeFilter(tasks=("lift",)), ["a", "c"]),
+        (EpisodeFilter(success=True), ["a"]),
+        (EpisodeFilter(success=False), ["b"]),
+        (EpisodeFilter(episodes=("c", "a")), ["a", "c"]),
     ],
 )
-def test_filters(tmp_path: Path, selection: Selection, names: list[str]) -> None:
+def test_filters(tmp_path: Path, selection: EpisodeFilter, names: list[str]) -> None:
     store = make_store(tmp_path / "store", episode_chunks("open", ends=False))
     usual_store(store)
-    plan = open_plan(store, tmp_path / "set", LerobotOptions(selection=selection))
+    plan = open_plan(store, tmp_path / "set", LerobotExportOptions(selection=selection))
     assert [each.episode for part in plan.data_sets[0].parts for each in part] == names
 
 
@@ -166,8 +166,8 @@ def test_an_episode_with_a_hole_is_exported_up_to_it(tmp_path: Path) -> None:
     chunks = episode_chunks("holed", 15)
     store = make_store(tmp_path / "store", [chunks[0], chunks[1], chunks[3]])
     with pytest.raises(DataSetError, match="none of the store's 1 episodes"):
-        open_plan(store, tmp_path / "set", LerobotOptions())
-    plan = export(store, tmp_path / "set", LerobotOptions(selection=Selection(incomplete=True)))
+        open_plan(store, tmp_path / "set", LerobotExportOptions())
+    plan = export(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(incomplete=True)))
     assert plan.steps == 8
     bring_in(tmp_path / "set", tmp_path / "again")
     assert read_store(tmp_path / "again")["holed"].header.end is None
@@ -176,25 +176,25 @@ def test_an_episode_with_a_hole_is_exported_up_to_it(tmp_path: Path) -> None:
 def test_nothing_chosen_and_unknown_episodes_are_told(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     with pytest.raises(DataSetError, match="none of the store's 3 episodes is chosen; loosen the filters"):
-        open_plan(store, tmp_path / "set", LerobotOptions(selection=Selection(tasks=("weld",))))
+        open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(tasks=("weld",))))
     with pytest.raises(DataSetError, match="no episode 'zz'.*inspect"):
-        open_plan(store, tmp_path / "set", LerobotOptions(selection=Selection(episodes=("zz",))))
+        open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(episodes=("zz",))))
 
 
 def test_an_output_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     with pytest.raises(DataSetError, match="with other options; choose another --output, or remove it"):
-        open_plan(store, tmp_path / "set", LerobotOptions(codec="h264"))
+        open_plan(store, tmp_path / "set", LerobotExportOptions(codec="h264"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("")
     with pytest.raises(DataSetError, match="full is not empty"):
-        open_plan(store, tmp_path / "full", LerobotOptions())
+        open_plan(store, tmp_path / "full", LerobotExportOptions())
 
 
 def test_an_export_that_broke_off_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 6) for n in range(5)))
-    options = LerobotOptions(codec="h264", file_mb=0.01)
+    options = LerobotExportOptions(codec="h264", file_mb=0.01)
     whole = export(store, tmp_path / "whole", options)
     assert len(whole.data_sets[0].parts) >= 3
     plan = open_plan(store, tmp_path / "broken", options)
@@ -224,7 +224,7 @@ def test_an_export_that_was_killed_goes_on(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     begun = len(list((tmp_path / "killed").rglob("*.parquet")))
     assert begun and not (tmp_path / "killed/meta/info.json").exists()
-    options = LerobotOptions(codec="h264", file_mb=0.01)
+    options = LerobotExportOptions(codec="h264", file_mb=0.01)
     export(store, tmp_path / "killed", options)
     export(store, tmp_path / "whole", options)
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
@@ -271,13 +271,13 @@ def test_the_robots_spec_goes_along_and_a_misnamed_one_does_not(tmp_path: Path) 
     action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(-1.0, -1.0), high=(1.0, 1.0))
     spec = RobotSpec(model="two", rate_hz=25.0, observation=(), action=action, cameras=())
     store, sets, again = tmp_path / "store", tmp_path / "set", tmp_path / "again"
-    keep_card(store / "robots", "panda-0", spec)
+    save_robot_record(store / "robots", "panda-0", spec)
     make_store(store, episode_chunks("a", embodiment=spec.embodiment))
     assert main(["store", "export", str(store), "--format", "lerobot", "--output", str(sets)]) == 0
     card = (sets / "meta/robots/panda-0.json").read_text()
     (sets / "meta/robots/other.json").write_text(card.replace("panda-0", "../../outside"))
     assert main(["store", "import", str(sets), "--output", str(again)]) == 0
-    assert [(each.robot, each.spec) for each in read_cards(again / "robots")] == [("panda-0", spec)]
+    assert [(each.robot, each.spec) for each in read_robot_records(again / "robots")] == [("panda-0", spec)]
     assert not (tmp_path / "outside.json").exists()
 
 

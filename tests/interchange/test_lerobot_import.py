@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from interchange_kit import bring_in, episode_chunks, export, make_store, picture, read_store, usual_store
 
-from user_sys.episode import Phase, Source
+from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import encode_png
-from user_sys.interchange.lerobot_export import LerobotOptions
+from user_sys.interchange.lerobot_export import LerobotExportOptions
 from user_sys.interchange.lerobot_import import ImportOptions
 
 
@@ -75,9 +75,13 @@ def foreign(root: Path) -> Path:
 
 def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
     done = bring_in(foreign(tmp_path / "set"), tmp_path / "store")
-    assert (done.episodes, done.steps, done.left_out) == (2, 43, ("phase", "weather"))
+    assert (done.episodes, done.steps, done.skipped_features) == (2, 43, ("phase", "weather"))
     long, short = read_store(tmp_path / "store").values()
-    assert long.header.source is Source.DEMO and long.header.task == "Lift-it" and long.header.sentence == "Lift it!"
+    assert (
+        long.header.source is EpisodeSource.DEMO
+        and long.header.task == "Lift-it"
+        and long.header.sentence == "Lift it!"
+    )
     assert long.header.robot == "so-101" and long.chunk_steps == (32, 8)
     assert long.header.end is not None and long.header.end.success is True
     assert long.columns["reward"].tolist() == [0.0] * 39 + [1.0]
@@ -96,12 +100,17 @@ def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
 
 def test_what_a_foreign_data_set_does_not_say_can_be_told(tmp_path: Path) -> None:
     told = ImportOptions(
-        robot="left", task="lift", embodiment="0123", success=False, source=Source.ONLINE, frames="jpeg"
+        robot="left", task="lift", embodiment="0123", success=False, source=EpisodeSource.ONLINE, frames="jpeg"
     )
     bring_in(foreign(tmp_path / "set"), tmp_path / "store", told)
     episode = next(iter(read_store(tmp_path / "store").values()))
     header = episode.header
-    assert (header.robot, header.task, header.embodiment, header.source) == ("left", "lift", "0123", Source.ONLINE)
+    assert (header.robot, header.task, header.embodiment, header.source) == (
+        "left",
+        "lift",
+        "0123",
+        EpisodeSource.ONLINE,
+    )
     assert header.end is not None and header.end.success is False
     assert episode.columns["truncated"][-1] and not episode.columns["terminated"].any()
     assert not episode.columns["reward"].any() and set(episode.columns["phase"]) == {Phase.POLICY}
@@ -112,7 +121,7 @@ def test_a_foreign_data_set_is_recognised_wherever_it_lies(tmp_path: Path) -> No
     foreign(tmp_path / "set")
     bring_in(tmp_path / "set", tmp_path / "store")
     (tmp_path / "set").rename(tmp_path / "moved")
-    assert bring_in(tmp_path / "moved", tmp_path / "store").known == 2
+    assert bring_in(tmp_path / "moved", tmp_path / "store").already_stored == 2
 
 
 def set_info(**changes: object) -> Callable[[Path], None]:
@@ -192,7 +201,7 @@ WRIST = "observation.images.wrist"
     ],
 )
 def test_a_broken_data_set_is_told_in_one_line(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
-    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotOptions(codec="h264"))
+    export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
     damage(tmp_path / "set")
     with pytest.raises(DataSetError, match=told) as caught:
         bring_in(tmp_path / "set", tmp_path / "again")
@@ -202,7 +211,7 @@ def test_a_broken_data_set_is_told_in_one_line(tmp_path: Path, damage: Callable[
 def test_a_video_that_ends_early_is_told(tmp_path: Path) -> None:
     for name, steps in (("short", 4), ("long", 9)):
         store = make_store(tmp_path / f"{name}.store", episode_chunks("a", steps, cameras=("wrist",)))
-        export(store, tmp_path / name, LerobotOptions(codec="h264"))
+        export(store, tmp_path / name, LerobotExportOptions(codec="h264"))
     video = f"videos/{WRIST}/chunk-000/file-000.mp4"
     (tmp_path / "long" / video).write_bytes((tmp_path / "short" / video).read_bytes())
     with pytest.raises(DataSetError, match="ends before 0.4"):

@@ -11,8 +11,8 @@ import pytest
 from interchange_kit import bring_in, export, pictures, read_store, usual_store
 
 from user_sys.codec import Array
-from user_sys.episode import Phase, Source
-from user_sys.interchange.lerobot_export import LerobotOptions
+from user_sys.episode import EpisodeSource, Phase
+from user_sys.interchange.lerobot_export import LerobotExportOptions
 
 pytestmark = pytest.mark.lerobot
 
@@ -44,7 +44,7 @@ def read_by_lerobot(tmp_path: Path, root: Path) -> dict[str, Array]:
 @pytest.mark.parametrize(("codec", "frames_within"), [(None, 1.0), ("h264", 6.0), ("av1", 8.0)])
 def test_lerobot_reads_what_we_export(tmp_path: Path, codec: str | None, frames_within: float) -> None:
     store = usual_store(tmp_path / "store")
-    export(store, tmp_path / "set", LerobotOptions(codec=codec, file_mb=0.012))
+    export(store, tmp_path / "set", LerobotExportOptions(codec=codec, file_mb=0.012))
     found = read_by_lerobot(tmp_path, tmp_path / "set")
     episodes = list(read_store(store).values())
 
@@ -90,10 +90,10 @@ def test_lerobot_takes_windows_episodes_and_policy_features_out_of_it(tmp_path: 
 def test_we_read_what_lerobot_writes(tmp_path: Path, kind: str) -> None:
     peer(tmp_path, "write", tmp_path / "set", kind)
     done = bring_in(tmp_path / "set", tmp_path / "store")
-    assert (done.episodes, done.steps, done.left_out) == (2, 45, ())
+    assert (done.episodes, done.steps, done.skipped_features) == (2, 45, ())
     short, long = read_store(tmp_path / "store").values()
     assert (short.steps, long.steps, long.header.task, long.header.robot) == (5, 40, "task-1", "so101")
-    assert long.header.source is Source.DEMO and set(long.columns["phase"]) == {Phase.TELEOP}
+    assert long.header.source is EpisodeSource.DEMO and set(long.columns["phase"]) == {Phase.TELEOP}
     np.testing.assert_array_equal(long.columns["observation.state"], [[1, step, 0.5] for step in range(40)])
     np.testing.assert_array_equal(long.columns["action"], [[step, -step] for step in range(40)])
     np.testing.assert_array_equal(long.columns["reward"], np.arange(40, dtype=np.float32) / 10)
@@ -101,4 +101,4 @@ def test_we_read_what_lerobot_writes(tmp_path: Path, kind: str) -> None:
         expected = np.array([5 * step, 100, 40])
         within = 0 if kind == "image" else 12
         assert np.abs(image.reshape(-1, 3).mean(0) - expected).max() <= within
-    assert bring_in(tmp_path / "set", tmp_path / "store").known == 2
+    assert bring_in(tmp_path / "set", tmp_path / "store").already_stored == 2

@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interchange_kit import assert_same, bring_in, episode_chunks, export, make_store, read_store, usual_store
 
-from user_sys.episode import Source
-from user_sys.interchange.episodes import Selection
-from user_sys.interchange.lerobot_export import LerobotOptions
+from user_sys.episode import EpisodeSource
+from user_sys.interchange.episodes import EpisodeFilter
+from user_sys.interchange.lerobot_export import LerobotExportOptions
 from user_sys.interchange.lerobot_import import ImportOptions
 
 IMPORT = """
 import sys
 from pathlib import Path
 from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
-from user_sys.interchange.lerobot_read import LerobotDataSet
+from user_sys.interchange.lerobot_import import LerobotDataSet
 root, store = Path(sys.argv[1]), Path(sys.argv[2])
 import_lerobot(LerobotDataSet.open(root), root, store, ImportOptions(), lambda steps: print(steps, flush=True))
 """
@@ -33,7 +33,7 @@ def test_images_come_back_to_the_byte(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     done = bring_in(tmp_path / "set", tmp_path / "again")
-    assert (done.episodes, done.steps, done.left_out) == (3, 22, ())
+    assert (done.episodes, done.steps, done.skipped_features) == (3, 22, ())
     before, after = read_store(store), read_store(tmp_path / "again")
     assert list(before) == list(after) == ["a", "b", "c"]
     for name, episode in before.items():
@@ -52,7 +52,7 @@ def test_raw_cameras_come_back_to_the_pixel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["h264", "av1"])
 def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> None:
     store = usual_store(tmp_path / "store")
-    export(store, tmp_path / "set", LerobotOptions(codec=codec))
+    export(store, tmp_path / "set", LerobotExportOptions(codec=codec))
     bring_in(tmp_path / "set", tmp_path / "again")
     after = read_store(tmp_path / "again")
     for name, episode in read_store(store).items():
@@ -63,7 +63,7 @@ def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> 
 def test_video_of_an_odd_size(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(interchange_kit.CAMERAS, "front", (75, 93))
     store = make_store(tmp_path / "store", episode_chunks("a", cameras=("front",)))
-    export(store, tmp_path / "set", LerobotOptions(codec=codec))
+    export(store, tmp_path / "set", LerobotExportOptions(codec=codec))
     bring_in(tmp_path / "set", tmp_path / "again")
     assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"], frames_within=6.0)
 
@@ -74,7 +74,7 @@ def test_importing_again_adds_nothing_and_goes_on_after_a_break(tmp_path: Path) 
     half_done = make_store(tmp_path / "again", episode_chunks("a", 10)[:2])
     assert bring_in(tmp_path / "set", half_done).episodes == 3
     done = bring_in(tmp_path / "set", half_done)
-    assert (done.episodes, done.known) == (0, 3)
+    assert (done.episodes, done.already_stored) == (0, 3)
     after = read_store(half_done)
     for name, episode in read_store(store).items():
         assert_same(episode, after[name])
@@ -88,7 +88,7 @@ def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "9\n"
         process.send_signal(signal.SIGKILL)
     done = bring_in(tmp_path / "set", tmp_path / "again")
-    assert done.known >= 1 and done.known + done.episodes == 12
+    assert done.already_stored >= 1 and done.already_stored + done.episodes == 12
     after = read_store(tmp_path / "again")
     for name, episode in read_store(store).items():
         assert_same(episode, after[name])
@@ -96,13 +96,13 @@ def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
 
 def test_the_source_can_be_chosen(tmp_path: Path) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set")
-    bring_in(tmp_path / "set", tmp_path / "again", ImportOptions(source=Source.EVALUATION))
-    assert {each.header.source for each in read_store(tmp_path / "again").values()} == {Source.EVALUATION}
+    bring_in(tmp_path / "set", tmp_path / "again", ImportOptions(source=EpisodeSource.EVALUATION))
+    assert {each.header.source for each in read_store(tmp_path / "again").values()} == {EpisodeSource.EVALUATION}
 
 
 def test_an_episode_that_never_ended_comes_back_without_an_end(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("cut", ends=False))
-    export(store, tmp_path / "set", LerobotOptions(selection=Selection(incomplete=True)))
+    export(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(incomplete=True)))
     bring_in(tmp_path / "set", tmp_path / "again")
     assert_same(read_store(store)["cut"], read_store(tmp_path / "again")["cut"])
 
@@ -136,7 +136,7 @@ def test_any_division_into_files(
     folder = tmp_path_factory.mktemp("division")
     chunks = [episode_chunks(f"e{n}", steps, cameras=("front",)) for n, steps in enumerate(lengths)]
     store = make_store(folder / "store", *chunks)
-    export(store, folder / "set", LerobotOptions(file_mb=file_mb, codec=codec))
+    export(store, folder / "set", LerobotExportOptions(file_mb=file_mb, codec=codec))
     bring_in(folder / "set", folder / "again")
     after = read_store(folder / "again")
     for name, episode in read_store(store).items():

@@ -18,12 +18,12 @@ from mcap.reader import make_reader
 from mcap_protobuf.decoder import DecoderFactory
 
 from hal.spec import ArraySpec, RobotSpec
-from user_sys.cli import main
+from user_sys.commands.main import main
+from user_sys.commands.store import DRIVEN
 from user_sys.episode import Phase
-from user_sys.interchange.episodes import Driven
-from user_sys.interchange.frames import decode, decode_file
-from user_sys.interchange.mcap_export import write_episode
-from user_sys.store.verbs.grammar import DRIVEN
+from user_sys.interchange.episodes import ControlledBy
+from user_sys.interchange.frames import decode_frame, decode_image_file
+from user_sys.interchange.mcap_export import write_mcap
 
 Message = tuple[int, Any]  # log time, content
 
@@ -102,7 +102,7 @@ def test_raw_frames_become_png(tmp_path: Path) -> None:
     assert first.format == "png"
     sent = read_store(store)["a"].frames["observation.images.front"][0]
     assert sent is not None
-    np.testing.assert_array_equal(decode(decode_file(first.data)), sent)
+    np.testing.assert_array_equal(decode_frame(decode_image_file(first.data)), sent)
 
 
 def test_events_tell_what_happened(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_elements_have_the_names_of_the_spec(tmp_path: Path) -> None:
     state, action = vector("observation.state", "shoulder", "elbow", "grip"), vector("action", "x", "y")
     spec = RobotSpec(model="arm", rate_hz=10.0, observation=(state,), action=action)
     store = make_store(tmp_path / "store", episode_chunks("a", embodiment=spec.embodiment))
-    write_episode(read_store(store)["a"], spec, tmp_path / "a.mcap")
+    write_mcap(read_store(store)["a"], spec, tmp_path / "a.mcap")
     schemas, messages = read(tmp_path / "a.mcap")
     assert list(messages["/panda-0/observation.state"][0][1]) == ["shoulder", "elbow", "grip"]
     assert list(json.loads(schemas["/panda-0/action.applied"].data)["properties"]) == ["x", "y"]
@@ -134,7 +134,7 @@ def test_elements_have_the_names_of_the_spec(tmp_path: Path) -> None:
 def test_a_robot_whose_clock_is_nonsense_can_be_exported(tmp_path: Path) -> None:
     episode = read_store(usual_store(tmp_path / "store"))["a"]
     early = {**episode.columns, "t_capture_ns": episode.columns["t_capture_ns"] - (1 << 62)}
-    write_episode(replace(episode, columns=early), None, tmp_path / "a.mcap")
+    write_mcap(replace(episode, columns=early), None, tmp_path / "a.mcap")
     _, messages = read(tmp_path / "a.mcap")
     assert [at for at, _ in messages["/panda-0/step"]] == [0] * episode.steps
 
@@ -168,7 +168,7 @@ def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_who_drove_decides_what_is_exported(tmp_path: Path, driven: list[str], names: set[str]) -> None:
-    assert tuple(Driven) == DRIVEN
+    assert tuple(ControlledBy) == DRIVEN
     make_store(
         tmp_path / "store",
         episode_chunks("alone", 4, phases=[Phase.POLICY] * 4),

@@ -20,12 +20,12 @@ from user_sys.errors import DiskFull, RunError, WireError
 from user_sys.learner.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    latest,
+    exclusive_writer,
+    load_latest_checkpoint,
+    quarantine_checkpoints,
     read_checkpoint,
-    save,
-    set_aside,
-    sole_writer,
-    survey,
+    save_checkpoint,
+    scan_checkpoints,
 )
 
 
@@ -36,8 +36,8 @@ def example(updates: int) -> Checkpoint:
 
 
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
-    save(tmp_path, example(7), keep=2)
-    back = latest(tmp_path)
+    save_checkpoint(tmp_path, example(7), keep=2)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and (back.updates, back.scalars) == (7, example(7).scalars)
     for name, value in example(7).arrays.items():
         np.testing.assert_array_equal(back.arrays[name], value)
@@ -50,36 +50,36 @@ def updates_of(folder: Path) -> list[int]:
 
 def test_only_the_newest_are_kept_and_no_leavings(tmp_path: Path) -> None:
     for updates in (5, 900, 1000, 12000):
-        save(tmp_path, example(updates), keep=2)
+        save_checkpoint(tmp_path, example(updates), keep=2)
     assert updates_of(tmp_path) == [12000, 1000] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_one_of_the_same_update_takes_the_place_of_the_former(tmp_path: Path) -> None:
-    save(tmp_path, example(5), keep=1)
-    save(tmp_path, replace(example(5), scalars={"version": 9}), keep=1)
-    back = latest(tmp_path)
+    save_checkpoint(tmp_path, example(5), keep=1)
+    save_checkpoint(tmp_path, replace(example(5), scalars={"version": 9}), keep=1)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.scalars == {"version": 9} and updates_of(tmp_path) == [5]
 
 
 def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
-    assert latest(tmp_path / "absent") is None
+    assert load_latest_checkpoint(tmp_path / "absent") is None
 
 
 def test_a_large_state_is_several_files_and_comes_back_as_it_was(tmp_path: Path) -> None:
     arrays = {f"w{n}": np.full(1000 * (n + 1), n, np.float32) for n in range(4)}
-    path = save(tmp_path, Checkpoint(1, {}, arrays), keep=1, shard_bytes=9000)
+    path = save_checkpoint(tmp_path, Checkpoint(1, {}, arrays), keep=1, shard_bytes=9000)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     assert len(sizes) == 4 and max(sizes) < 17000, "an array is not split"
-    back = latest(tmp_path)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.arrays.keys() == arrays.keys()
     for name, value in arrays.items():
         np.testing.assert_array_equal(back.arrays[name], value)
 
 
 def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path: Path) -> None:
-    save(tmp_path, example(1), keep=1)
+    save_checkpoint(tmp_path, example(1), keep=1)
     with pytest.raises(RunError, match="could not be read again"):
-        save(tmp_path, Checkpoint(2, {"loss": float("nan")}, {}), keep=1)
+        save_checkpoint(tmp_path, Checkpoint(2, {"loss": float("nan")}, {}), keep=1)
     assert updates_of(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
 
 
@@ -87,7 +87,7 @@ def test_a_scalar_that_could_not_be_read_again_is_refused_when_it_is_written(tmp
 @given(st.data())
 def test_no_torn_or_damaged_checkpoint_is_ever_taken(draw: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = save(Path(folder), example(1), keep=1, shard_bytes=20)
+        path = save_checkpoint(Path(folder), example(1), keep=1, shard_bytes=20)
         file = draw.draw(st.sampled_from(sorted(path.iterdir())))
         raw = file.read_bytes()
         at = draw.draw(st.integers(0, len(raw) - 1))
@@ -98,7 +98,7 @@ def test_no_torn_or_damaged_checkpoint_is_ever_taken(draw: st.DataObject) -> Non
         with pytest.raises(WireError):
             read_checkpoint(path)
         with pytest.raises(RunError, match=path.name):
-            latest(Path(folder))
+            load_latest_checkpoint(Path(folder))
 
 
 def spoil(path: Path, how: str) -> str:
@@ -130,51 +130,51 @@ SPOILT = ["torn", "damaged", "incomplete", "other version", "old format"]
 def test_an_unreadable_one_is_named_and_the_newest_readable_one_is_used(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, example(1), keep=3)
-    newer = save(tmp_path, example(2), keep=3)
+    save_checkpoint(tmp_path, example(1), keep=3)
+    newer = save_checkpoint(tmp_path, example(2), keep=3)
     said = spoil(newer, how)
     with caplog.at_level(logging.WARNING):
-        back = latest(tmp_path)
+        back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.updates == 1
     assert newer.name in caplog.text and said in caplog.text
-    assert list(survey(tmp_path).unreadable) == [newer]
+    assert list(scan_checkpoints(tmp_path).unreadable) == [newer]
 
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_folder_with_unreadable_ones_alone_is_no_folder_without_any(tmp_path: Path, how: str) -> None:
-    both = [save(tmp_path, example(updates), keep=3) for updates in (1, 2)]
+    both = [save_checkpoint(tmp_path, example(updates), keep=3) for updates in (1, 2)]
     said = [spoil(path, how) for path in both][0]
     with pytest.raises(RunError, match="no checkpoint .* can be read.*--restart-if-unreadable") as caught:
-        latest(tmp_path)
+        load_latest_checkpoint(tmp_path)
     assert all(path.name in str(caught.value) for path in both) and str(caught.value).count(said) == 2
     files = {path: sorted(path.rglob("*")) for path in both}
-    aside = set_aside(tmp_path)
-    assert latest(tmp_path) is None, "training begins anew"
+    aside = quarantine_checkpoints(tmp_path)
+    assert load_latest_checkpoint(tmp_path) is None, "training begins anew"
     assert {path.name for path in aside.iterdir()} == {path.name for path in files}, "nothing is deleted"
-    save(tmp_path, example(1), keep=1)
-    spoil(save(tmp_path, example(3), keep=1), how)
-    assert set_aside(tmp_path) != aside
+    save_checkpoint(tmp_path, example(1), keep=1)
+    spoil(save_checkpoint(tmp_path, example(3), keep=1), how)
+    assert quarantine_checkpoints(tmp_path) != aside
 
 
 def test_pruning_keeps_the_newest_readable_ones(tmp_path: Path) -> None:
-    first = save(tmp_path, example(1), keep=9)
-    second = save(tmp_path, example(2), keep=9)
-    damaged = save(tmp_path, example(9), keep=9)
+    first = save_checkpoint(tmp_path, example(1), keep=9)
+    second = save_checkpoint(tmp_path, example(2), keep=9)
+    damaged = save_checkpoint(tmp_path, example(9), keep=9)
     spoil(damaged, "damaged")
-    save(tmp_path, example(3), keep=3)
+    save_checkpoint(tmp_path, example(3), keep=3)
     assert first.exists() and second.exists(), "three readable ones"
-    newest = save(tmp_path, example(4), keep=1)
-    back = latest(tmp_path)
+    newest = save_checkpoint(tmp_path, example(4), keep=1)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.updates == 4 and list(tmp_path.glob("*.checkpoint")) == [newest]
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
-    path = save(tmp_path, example(1), keep=2)
+    path = save_checkpoint(tmp_path, example(1), keep=2)
     shutil.copytree(path, tmp_path / "000001-000000000002.tmp")
     (tmp_path / "000001-000000000002.tmp" / "index.json").unlink()
-    back = latest(tmp_path)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.updates == 1
-    save(tmp_path, example(2), keep=1)
+    save_checkpoint(tmp_path, example(2), keep=1)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -193,16 +193,16 @@ def test_the_writer_takes_one_at_a_time_and_reports_a_failure(tmp_path: Path) ->
 def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former = save(tmp_path, example(1), keep=2)
+    former = save_checkpoint(tmp_path, example(1), keep=2)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskFull, match=r"waiting for disk space in .*: needs \S+ MB, \S+ MB free"):
-        save(tmp_path, example(2), keep=2)
+        save_checkpoint(tmp_path, example(2), keep=2)
     monkeypatch.undo()
-    back = latest(tmp_path)
+    back = load_latest_checkpoint(tmp_path)
     assert back is not None and back.updates == 1 and list(tmp_path.iterdir()) == [former]
 
 
@@ -212,14 +212,14 @@ def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_wait
     leave, never, took_over = threading.Event(), threading.Event(), threading.Event()
 
     def succeed() -> None:
-        with sole_writer(tmp_path / "checkpoints", never) as alone:
+        with exclusive_writer(tmp_path / "checkpoints", never) as alone:
             assert alone
             took_over.set()
 
-    with sole_writer(tmp_path / "checkpoints", never) as alone:
+    with exclusive_writer(tmp_path / "checkpoints", never) as alone:
         assert alone
         leave.set()
-        with sole_writer(tmp_path / "checkpoints", leave) as second:
+        with exclusive_writer(tmp_path / "checkpoints", leave) as second:
             assert not second, "it was told to leave while it waited"
         successor = threading.Thread(target=succeed, daemon=True)
         successor.start()
@@ -229,4 +229,4 @@ def test_a_learner_that_was_replaced_and_is_alive_still_keeps_its_successor_wait
         assert "learner.waiting another process has" in caplog.text and not took_over.is_set()
     assert took_over.wait(120)
     successor.join(120)
-    assert latest(tmp_path / "checkpoints") is None, "the lock is no checkpoint"
+    assert load_latest_checkpoint(tmp_path / "checkpoints") is None, "the lock is no checkpoint"

@@ -14,17 +14,25 @@ import pytest
 
 from user_sys.codec import Array
 from user_sys.config import load
-from user_sys.learner.publishing import Publishing
-from user_sys.messages import WeightsMessage, WeightsOffer, WeightsProgress, WeightsReceived
+from user_sys.learner.learner import VersionPublisher
+from user_sys.messages import (
+    FOREIGN_RUN,
+    PublisherEpoch,
+    WeightsManifest,
+    WeightsMessage,
+    WeightsOffer,
+    WeightsProgress,
+    WeightsReceived,
+    decode_record,
+)
 from user_sys.policies.policy import ActionChunk, Policy
-from user_sys.topology import RunConfig
-from user_sys.tunnel.wire import Envelope, Payload
-from user_sys.weights.governor import LONGEST_PAUSE_S, Governor
-from user_sys.weights.inlet import InletConfig, WeightsInlet
+from user_sys.run.config import RunConfig
+from user_sys.tunnel.protocol import Envelope, Payload
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
+from user_sys.weights.governor import MAX_PAUSE_S, Governor
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.records import OTHER_RUN, Life, Manifest, decode_record
+from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 from user_sys.weights.signing import Signer, ensure_signer, new_signer
-from user_sys.weights.swap import PolicySwapper
 
 DEADLINE_S = 120.0
 STEP = 0.02  # by which the only weight moves with each update
@@ -38,19 +46,19 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 @dataclass
-class End:
+class InMemoryChannel:
     """One end of a link within the process; it remembers what was offered. Without another end it is a gateway that
     has all of it at once."""
 
     inbox: queue.Queue[Envelope] = field(default_factory=queue.Queue)
-    other: End | None = None
+    other: InMemoryChannel | None = None
     offers: list[WeightsOffer] = field(default_factory=list)
 
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
         if isinstance(message, WeightsOffer):
             self.offers.append(message)
             if self.other is None:
-                version = decode_record(message.manifests[0].body, Manifest).version
+                version = decode_record(message.manifests[0].body, WeightsManifest).version
                 self.inbox.put(Envelope(WeightsReceived(version=version)))
         if self.other is not None:
             self.other.inbox.put(Envelope(message, payload))
@@ -63,7 +71,7 @@ class End:
             return None
 
 
-class Pushed(Policy):
+class ConstantPolicy(Policy):
     """Its only weight says of which update it is."""
 
     size = 0.0
@@ -75,32 +83,32 @@ class Pushed(Policy):
         self.size = float(weights["w"][0])
 
 
-class Learner:
+class TrainingLoop:
     """A learner's loop with its real publisher: one update a second of a clock of its own."""
 
-    def __init__(self, config: RunConfig, publisher: Publisher, end: End, signer: Signer) -> None:
+    def __init__(self, config: RunConfig, publisher: Publisher, end: InMemoryChannel, signer: Signer) -> None:
         self.publisher, self._end, self._signer = publisher, end, signer
         self.updates, self.episodes, self.weight = 0, 0, 0.0
-        self.publishing = Publishing(config.learner.publish, publisher, lambda: float(self.updates))
-        self.publishing.limit = 1000
+        self.publishing = VersionPublisher(config.learner.publish, publisher, lambda: float(self.updates))
+        self.publishing.version_limit = 1000
 
     def train(self, updates: int) -> list[int]:
         """Returns after how many updates versions were published so far, as the learner has signed it."""
         for _ in range(updates):
-            if not self.publishing.too_far_ahead:
+            if not self.publishing.is_too_far_ahead:
                 self._update()
-        opened = [self._signer.verifier.open(offer.manifests[0], Manifest) for offer in self._end.offers]
+        opened = [self._signer.verifier.verify(offer.manifests[0], WeightsManifest) for offer in self._end.offers]
         assert [manifest.version for manifest in opened] == list(range(1, len(opened) + 1))
         return [manifest.updates for manifest in opened]
 
     def _update(self) -> None:
         self.updates += 1
         self.weight += STEP
-        self.publishing.episodes_ended(lambda: self.episodes)
+        self.publishing.update_episode_count(lambda: self.episodes)
         self.publishing.publish_if_due(self.updates, self._weights, self._moved)
-        until(lambda: not self.publisher.busy, "the version is ready before the next update")
+        until(lambda: not self.publisher.is_busy, "the version is ready before the next update")
         if self._end.other is None:
-            until(lambda: self.publisher.confirmed == self.publisher.ready, "the gateway has it")
+            until(lambda: self.publisher.stored_version == self.publisher.ready_version, "the gateway has it")
 
     def _weights(self) -> dict[str, Array]:
         return {"w": np.array([self.weight])}
@@ -110,15 +118,17 @@ class Learner:
 
 
 @contextmanager
-def learner(tmp_path: Path, text: str, robot: End | None = None) -> Iterator[tuple[RunConfig, Learner]]:
+def learner(
+    tmp_path: Path, text: str, robot: InMemoryChannel | None = None
+) -> Iterator[tuple[RunConfig, TrainingLoop]]:
     """A learner with the settings of a YAML file."""
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    config, end, signer = load(RunConfig, path), End(other=robot), new_signer()
+    config, end, signer = load(RunConfig, path), InMemoryChannel(other=robot), new_signer()
     if robot is not None:
         robot.other = end
     with Publisher(end, signer, config.learner.publish) as publisher:
-        yield config, Learner(config, publisher, end, signer)
+        yield config, TrainingLoop(config, publisher, end, signer)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +163,12 @@ def test_what_is_due_waits_while_the_governor_has_pushes_pause(tmp_path: Path) -
         publisher.governor.share = 0.05
         publisher.governor.observe(1000.0)  # a step of so many seconds: pauses of the longest
         trained.publishing.publish(1, trained._weights)
-        until(lambda: publisher.ready == 1, "the first is ready")
-        assert publisher.busy and publisher.open_s > time.monotonic() + LONGEST_PAUSE_S / 2
+        until(lambda: publisher.ready_version == 1, "the first is ready")
+        assert publisher.is_busy and publisher.next_allowed_s > time.monotonic() + MAX_PAUSE_S / 2
         trained.publishing.publish_if_due(2, trained._weights, trained._moved)
         assert publisher.version == 1
         trained.publishing.publish(3, trained._weights)
-        until(lambda: publisher.ready == 2, "the last one, at the end of training, is published at once")
+        until(lambda: publisher.ready_version == 2, "the last one, at the end of training, is published at once")
 
 
 def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
@@ -167,7 +177,7 @@ def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
 
         def oldest(version: int) -> None:
             trained._end.inbox.put(Envelope(WeightsProgress(oldest=version)))
-            until(lambda: trained.publisher.oldest == version, "the learner hears of it")
+            until(lambda: trained.publisher.oldest_in_use == version, "the learner hears of it")
 
         oldest(4)
         assert trained.train(5)[5:] == [6, 7], "then a robot is more than two behind"
@@ -179,49 +189,52 @@ def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
 
 def test_a_bound_on_staleness_holds_the_robot_back(tmp_path: Path) -> None:
     text = "{weights: {hold_behind: 1}, learner: {publish: {every_s: 0, every_updates: 1}}}"
-    robot, swapper = End(), PolicySwapper(Pushed)
+    robot, swapper = InMemoryChannel(), DoubleBufferedPolicy(ConstantPolicy)
     with learner(tmp_path, text, robot) as (config, trained):
-        with WeightsInlet(
+        with WeightsReceiver(
             robot, swapper, config.weights, tmp_path / "keys", None, Governor(config.weights.governor)
         ) as inlet:
             trained.train(1)
             until(lambda: swapper.swap_if_ready() == 1, "it acts with the first")
             trained.train(1)
-            until(lambda: inlet.receiver.newest == 2, "it has heard of the second")
-            assert not inlet.too_old(), "one behind is allowed"
+            until(lambda: inlet.planner.newest_version == 2, "it has heard of the second")
+            assert not inlet.is_too_stale(), "one behind is allowed"
             trained.train(1)
-            until(lambda: inlet.receiver.newest == 3, "it has heard of the third")
-            assert inlet.too_old() and swapper.version == 1
+            until(lambda: inlet.planner.newest_version == 3, "it has heard of the third")
+            assert inlet.is_too_stale() and swapper.version == 1
             until(lambda: swapper.swap_if_ready() == 3, "it has the third")
-            assert not inlet.too_old()
-            assert isinstance(swapper.policy, Pushed) and swapper.policy.size == pytest.approx(3 * STEP)
+            assert not inlet.is_too_stale()
+            assert isinstance(swapper.policy, ConstantPolicy) and swapper.policy.size == pytest.approx(3 * STEP)
         inlet.raise_failure()
 
 
 def test_weights_of_another_run_are_too_old_as_soon_as_this_one_has_any(tmp_path: Path) -> None:
     """Whatever their number is: those of this run begin at one."""
-    config, robot, swapper = InletConfig(hold_behind=3), End(), PolicySwapper(Pushed)
+    config, robot, swapper = ReceiverConfig(hold_behind=3), InMemoryChannel(), DoubleBufferedPolicy(ConstantPolicy)
     keys = tmp_path / "keys"
     signer = ensure_signer(keys, "learner")
 
-    def inlet() -> WeightsInlet:
-        return WeightsInlet(robot, swapper, config, keys, tmp_path / "kept", Governor(config.governor))
+    def inlet() -> WeightsReceiver:
+        return WeightsReceiver(robot, swapper, config, keys, tmp_path / "kept", Governor(config.governor))
 
-    def serve(life: Life, version: int) -> Publisher:
-        end = End(other=robot)
+    def serve(life: PublisherEpoch, version: int) -> Publisher:
+        end = InMemoryChannel(other=robot)
         robot.other = end
-        publisher = Publisher(end, signer, PublishConfig(), life=life)
+        publisher = Publisher(end, signer, PublishConfig(), epoch=life)
         publisher.publish({"w": np.array([float(version)])}, version, updates=version)
         return publisher
 
-    with inlet() as receiving, serve(Life(b"first", 1), 300):
+    with inlet() as receiving, serve(PublisherEpoch(b"first", 1), 300):
         until(lambda: swapper.swap_if_ready() == 300, "it acts with the first run's")
-        assert swapper.version == 300 and not receiving.too_old()
-    robot, swapper = End(), PolicySwapper(Pushed)
+        assert swapper.version == 300 and not receiving.is_too_stale()
+    robot, swapper = InMemoryChannel(), DoubleBufferedPolicy(ConstantPolicy)
     with inlet() as receiving:
-        assert swapper.swap_if_ready() == 300 and swapper.version == OTHER_RUN
-        assert not receiving.too_old(), "nothing is known of this run"
-        with serve(Life(b"second", 2), 1):
-            until(lambda: receiving.receiver.version == 1, "the second run's has come, and the robot does not swap yet")
-            assert receiving.too_old() and swapper.version == OTHER_RUN
-            assert swapper.swap_if_ready() == 1 and swapper.version == 1 and not receiving.too_old()
+        assert swapper.swap_if_ready() == 300 and swapper.version == FOREIGN_RUN
+        assert not receiving.is_too_stale(), "nothing is known of this run"
+        with serve(PublisherEpoch(b"second", 2), 1):
+            until(
+                lambda: receiving.planner.loaded_version == 1,
+                "the second run's has come, and the robot does not swap yet",
+            )
+            assert receiving.is_too_stale() and swapper.version == FOREIGN_RUN
+            assert swapper.swap_if_ready() == 1 and swapper.version == 1 and not receiving.is_too_stale()

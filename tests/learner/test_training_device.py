@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from user_sys.errors import ConfigError
-from user_sys.learner.device import ahead_of_pushes, training_device
-from user_sys.weights.gpu.device import HostCopies
+from user_sys.learner.config import training_device, training_stream
+from user_sys.weights.gpu_copy import HostCopier
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -26,8 +26,8 @@ def test_a_gpu_is_taken_where_one_was_asked_for() -> None:
 
 @pytest.mark.gpu
 def test_training_goes_ahead_of_pushes() -> None:
-    copies, usual = HostCopies(torch.device("cuda")), torch.cuda.current_stream()
-    with ahead_of_pushes("cuda"):
+    copies, usual = HostCopier(torch.device("cuda")), torch.cuda.current_stream()
+    with training_stream("cuda"):
         training = torch.cuda.current_stream()
         assert training != usual and copies._stream is not None
         assert training.priority < copies._stream.priority == 0  # CUDA has the more urgent below the less

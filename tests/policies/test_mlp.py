@@ -16,7 +16,7 @@ from hal.spec import ACTION, Array, ArraySpec, RobotSpec
 from user_sys.algorithms.rlpd import Rlpd, RlpdConfig, actor_forward, squash
 from user_sys.policies.conformance import PolicyConformance, example_observation, example_spec
 from user_sys.policies.mlp import MlpPolicy, action_affine, bounds_affine
-from user_sys.policies.mlp_torch import TorchMlpPolicy, start_gpu
+from user_sys.policies.mlp_torch import TorchMlpPolicy, warm_up_gpu
 from user_sys.policies.policy import Policy
 
 SMALL = RlpdConfig(actor_hidden=(32, 32), critic_hidden=(8,), critics=2)
@@ -78,7 +78,7 @@ def test_the_torch_twin_acts_as_the_numpy_policy_but_for_rounding(device: str) -
 
 @pytest.mark.gpu
 def test_all_policies_of_a_process_act_on_one_urgent_stream_and_load_on_another() -> None:
-    assert start_gpu()
+    assert warm_up_gpu()
     streams = {TorchMlpPolicy(example_spec(), "cuda", seed=seed)._streams for seed in range(3)}
     ((acting, loading),) = streams
     assert acting is not None and loading is not None and acting.priority < loading.priority
@@ -114,5 +114,5 @@ def test_an_unbounded_action_is_refused() -> None:
 
 
 def test_the_robots_computer_needs_no_torch() -> None:
-    code = "import sys, user_sys.policies.mlp, user_sys.weights.swap; sys.exit('torch' in sys.modules)"
+    code = "import sys, user_sys.policies.mlp, user_sys.weights.double_buffer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -11,17 +11,16 @@ import numpy as np
 import simplejpeg
 
 from user_sys.codec import Array
-from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
-from user_sys.replay.batch import TransitionBatch
+from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, frame_columns
+from user_sys.replay.batches import ObservationFeatures, TransitionBatch
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.features import Features
 from user_sys.store.labels import Label
 from user_sys.store.store import StoreReader, StoreWriter
 
 CAMERA = "observation.images.front"
 SHAPE = (16, 24, 3)
-STATE = Features(vectors={"observation.state": 3}, action_size=2, cameras={})
-PICTURES = Features(vectors={"observation.state": 3}, action_size=2, cameras={CAMERA: SHAPE})
+STATE = ObservationFeatures(vectors={"observation.state": 3}, action_size=2, cameras={})
+PICTURES = ObservationFeatures(vectors={"observation.state": 3}, action_size=2, cameras={CAMERA: SHAPE})
 ROOM = 1 << 20
 
 
@@ -53,7 +52,7 @@ def chunk(
     *,
     index: int = 0,
     end: bool = False,
-    source: Source = Source.ONLINE,
+    source: EpisodeSource = EpisodeSource.ONLINE,
     phase: int | list[int] = Phase.POLICY,
     frames: Mapping[int, bytes | Array] | None = None,
     embodiment: str = "e1",
@@ -68,7 +67,7 @@ def chunk(
     columns: dict[str, Array] = {
         "observation.state": state(episode, at),
         "action": np.full((steps, 2), -1, np.float32),
-        APPLIED: np.stack([at, np.full(steps, episode)], axis=-1).astype(np.float32),
+        APPLIED_ACTION: np.stack([at, np.full(steps, episode)], axis=-1).astype(np.float32),
         "reward": at.astype(np.float32),
         "terminated": (at == first + steps - 1) & end,
         "phase": np.broadcast_to(np.asarray(phase, np.uint8), steps).copy(),
@@ -123,7 +122,7 @@ class Store:
         self.writer.sync()
 
     @contextmanager
-    def replay(self, features: Features = STATE, cache_bytes: int = ROOM) -> Iterator[ReplayBuffer]:
+    def replay(self, features: ObservationFeatures = STATE, cache_bytes: int = ROOM) -> Iterator[ReplayBuffer]:
         """A buffer that has taken in what is stored so far."""
         with StoreReader.open(self.path) as reader, ReplayBuffer(reader, features, cache_bytes=cache_bytes) as replay:
             replay.refresh()

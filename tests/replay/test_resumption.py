@@ -12,27 +12,30 @@ import pytest
 from replay_kit import CAMERA, PICTURES, STATE, Store, chunk, raw, wait_until
 
 from user_sys.codec import Array
-from user_sys.episode import Source
+from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreCorrupt, WireError
-from user_sys.replay.batch import TransitionBatch
+from user_sys.replay.batches import TransitionBatch, TransitionBuilder
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Uniform
-from user_sys.replay.mix import DemoOnline, Mix
-from user_sys.replay.prefetch import Prefetcher
-from user_sys.replay.prioritized import Prioritized
-from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
+from user_sys.replay.prioritized import PrioritizedSelector
+from user_sys.replay.sampler import Prefetcher, Sampler
+from user_sys.replay.selectors import DemoOnlineSelector, MixtureSelector, UniformSelector
 
 
 def fill(store: Store, pictures: bool = False) -> None:
     for episode in range(8):
         frames = {step: raw(30 * episode + step) for step in range(6)} if pictures else None
-        source = Source.DEMO if episode < 2 else Source.ONLINE
+        source = EpisodeSource.DEMO if episode < 2 else EpisodeSource.ONLINE
         store.put(chunk(episode, 0, 5, end=True, source=source, frames=frames))
 
 
 def prioritized(replay: ReplayBuffer, seed: int = 3) -> Sampler[TransitionBatch]:
-    return Sampler(replay, Mix([(Prioritized(), 0.5), (Uniform(), 0.5)]), Transitions(2, 0.9), 32, seed=seed)
+    return Sampler(
+        replay,
+        MixtureSelector([(PrioritizedSelector(), 0.5), (UniformSelector(), 0.5)]),
+        TransitionBuilder(2, 0.9),
+        32,
+        seed=seed,
+    )
 
 
 def train(batches: Prefetcher[TransitionBatch], sampler: Sampler[TransitionBatch], updates: int) -> list[Array]:
@@ -73,7 +76,7 @@ def test_a_state_of_another_sampler_is_refused(store: Store) -> None:
             batches.next()
             saved = batches.state_dict()
         with pytest.raises(WireError, match="batch size"):
-            Sampler(replay, Uniform(), Transitions(), 7).load_state_dict(saved)
+            Sampler(replay, UniformSelector(), TransitionBuilder(), 7).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -83,7 +86,7 @@ def test_draws_do_not_depend_on_the_cache_on_refreshes_or_on_threads(store: Stor
         if not step_by_step:
             fill(store, pictures=True)
         with store.replay(PICTURES, cache_bytes) as replay:
-            sampler = Sampler(replay, DemoOnline("e1"), Transitions(), 64, seed=5)
+            sampler = Sampler(replay, DemoOnlineSelector("e1"), TransitionBuilder(), 64, seed=5)
             for _ in range(7 if step_by_step else 0):
                 replay.refresh()
             if step_by_step:
@@ -96,12 +99,12 @@ def test_draws_do_not_depend_on_the_cache_on_refreshes_or_on_threads(store: Stor
 def test_batches_come_in_order_and_are_the_callers_until_the_next(store: Store) -> None:
     fill(store)
     with store.replay() as replay:
-        plain = Sampler(replay, Uniform(), Transitions(), 16, seed=1)
+        plain = Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=1)
         expected = [plain.sample().row.copy() for _ in range(40)]
-        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 16, seed=1), 4) as batches:
+        with Prefetcher(Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=1), 4) as batches:
             handed = [batches.next() for _ in range(40)]
         assert len({id(batch) for batch in handed}) <= 6, "batches are used again"
-        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 16, seed=1), 4) as batches:
+        with Prefetcher(Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=1), 4) as batches:
             for row in expected:
                 np.testing.assert_array_equal(batches.next().row, row)
 
@@ -110,7 +113,10 @@ def test_errors_of_filling_come_out_where_the_batch_is_asked_for(store: Store) -
     store.put(chunk(1, 0, 3, end=True))
     before = set(threading.enumerate())
     with store.replay(PICTURES) as replay:
-        with Prefetcher(Sampler(replay, Uniform(), Transitions(), 4), 2) as batches, pytest.raises(StoreCorrupt):
+        with (
+            Prefetcher(Sampler(replay, UniformSelector(), TransitionBuilder(), 4), 2) as batches,
+            pytest.raises(StoreCorrupt),
+        ):
             batches.next()
     assert set(threading.enumerate()) <= before, "no thread is left behind"
 
@@ -121,9 +127,9 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from replay_kit import STATE
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Uniform
+from user_sys.replay.selectors import Uniform
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
+from user_sys.replay.batches import Transitions
 from user_sys.store.store import StoreReader
 with StoreReader.open(Path(sys.argv[2])) as reader, ReplayBuffer(reader, STATE, cache_bytes=1 << 20) as replay:
     replay.refresh()
@@ -148,5 +154,5 @@ def test_several_learners_draw_streams_of_their_own_from_one_seed(store: Store) 
         same = np.mean(np.array(streams[one]) == np.array(streams[other]))
         assert same < 0.15, "by chance one in forty is the same"
     with store.replay(STATE) as replay:
-        alone = Sampler(replay, Uniform(), Transitions(), 64, seed=4, rank=1, world=3)
+        alone = Sampler(replay, UniformSelector(), TransitionBuilder(), 64, seed=4, rank=1, world=3)
         assert [str(row) for _ in range(4) for row in alone.sample().row] == streams[1]

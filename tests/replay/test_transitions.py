@@ -16,20 +16,18 @@ from replay_kit import CAMERA, PICTURES, SHAPE, STATE, Store, chunk, grey, odd, 
 
 from hal.spec import ArraySpec, CameraSpec, RobotSpec
 from user_sys.errors import ConfigError, StoreCorrupt
-from user_sys.replay.batch import TransitionBatch
+from user_sys.replay.batches import ObservationFeatures, TransitionBatch, TransitionBuilder
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Uniform
-from user_sys.replay.features import Features
-from user_sys.replay.prioritized import Prioritized
+from user_sys.replay.prioritized import PrioritizedSelector
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
+from user_sys.replay.selectors import UniformSelector
 from user_sys.store.labels import DeleteLabel, RewardLabel, SuccessLabel, UndoLabel
+from user_sys.store.maintenance import add_labels, compact_store
 from user_sys.store.store import StoreWriter
-from user_sys.store.upkeep import compact, label
 
 
 def sampler(replay: ReplayBuffer, n: int = 400, seed: int = 0) -> Sampler[TransitionBatch]:
-    return Sampler(replay, Uniform(), Transitions(), n, seed=seed)
+    return Sampler(replay, UniformSelector(), TransitionBuilder(), n, seed=seed)
 
 
 def everything(replay: ReplayBuffer) -> set[tuple[int, int]]:
@@ -138,13 +136,13 @@ def test_frames_stand_until_the_next_one_also_over_chunk_ends(store: Store, kind
     store.put(chunk(1, 5, 2, index=2, end=True, frames={7: kind(30)}))
     with store.replay(PICTURES, cache_bytes=ROOM_FOR_PICTURES if cached else 20_000) as replay:
         if cached:
-            wait_until(lambda: replay.report().held == 8)
+            wait_until(lambda: replay.report().cached == 8)
         batch = sampler(replay, 200).sample()
         level = np.array([0, 0, 200, 200, 90, 90, 90, 30])
         step = batch.reward.astype(int)
         np.testing.assert_allclose(batch.observation[CAMERA].mean((1, 2, 3)), level[step], atol=2)
         np.testing.assert_allclose(batch.next_observation[CAMERA].mean((1, 2, 3)), level[step + 1], atol=2)
-        assert not cached or replay.report().cold == 0
+        assert not cached or replay.report().misses == 0
 
 
 ROOM_FOR_PICTURES = 1 << 20
@@ -172,7 +170,7 @@ def test_a_frame_may_stand_over_more_chunks_than_calls_can_be_nested(store: Stor
     pieces = [chunk(1, step, 1, index=step, frames={0: raw(9)}, end=step == count - 1) for step in range(count)]
     store.put(*pieces)
     with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().waiting == 0)
+        wait_until(lambda: replay.report().pending == 0)
         batch = sampler(replay).sample()
         assert (batch.next_observation[CAMERA] == 9).all() and len(seen(batch)) > 100
         assert replay.report().damaged == 0
@@ -184,7 +182,7 @@ def test_a_chunk_that_cannot_be_used_costs_nothing_of_those_after_it(store: Stor
         pictures = None if step == 4 else frames
         store.put(chunk(1, step, 2, index=step // 2, end=step == 38, frames=pictures))
     with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().waiting == 0)  # read from the last chunk to the first
+        wait_until(lambda: replay.report().pending == 0)  # read from the last chunk to the first
         steps = {step for _, step in seen(sampler(replay, 2000).sample())}
         assert steps == set(range(40)) - {3, 4, 5}
 
@@ -193,7 +191,7 @@ def test_a_chunk_that_cannot_be_used_costs_later_ones_what_they_would_have_shown
     store.put(chunk(1, 0, 2, frames={0: raw(1)}), chunk(1, 2, 2, index=1))
     store.put(chunk(1, 4, 4, index=2, end=True, frames={6: raw(6)}))
     with store.replay(PICTURES) as replay:
-        wait_until(lambda: replay.report().waiting == 0)
+        wait_until(lambda: replay.report().pending == 0)
         assert {step for _, step in seen(sampler(replay, 500).sample())} == {0, 6, 7}
 
 
@@ -222,7 +220,7 @@ def test_bytes_that_rot_are_noticed_drawn_anew_and_counted(store: Store) -> None
         store.put(chunk(episode, 0, 4, end=True, frames={step: raw(episode * 40) for step in range(5)}))
     with store.replay(PICTURES, cache_bytes=20_000) as replay:
         drawing = sampler(replay, 300)
-        wait_until(lambda: replay.report().waiting == 0)
+        wait_until(lambda: replay.report().pending == 0)
         assert {episode for episode, _ in seen(drawing.sample())} == set(range(6))
         segment = next(store.path.glob("*.seg*"))
         content = bytearray(segment.read_bytes())
@@ -262,7 +260,7 @@ def test_a_corrected_verdict_reaches_what_a_running_learner_draws(store: Store) 
     store.put(chunk(1, 0, 3, end=True))
     with store.replay() as replay:
         ones = sampler(replay)
-        twos = Sampler(replay, Uniform(), Transitions(2, 0.5), 32, seed=1)
+        twos = Sampler(replay, UniformSelector(), TransitionBuilder(2, 0.5), 32, seed=1)
         store.put(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
         replay.refresh()
         assert set(ones.sample().reward.tolist()) == {0.0, 1.0}
@@ -277,7 +275,7 @@ def test_what_was_relabelled_is_drawn_again_whatever_its_priority_was(store: Sto
     store.put(*[chunk(episode, 0, 5, end=True) for episode in range(1, 9)])
     label = SuccessLabel(episode="ep-5", labeller="ada", at_unix_ns=1, success=True)
     with store.replay() as replay:
-        drawing = Sampler(replay, Prioritized(alpha=1.0), Transitions(), 32, seed=1)
+        drawing = Sampler(replay, PrioritizedSelector(alpha=1.0), TransitionBuilder(), 32, seed=1)
         for _ in range(60):
             batch = drawing.sample()
             drawing.feedback(batch, np.where(batch.observation["observation.state"][:, 0] == 5, 1e-6, 1.0))
@@ -290,7 +288,7 @@ def test_what_was_relabelled_is_drawn_again_whatever_its_priority_was(store: Sto
             return
     store.put(label)
     with store.replay() as again:
-        drawing = Sampler(again, Prioritized(alpha=1.0), Transitions(), 32, seed=2)
+        drawing = Sampler(again, PrioritizedSelector(alpha=1.0), TransitionBuilder(), 32, seed=2)
         drawing.load_state_dict(saved)
         assert 1.0 in relabelled(drawing.sample())
 
@@ -307,10 +305,10 @@ def test_features_come_from_the_robots_spec() -> None:
     action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(0, 0), high=(1, 1))
     camera = CameraSpec(name="front", height=16, width=24, rate_hz=10)
     spec = RobotSpec(model="toy", rate_hz=10, observation=(vector,), action=action, cameras=(camera,))
-    assert Features.of(spec).cameras == {}
-    assert Features.of(spec, ("front",)) == Features({"observation.state": 1}, 2, {CAMERA: SHAPE})
+    assert ObservationFeatures.of(spec).cameras == {}
+    assert ObservationFeatures.of(spec, ("front",)) == ObservationFeatures({"observation.state": 1}, 2, {CAMERA: SHAPE})
     with pytest.raises(ConfigError, match="front"):
-        Features.of(spec, ("wrist",))
+        ObservationFeatures.of(spec, ("wrist",))
 
 
 def test_settings_that_cannot_work_are_refused(store: Store) -> None:
@@ -320,7 +318,7 @@ def test_settings_that_cannot_work_are_refused(store: Store) -> None:
     with store.replay() as replay:
         for wrong in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world": 2}):
             with pytest.raises(ConfigError):
-                Sampler(replay, Uniform(), Transitions(), **wrong)
+                Sampler(replay, UniformSelector(), TransitionBuilder(), **wrong)
     assert STATE.cameras == {}
 
 
@@ -333,8 +331,8 @@ def test_a_compaction_under_the_sampler_costs_it_nothing_but_what_was_deleted(tm
     with store.replay(PICTURES, cache_bytes=20_000) as replay:
         drawing = sampler(replay, 200)
         assert {episode for episode, _ in seen(drawing.sample())} == set(range(8))
-        label(path, [DeleteLabel(episode=f"ep-{n}", labeller="ada", at_unix_ns=1) for n in (0, 2, 3)])
-        compact(path)
+        add_labels(path, [DeleteLabel(episode=f"ep-{n}", labeller="ada", at_unix_ns=1) for n in (0, 2, 3)])
+        compact_store(path)
         for _ in range(3):
             batch = drawing.sample()
             seen(batch)

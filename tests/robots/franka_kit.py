@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 _numbers = itertools.count(64)
 
 
-class SimulatedArm:
+class FrankaSimulator:
     def __init__(self) -> None:
         pid = os.getpid()
         self.host = f"127.{64 + next(_numbers) % 128}.{pid >> 8 & 255}.{pid & 255 or 1}"

@@ -18,7 +18,7 @@ LOW, HIGH = 1024, 3072
 REPLY_S = 10.0
 
 
-def let_torchvision_in() -> None:
+def allow_torchvision_import() -> None:
     """torchvision's CUDA build does not import beside a torch without CUDA unless two operators are known."""
     import torch
 
@@ -29,7 +29,7 @@ def let_torchvision_in() -> None:
     globals()["_library"] = library  # forgotten when it is collected
 
 
-class SimulatedArm:
+class FeetechArmSimulator:
     """The bus process, and the folder with the arm's calibration."""
 
     def __init__(self, folder: Path) -> None:
@@ -113,8 +113,8 @@ class SimulatedArm:
 
 
 @contextlib.contextmanager
-def simulated_arm(folder: Path) -> Iterator[SimulatedArm]:
-    arm = SimulatedArm(folder)
+def feetech_arm_simulator(folder: Path) -> Iterator[FeetechArmSimulator]:
+    arm = FeetechArmSimulator(folder)
     try:
         yield arm
     finally:

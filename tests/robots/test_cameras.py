@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hal.camera import Camera, Frame
+from hal.camera import Camera, CameraFrame
 from hal.conformance import CameraConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import HalError, HardwareLost, SpecError, StaleObservation
 from hal.spec import Array
-from hal.station import StationRequest
 from robots import cameras
-from robots.cameras import CameraConfig, LocalCamera, Stamps, camera_specs, make_cameras, plausible_ns
+from robots.cameras import CameraConfig, FrameTimestamps, LocalCamera, camera_specs, make_cameras, plausible_capture_ns
 
 cv2 = pytest.importorskip("cv2")
 SERVER = Path(__file__).with_name("mjpeg_camera.py")
@@ -96,7 +96,7 @@ def test_pictures_are_rgb_and_follow_each_other(shared: NetworkCamera) -> None:
     seen: set[int] = set()
 
     def both() -> bool:
-        frame: Frame = device.read()
+        frame: CameraFrame = device.read()
         seen.add(next(i for i, colour in enumerate(COLOURS) if np.abs(frame.image[0, 0] - np.array(colour)).max() < 40))
         return len(seen) == 2
 
@@ -158,9 +158,9 @@ def test_who_waits_for_a_camera_may_give_it_up(monkeypatch: pytest.MonkeyPatch) 
     def give_up() -> None:
         raise HalError("the driver is to end")
 
-    monkeypatch.setitem(cameras._SOURCES, "opencv", Hanging)
+    monkeypatch.setitem(cameras._BACKENDS, "opencv", Hanging)
     device, other = camera("/dev/video63"), camera("/dev/video63")
-    device.attend = other.attend = give_up
+    device.check_stop = other.check_stop = give_up
     for each in (device, other):  # and nobody has the device then
         with pytest.raises(HalError, match="the driver is to end"):
             each.connect()
@@ -205,7 +205,7 @@ def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_
         made.append(Growing(config))
         return made[-1]
 
-    monkeypatch.setitem(cameras._SOURCES, "opencv", source)
+    monkeypatch.setitem(cameras._BACKENDS, "opencv", source)
     device = camera("/dev/video4")
     device.connect()
     device.read()
@@ -221,15 +221,15 @@ def test_a_camera_whose_pictures_change_their_size_is_lost_and_may_be_connected_
 
 def test_a_driver_s_stamp_counts_only_where_it_can_be_the_monotonic_clock_s() -> None:
     now_ns = 10_000_000_000
-    assert plausible_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
-    assert plausible_ns(now_ns + 1, now_ns) == plausible_ns(33_000_000, now_ns) == now_ns
+    assert plausible_capture_ns(now_ns - 30_000_000, now_ns) == now_ns - 30_000_000
+    assert plausible_capture_ns(now_ns + 1, now_ns) == plausible_capture_ns(33_000_000, now_ns) == now_ns
 
 
 def test_a_station_has_the_cameras_that_its_options_name() -> None:
     configs = {"front": CameraConfig(device=0), "wrist": CameraConfig(kind="realsense", width=424, height=240)}
-    made = make_cameras(configs, StationRequest("arm", "free"))
+    made = make_cameras(configs, RobotSetupRequest("arm", "free"))
     assert [each.spec for each in made] == list(camera_specs(configs))
-    assert make_cameras(configs, StationRequest("arm", "free", cameras=False)) == ()
+    assert make_cameras(configs, RobotSetupRequest("arm", "free", cameras=False)) == ()
     with pytest.raises(ValueError, match="needs its device"):
         CameraConfig()
     with pytest.raises(ValueError, match="four letters, such as MJPG, not 'MJPEG'"):
@@ -237,7 +237,7 @@ def test_a_station_has_the_cameras_that_its_options_name() -> None:
 
 
 def test_a_frame_that_waited_in_a_buffer_is_as_old_as_its_stamp_says() -> None:
-    stamps, second = Stamps(), 1_000_000_000
+    stamps, second = FrameTimestamps(), 1_000_000_000
     assert stamps.captured_ns(33_000_000, 900 * second) == 900 * second, "another clock's"
     assert stamps.captured_ns(901 * second - 30_000_000, 901 * second) == 901 * second - 30_000_000
     assert stamps.captured_ns(901 * second, 930 * second) == 901 * second, "the process was stopped meanwhile"

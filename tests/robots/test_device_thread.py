@@ -32,7 +32,7 @@ def test_who_waits_for_a_device_may_give_it_up_and_it_is_spoken_to_no_more(let_g
         thread.call("connecting", lambda: let_go.wait(DEADLINE_S), DEADLINE_S, attend)
     with pytest.raises(HardwareLost, match="arm has hung since connecting"):
         thread.call("disconnecting", lambda: None, DEADLINE_S)
-    thread.end()
+    thread.close()
 
 
 def test_what_comes_while_it_is_attended_is_returned_or_told(let_go: threading.Event) -> None:
@@ -42,4 +42,4 @@ def test_what_comes_while_it_is_attended_is_returned_or_told(let_go: threading.E
         thread.call("connecting", lambda: 1 // 0, DEADLINE_S, lambda: None)
     with pytest.raises(HardwareLost, match="connecting took longer than 0.1 s"):
         thread.call("connecting", lambda: let_go.wait(DEADLINE_S), 0.1, lambda: None)
-    thread.end()
+    thread.close()

@@ -9,7 +9,7 @@ from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Robot, StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import ENVIRONMENT_STATE, STATE
 from hal.teleoperator import Teleoperator, TeleopInput
 from robots.fake import FakeCamera, FakeRobot, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan, fake_expert
@@ -80,7 +80,7 @@ def test_a_broken_reading_reaches_the_safety_kernel_and_is_not_acted_upon() -> N
         robot.command(STILL)
         assert kernel.filter(STILL, robot.observe()).applied is not None
         robot.command(STILL)
-        assert kernel.filter(STILL, robot.observe()).reasons is Reason.NOT_FINITE
+        assert kernel.filter(STILL, robot.observe()).reasons is SafetyReason.NOT_FINITE
 
 
 def test_a_slow_control_period_takes_longer() -> None:
@@ -107,7 +107,7 @@ def test_the_expert_succeeds_from_every_start_and_a_seed_repeats_itself() -> Non
 
 def test_what_is_not_done_has_no_reward() -> None:
     with FakeRobot() as robot:
-        robot.place(np.zeros(3), np.full(3, 0.4))
+        robot.set_state(np.zeros(3), np.full(3, 0.4))
         outcome = FakeTask().evaluate(robot.observe())
     assert (outcome.reward, outcome.terminated, outcome.success) == (0.0, False, None)
 
@@ -115,7 +115,7 @@ def test_what_is_not_done_has_no_reward() -> None:
 def test_the_camera_sees_the_point_and_the_goal() -> None:
     robot = FakeRobot(CAMERA)
     camera = FakeCamera(robot, robot.spec.cameras[0], drop_out_at=1)
-    robot.place(np.array([-9.0, -9.0, 0.0]), np.array([9.0, 9.0, 0.0]))
+    robot.set_state(np.array([-9.0, -9.0, 0.0]), np.array([9.0, 9.0, 0.0]))
     camera.connect()
     image = camera.read().image
     assert tuple(image[0, 0]) == (255, 0, 0) and tuple(image[-1, -1]) == (0, 255, 0)
@@ -133,5 +133,5 @@ def test_the_teleoperator_plays_its_script_and_then_stays() -> None:
 
 def test_the_goal_is_seen_relative_to_the_point() -> None:
     with FakeRobot() as robot:
-        robot.place(np.array([0.1, 0, 0]), np.array([0.3, 0, 0]))
+        robot.set_state(np.array([0.1, 0, 0]), np.array([0.3, 0, 0]))
         np.testing.assert_allclose(robot.observe().arrays[ENVIRONMENT_STATE], [0.3, 0, 0, 0.2, 0, 0], rtol=1e-6)

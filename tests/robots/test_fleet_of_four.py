@@ -15,16 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from lerobot_kit import SimulatedArm, simulated_arm
+from lerobot_kit import FeetechArmSimulator, feetech_arm_simulator
 from ros2_kit import DOMAIN, HERE_ONLY, PEER, Ros2Peer
 from run_kit import Launch, until, user_sys
 from template_kit import install_template
 
-from user_sys.episode import Source
-from user_sys.learners import learners_of
-from user_sys.robot_cards import read_cards
+from user_sys.episode import EpisodeSource
+from user_sys.robot_records import assign_learners, read_robot_records
+from user_sys.store.index import EpisodeSummary
 from user_sys.store.store import StoreReader
-from user_sys.store.summary import EpisodeSummary
 from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(3600)]
@@ -72,7 +71,7 @@ class Fleet:
         install_template(folder / "package", self._site)
         self.peer = Ros2Peer(DOMAIN, PEER, "ur5e", python=environment("ros2"))
         stack.callback(self.peer.kill)
-        self.arm: SimulatedArm = stack.enter_context(simulated_arm(folder))
+        self.arm: FeetechArmSimulator = stack.enter_context(feetech_arm_simulator(folder))
         token = f"--token={folder / 'ray-token'}"
         head = ("head", CONFIG, "--robot=panda-0", f"--port={self._port}", "--ip=127.0.0.1", token)
         self._homes = {"panda-0": self._start("head", "node", *head)}
@@ -102,7 +101,7 @@ class Fleet:
         """Process ids of the robot's driver and session, as far as they run."""
         lines = self._homes[robot].processes().items()
         state = f"/edge/{robot}/"
-        modules = ("user_sys.edge.driver_process", "user_sys.edge.session")
+        modules = ("user_sys.edge.driver_server", "user_sys.edge.session")
         return {module: pid for module in modules for pid, line in lines if f"-m {module} " in line and state in line}
 
     @contextlib.contextmanager
@@ -123,7 +122,7 @@ class Fleet:
             yield
             self._homes[robot] = self._start("join", *self._join)
         else:
-            os.kill(self.parts(robot)["user_sys.edge.driver_process"], signal.SIGKILL)
+            os.kill(self.parts(robot)["user_sys.edge.driver_server"], signal.SIGKILL)
             yield
 
     def _edge(self, robot: str, tier: str, *overrides: str, env: Mapping[str, str] | None = None) -> Launch:
@@ -154,7 +153,7 @@ def online(run: Path, robot: str) -> list[EpisodeSummary]:
     """Finished online episodes of `robot` in the run's store."""
     with StoreReader.open(run / "store") as reader:
         reader.refresh()
-        found = [e for e in reader.episodes() if e.source is Source.ONLINE and e.robot == robot and e.complete]
+        found = [e for e in reader.episodes() if e.source is EpisodeSource.ONLINE and e.robot == robot and e.complete]
     return sorted(found, key=lambda episode: episode.started_unix_ns)
 
 
@@ -207,8 +206,10 @@ def pull_out(fleet: Fleet, robot: str) -> None:
 
 def test_four_unlike_robots_learn_in_one_job_and_any_of_them_is_pulled_out_and_comes_back(fleet: Fleet) -> None:
     launch, run = fleet.train(), fleet.run
-    until(lambda: len(read_cards(run / "robots")) == len(ROBOTS) or fleet.over(), "all robots are known", WITHIN_S)
-    assert len(learners_of(read_cards(run / "robots"))) == len(ROBOTS)
+    until(
+        lambda: len(read_robot_records(run / "robots")) == len(ROBOTS) or fleet.over(), "all robots are known", WITHIN_S
+    )
+    assert len(assign_learners(read_robot_records(run / "robots"))) == len(ROBOTS)
     for robot in ROBOTS:
         until(lambda name=robot: online(run, name) or fleet.over(), f"{robot} acts", WITHIN_S)  # type: ignore[misc]
     for robot in ROBOTS:

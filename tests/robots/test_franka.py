@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from franka_kit import DEADLINE_S, SimulatedArm
+from franka_kit import DEADLINE_S, FrankaSimulator
 
 from hal.conformance import RobotConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
-from hal.station import StationRequest
 from robots.franka import FrankaConfig, FrankaRobot, make_station
 
 pytestmark = pytest.mark.franka
@@ -24,13 +24,13 @@ REFLEX, USER_STOPPED = 4, 5
 
 
 @pytest.fixture
-def simulated() -> Iterator[SimulatedArm]:
-    found = SimulatedArm()
+def simulated() -> Iterator[FrankaSimulator]:
+    found = FrankaSimulator()
     yield found
     found.close()
 
 
-def arm(simulated: SimulatedArm, **options: object) -> FrankaRobot:
+def arm(simulated: FrankaSimulator, **options: object) -> FrankaRobot:
     return FrankaRobot(FrankaConfig(host=simulated.host, **{**PATIENT, **options}))  # type: ignore[arg-type]
 
 
@@ -54,17 +54,17 @@ def stands(robot: FrankaRobot) -> bool:
 
 class TestArmByToolSteps(RobotConformance):
     @pytest.fixture(autouse=True)
-    def _arm(self, simulated: SimulatedArm) -> None:
+    def _arm(self, simulated: FrankaSimulator) -> None:
         self.simulated = simulated
 
     def make_robot(self) -> Robot:
         return arm(self.simulated)
 
-    def same_place(self, before: Observation, after: Observation) -> bool:
+    def has_not_moved(self, before: Observation, after: Observation) -> bool:
         return bool(np.abs(before.arrays[STATE] - after.arrays[STATE])[:7].max() < 1e-2)
 
 
-def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: SimulatedArm) -> None:
+def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: FrankaSimulator) -> None:
     with arm(simulated) as robot:
         before = state(robot)
         applied = sum(robot.command(np.array([0.01, 0.0, -0.01], np.float32)) for _ in range(4))
@@ -73,7 +73,7 @@ def test_steps_of_the_tool_move_it_and_keep_its_rotation(simulated: SimulatedArm
         assert np.abs(state(robot)[17:23] - before[17:23]).max() < 0.05
 
 
-def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: SimulatedArm) -> None:
+def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: FrankaSimulator) -> None:
     with arm(simulated, action="joint_delta") as robot:
         before, step = state(robot)[6], np.array([0, 0, 0, 0, 0, 0, 0.05], np.float32)
         for _ in range(4):
@@ -86,7 +86,7 @@ def test_steps_of_the_joints_add_up_and_a_hold_brakes(simulated: SimulatedArm) -
 
 
 @pytest.mark.parametrize(("mode", "words"), [(REFLEX, "a reflex"), (USER_STOPPED, "the user stop")])
-def test_a_reflex_is_told_and_never_recovered(simulated: SimulatedArm, mode: int, words: str) -> None:
+def test_a_reflex_is_told_and_never_recovered(simulated: FrankaSimulator, mode: int, words: str) -> None:
     robot = arm(simulated)
     with robot:
         simulated.set("robot_mode", mode)
@@ -99,7 +99,7 @@ def test_a_reflex_is_told_and_never_recovered(simulated: SimulatedArm, mode: int
         robot.observe()
 
 
-def test_an_arm_that_is_killed_is_lost(simulated: SimulatedArm) -> None:
+def test_an_arm_that_is_killed_is_lost(simulated: FrankaSimulator) -> None:
     with arm(simulated) as robot:
         robot.command(np.array([0.01, 0, 0], np.float32))
         simulated.process.kill()
@@ -109,14 +109,14 @@ def test_an_arm_that_is_killed_is_lost(simulated: SimulatedArm) -> None:
         robot.connect()
 
 
-def test_a_frozen_arm_is_stale_or_lost(simulated: SimulatedArm) -> None:
+def test_a_frozen_arm_is_stale_or_lost(simulated: FrankaSimulator) -> None:
     with arm(simulated, stale_after_s=None, answer_within_s=None) as robot:
         simulated.process.send_signal(signal.SIGSTOP)
         with pytest.raises((StaleObservation, HardwareLost)):
             eventually(lambda: robot.observe() is None, "nothing was told")
 
 
-def test_the_safety_kernel_does_not_press_on(simulated: SimulatedArm) -> None:
+def test_the_safety_kernel_does_not_press_on(simulated: FrankaSimulator) -> None:
     simulated.set("O_F_ext_hat_K", [0.0, 0.0, 35.0, 0.0, 0.0, 0.0])
     with arm(simulated) as robot:
         observation = robot.observe()
@@ -132,4 +132,4 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         ({"force_threshold": 0.0}, "force_threshold are above 0"),
     ):
         with pytest.raises(SpecError, match=said):
-            make_station(StationRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))
+            make_station(RobotSetupRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))

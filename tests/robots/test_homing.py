@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import robots.homing
+from hal.driver import RobotSetup
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
-from hal.station import Station
-from robots.attended import AttendedTask
-from robots.homing import cut_off, require_home, require_in_range, walk_home
-from robots.reaching import ReachConfig, ReachingRobot, with_reach
-from user_sys.edge.driver import Driver
+from robots.homing import clip_to_range, move_home, require_joints_in_range, validate_home
+from robots.manual_task import HumanJudgedTask
+from robots.reach_task import ReachConfig, ReachRobotWrapper, add_reach_task
+from user_sys.edge.environment import RobotEnvironment
 
 HOME, START = (0.3, -0.2), (-0.5, 0.4)
 SPEED, REDUCED, RATE_HZ = 20.0, 0.25, 200.0
@@ -75,7 +75,7 @@ class Arm(Robot):
         self.stops.append(level)
 
     def go_home(self) -> None:
-        walk_home(self, HOME, self.state)
+        move_home(self, HOME, self.state)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -84,7 +84,7 @@ class Arm(Robot):
 def test_the_way_home_is_straight_slow_and_keeps_the_grip() -> None:
     arm = Arm()
     attended = []
-    arm.attend = lambda: attended.append(len(arm.told))
+    arm.check_stop = lambda: attended.append(len(arm.told))
     arm.go_home()
     np.testing.assert_allclose(arm.state, [*HOME, 0.04], atol=0.3 * STEP)
     way = np.array([START, *(each[:2] for each in arm.told)])
@@ -104,21 +104,21 @@ def test_the_limits_of_the_spec_hold_on_the_way() -> None:
 
 
 def test_an_e_stop_ends_the_way_where_the_arm_is() -> None:
-    station = with_reach(Station("arm-0", Arm(), AttendedTask("x", "x", 9)), ReachConfig())
+    station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig())
     robot = station.robot
-    assert isinstance(robot, ReachingRobot) and isinstance(arm := robot.robot, Arm)
-    driver = Driver(robot, station.task, SafetyKernel(robot.spec))
+    assert isinstance(robot, ReachRobotWrapper) and isinstance(arm := robot.robot, Arm)
+    driver = RobotEnvironment(robot, station.task, SafetyKernel(robot.spec))
     driver.connect()
-    robot.attend = pressed_after(5, arm, driver)
+    robot.check_stop = pressed_after(5, arm, driver)
     assert driver.reset(0).stopped
     assert len(arm.told) == 5 and arm.stops[-1] is StopLevel.SAFE
     driver.kernel.rearm("ada")
-    robot.attend = lambda: None
+    robot.check_stop = lambda: None
     assert not driver.reset(0).stopped
     np.testing.assert_allclose(arm.state[:2], HOME, atol=0.3 * STEP)
 
 
-def pressed_after(commands: int, arm: Arm, driver: Driver) -> Callable[[], None]:
+def pressed_after(commands: int, arm: Arm, driver: RobotEnvironment) -> Callable[[], None]:
     """As the driver process does when somebody presses the e-stop meanwhile."""
 
     def attend() -> None:
@@ -136,11 +136,11 @@ def test_an_arm_that_is_held_up_is_not_pressed_on_and_is_said_not_to_get_home(
     arm.stuck = True
     monkeypatch.setattr(robots.homing, "DEADLINE_S", 0.2)
     monkeypatch.setattr(robots.homing, "LEAD_S", 0.02)
-    driver = Driver(arm, AttendedTask("x", "x", 9), SafetyKernel(arm.spec))
+    driver = RobotEnvironment(arm, HumanJudgedTask("x", "x", 9), SafetyKernel(arm.spec))
     driver.connect()
-    assert driver.reset(0).stopped and driver.kernel.emergency is not None
+    assert driver.reset(0).stopped and driver.kernel.latched_estop is not None
     assert re.match(
-        r"arm did not get home within 0\.\d+ s: its joints are at \[-0.5, 0.4\]", driver.kernel.emergency.why
+        r"arm did not get home within 0\.\d+ s: its joints are at \[-0.5, 0.4\]", driver.kernel.latched_estop.why
     )
     told = len(arm.told)
     assert driver.reset(1).stopped and len(arm.told) == told, "nobody tries again before a person has looked"
@@ -183,20 +183,20 @@ def test_an_arm_that_sees_nothing_holds_and_goes_on_when_it_sees_again() -> None
 def test_a_home_that_cannot_be_is_refused_in_words(home: tuple[float, ...], why: str) -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low), np.array(spec.action.high)
-    require_home(spec, (), low, high)
-    require_home(spec, HOME, low, high)
+    validate_home(spec, (), low, high)
+    validate_home(spec, HOME, low, high)
     with pytest.raises(SpecError, match=why):
-        require_home(spec, home, low, high)
+        validate_home(spec, home, low, high)
 
 
 def test_joints_that_are_far_out_of_their_range_are_not_moved() -> None:
     spec = Arm().spec
     low, high = np.array(spec.action.low), np.array(spec.action.high)
-    slack = SPEED * robots.homing.SLACK_S
+    slack = SPEED * robots.homing.RANGE_TOLERANCE_S
     for measured in (START, (1.0 + 0.9 * slack, -1.0 - 0.9 * slack)):
-        require_in_range(spec, np.array(measured), low, high)
+        require_joints_in_range(spec, np.array(measured), low, high)
     with pytest.raises(HardwareLost, match="arm: b is at -3.2; it may be between -1 and 1: a person must bring it"):
-        require_in_range(spec, np.array([0.0, -1.0 - 1.1 * slack]), low, high)
+        require_joints_in_range(spec, np.array([0.0, -1.0 - 1.1 * slack]), low, high)
 
 
 def test_what_is_cut_off_does_not_make_a_joint_leap_into_its_range() -> None:
@@ -204,7 +204,7 @@ def test_what_is_cut_off_does_not_make_a_joint_leap_into_its_range() -> None:
     low, high = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
     for wanted, stands, told in ((1.4, 1.5, 1.4), (1.6, 1.5, 1.5), (0.5, 1.5, 0.5), (1.4, 0.5, 1.0), (-1.4, 1.5, -1.0)):
         action = np.array([wanted, 0.0, 0.2], np.float32)
-        cut = cut_off(spec, action, np.array([stands, 0.0]), low, high)
+        cut = clip_to_range(spec, action, np.array([stands, 0.0]), low, high)
         np.testing.assert_allclose(cut, [told, 0.0, 0.1], atol=1e-6)
 
 

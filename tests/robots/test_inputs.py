@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from hal.conformance import TeleoperatorConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import HardwareLost, SpecError
-from hal.station import StationRequest
 from hal.teleoperator import Teleoperator
 from robots.fake import FakeRobotConfig, fake_spec
 from robots.gamepad import Gamepad, GamepadConfig
 from robots.keyboard import Keyboard, KeyboardConfig, make_teleoperator
 from robots.spacemouse import SpaceMouse, SpaceMouseConfig
-from user_sys.compose import RobotConfig, build_station
+from user_sys.compose import RobotConfig, build_robot_setup
 from user_sys.errors import ConfigError
 
 SPEC = fake_spec(FakeRobotConfig())
@@ -81,7 +81,7 @@ class TestKeyboard(TeleoperatorConformance):
         self.keys = keys
 
     def make_teleoperator(self) -> Teleoperator:
-        return make_teleoperator(StationRequest("fake-0", "", {"device": str(self.keys.path)}), SPEC)
+        return make_teleoperator(RobotSetupRequest("fake-0", "", {"device": str(self.keys.path)}), SPEC)
 
 
 def test_keys_move_while_the_hold_key_is_down(keys: Keys, keyboard: Keyboard) -> None:
@@ -130,7 +130,7 @@ def test_bindings_name_what_is_wrong() -> None:
     with pytest.raises(SpecError, match="no element 'roll'"):
         Keyboard(KeyboardConfig(keys={"w": "roll"}), SPEC)
     with pytest.raises(SpecError, match="did you mean 'hold'"):
-        make_teleoperator(StationRequest("fake-0", "", {"holt": "space"}), SPEC)
+        make_teleoperator(RobotSetupRequest("fake-0", "", {"holt": "space"}), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_setting_that_would_move_the_robot_by_itself_or_never_is_refused(
     kind: str, options: dict[str, float], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        build_station(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": kind, **options},)))
+        build_robot_setup(RobotConfig(name="fake-0", driver="fake", teleoperators=({"kind": kind, **options},)))
 
 
 class VirtualPad:

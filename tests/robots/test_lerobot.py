@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lerobot_kit import SimulatedArm, let_torchvision_in, simulated_arm
+from lerobot_kit import FeetechArmSimulator, allow_torchvision_import, feetech_arm_simulator
 
 from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance, TeleoperatorConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HalError, HardwareLost, SpecError
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
-from hal.station import StationRequest
 from hal.teleoperator import Teleoperator
 from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_station
 from robots.lerobot_features import FeatureConfig
@@ -41,16 +41,16 @@ DUMMY = LerobotConfig(
 
 @pytest.fixture(scope="module", autouse=True)
 def _importable() -> None:
-    let_torchvision_in()
+    allow_torchvision_import()
 
 
 @pytest.fixture
-def arm(tmp_path: Path) -> Iterator[SimulatedArm]:
-    with simulated_arm(tmp_path) as simulated:
+def arm(tmp_path: Path) -> Iterator[FeetechArmSimulator]:
+    with feetech_arm_simulator(tmp_path) as simulated:
         yield simulated
 
 
-def follower(arm: SimulatedArm, **options: object) -> LerobotRobot:
+def follower(arm: FeetechArmSimulator, **options: object) -> LerobotRobot:
     options = {"rate_hz": 10.0, **options}
     return LerobotRobot(LerobotConfig(type="so101_follower", settings=arm.settings, **options))  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def arrive(robot: Robot, action: Array) -> Array:
 
 class TestFollowerOnItsBus(RobotConformance):
     @pytest.fixture(autouse=True)
-    def _arm(self, arm: SimulatedArm) -> None:
+    def _arm(self, arm: FeetechArmSimulator) -> None:
         self.arm = arm
 
     def make_robot(self) -> Robot:
@@ -76,7 +76,7 @@ class TestFollowerOnItsBus(RobotConformance):
     def gentle_action(self, robot: Robot) -> Array:
         return np.array([0, 0, 0, 0, 0, 50], np.float32)
 
-    def same_place(self, before: Observation, after: Observation) -> bool:
+    def has_not_moved(self, before: Observation, after: Observation) -> bool:
         return bool(np.abs(before.arrays[STATE] - after.arrays[STATE]).max() < 0.05)
 
 
@@ -92,7 +92,7 @@ class TestThirdPartyCamera(CameraConformance):
 
 class TestLeaderOnItsBus(TeleoperatorConformance):
     @pytest.fixture(autouse=True)
-    def _arm(self, arm: SimulatedArm) -> None:
+    def _arm(self, arm: FeetechArmSimulator) -> None:
         self.arm = arm
 
     def make_teleoperator(self) -> Teleoperator:
@@ -107,11 +107,11 @@ class TestThirdPartyLeader(TeleoperatorConformance):
         return LerobotLeader(LeaderConfig(type="hex_dummy_leader", features={"*": FeatureConfig("rad", -4, 4)}), spec)
 
 
-def leader(arm: SimulatedArm, clock: Callable[[], float] = time.monotonic) -> LerobotLeader:
+def leader(arm: FeetechArmSimulator, clock: Callable[[], float] = time.monotonic) -> LerobotLeader:
     return LerobotLeader(LeaderConfig(type="so101_leader", settings=arm.settings), follower(arm).spec, clock)
 
 
-def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: SimulatedArm) -> None:
+def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: FeetechArmSimulator) -> None:
     now_s = [100.0]
     device = leader(arm, lambda: now_s[0])
     device.connect()
@@ -129,7 +129,7 @@ def test_a_leader_arm_asks_for_its_own_pose_while_a_hand_moves_it(arm: Simulated
         device.close()
 
 
-def test_a_leader_that_is_pulled_out_is_lost_and_can_be_let_go_of(arm: SimulatedArm) -> None:
+def test_a_leader_that_is_pulled_out_is_lost_and_can_be_let_go_of(arm: FeetechArmSimulator) -> None:
     device = leader(arm)
     device.connect()
     arm.unplug()
@@ -146,7 +146,7 @@ def test_a_leader_that_does_not_fit_its_robot_is_refused() -> None:
         )
 
 
-def test_positions_are_in_radians_and_go_where_they_are_told(arm: SimulatedArm) -> None:
+def test_positions_are_in_radians_and_go_where_they_are_told(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         assert robot.spec.action.units == ("rad",) * 5 + ("%",)
         assert robot.spec.action.labels[:2] == ("shoulder_pan.pos", "shoulder_lift.pos")
@@ -156,14 +156,14 @@ def test_positions_are_in_radians_and_go_where_they_are_told(arm: SimulatedArm) 
         assert arm.word("gripper", GOAL) == 3072
 
 
-def test_what_the_calibration_does_not_allow_is_not_reported_as_applied(arm: SimulatedArm) -> None:
+def test_what_the_calibration_does_not_allow_is_not_reported_as_applied(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         asked = np.array([3.0, 0, 0, 0, 0, 50], np.float32)
         half_range = 1024 / 4095 * 2 * math.pi
         assert robot.command(asked)[0] == pytest.approx(half_range, abs=1e-3)
 
 
-def test_the_calibration_file_is_used_and_left_alone(arm: SimulatedArm) -> None:
+def test_the_calibration_file_is_used_and_left_alone(arm: FeetechArmSimulator) -> None:
     before, written_ns = arm.calibration.read_bytes(), arm.calibration.stat().st_mtime_ns
     with follower(arm) as robot:
         robot.command(np.array([0.2, 0, 0, 0, 0, 50], np.float32))
@@ -171,7 +171,7 @@ def test_the_calibration_file_is_used_and_left_alone(arm: SimulatedArm) -> None:
     assert list(arm.calibrations.iterdir()) == [arm.calibration]
 
 
-def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: SimulatedArm) -> None:
+def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: FeetechArmSimulator) -> None:
     arm.poke("elbow_flex", LOW_LIMIT, 0, 0)
     with pytest.raises(HardwareLost, match=r"another calibration than .*arm\.json"):
         follower(arm).connect()
@@ -180,7 +180,7 @@ def test_an_arm_without_calibration_or_with_another_one_is_refused(arm: Simulate
         follower(arm).connect()
 
 
-def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: SimulatedArm) -> None:
+def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         robot.command(np.array([1.5, 0, 0, 0, 0, 80], np.float32))
         robot.stop(StopLevel.HOLD)
@@ -192,7 +192,9 @@ def test_it_holds_where_it_is_and_stays_under_torque_when_it_is_closed(arm: Simu
     assert arm.registers("shoulder_pan")[TORQUE] == 1
 
 
-def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hold_again(arm: SimulatedArm) -> None:
+def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hold_again(
+    arm: FeetechArmSimulator,
+) -> None:
     with follower(arm, torque_off=True) as robot:
         robot.stop(StopLevel.HOLD)
         assert arm.registers("elbow_flex")[TORQUE] == 1
@@ -205,7 +207,7 @@ def test_only_a_configured_safe_stop_releases_the_motors_and_a_command_takes_hol
 
 
 @pytest.mark.parametrize("fate", ["kill", "freeze", "unplug"])
-def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: SimulatedArm, fate: str) -> None:
+def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: FeetechArmSimulator, fate: str) -> None:
     with follower(arm) as robot:
         robot.command(np.array([0, 0, 0, 0, 0, 50], np.float32))
         getattr(arm, fate)()
@@ -215,7 +217,7 @@ def test_an_arm_that_goes_away_is_lost_within_two_control_periods(arm: Simulated
         assert time.monotonic() - started_s < 2 * robot.spec.period_s + 0.1
 
 
-def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: SimulatedArm) -> None:
+def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: FeetechArmSimulator) -> None:
     robot = follower(arm)
     with robot:
         arm.unplug()
@@ -228,13 +230,13 @@ def test_an_arm_that_is_plugged_in_again_is_connected_again(arm: SimulatedArm) -
         robot.command(np.array([0.1, 0, 0, 0, 0, 50], np.float32))
 
 
-def test_an_arm_that_loses_a_packet_while_it_is_connected_is_asked_again(arm: SimulatedArm) -> None:
+def test_an_arm_that_loses_a_packet_while_it_is_connected_is_asked_again(arm: FeetechArmSimulator) -> None:
     arm.lose(1)
     with follower(arm) as robot:
         robot.observe()
 
 
-def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(arm: SimulatedArm) -> None:
+def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(arm: FeetechArmSimulator) -> None:
     arm.poke("shoulder_lift", PRESENT, 2600 % 256, 2600 // 256)
     with follower(arm):
         assert arm.registers("shoulder_lift")[TORQUE] == 1
@@ -242,7 +244,9 @@ def test_an_arm_that_a_hand_has_moved_does_not_leap_back_when_it_is_connected(ar
         assert abs(arm.word("shoulder_lift", PRESENT) - 2600) <= 1
 
 
-def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_into_them(arm: SimulatedArm) -> None:
+def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_into_them(
+    arm: FeetechArmSimulator,
+) -> None:
     arm.poke("shoulder_pan", PRESENT, 2700 % 256, 2700 // 256)
     with follower(arm, features={"shoulder_pan.pos": FeatureConfig("deg", -30, 30)}) as robot:
         for level in (StopLevel.HOLD, StopLevel.HOLD, StopLevel.SAFE):
@@ -254,7 +258,7 @@ def test_an_arm_that_stands_out_of_its_bounds_is_held_there_and_does_not_leap_in
         assert abs(arm.word("shoulder_pan", GOAL) - 2700) <= 1
 
 
-def test_a_leader_that_loses_a_packet_is_asked_again(arm: SimulatedArm) -> None:
+def test_a_leader_that_loses_a_packet_is_asked_again(arm: FeetechArmSimulator) -> None:
     device = leader(arm)
     device.connect()
     try:
@@ -277,7 +281,7 @@ def test_pictures_that_the_settings_do_not_fit_are_not_taken(picture: Array, mon
         camera.close()
 
 
-def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> None:
+def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: FeetechArmSimulator) -> None:
     with follower(arm) as robot:
         kernel = SafetyKernel(robot.spec)
         verdict = kernel.filter(np.array([3, 0, 0, 0, 0, 50], np.float32), robot.observe())
@@ -285,10 +289,10 @@ def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: SimulatedArm) -> N
         assert abs(verdict.applied[0]) <= math.pi / 2 / 10 + 1e-3, "a quarter of the range a second"
 
 
-def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: SimulatedArm) -> None:
+def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: FeetechArmSimulator) -> None:
     home = [0.4, -0.3, 0.2, 0.0, 0.1]
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
-    station = make_station(StationRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
+    station = make_station(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
     with station.robot as robot:
         arrive(robot, np.array([0, 0, 0, 0, 0, 75], np.float32))
         robot.stop(StopLevel.SAFE)
@@ -297,7 +301,7 @@ def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: SimulatedArm)
         assert arm.word("gripper", GOAL) == 2560, "the grip is kept"
 
 
-def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: SimulatedArm) -> None:
+def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: FeetechArmSimulator) -> None:
     with follower(arm, home=(1.2, 0.0, 0.0, 0.0, 0.0), torque_off=True) as robot:
         looks = [0]
 
@@ -307,19 +311,19 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(arm: SimulatedArm) ->
                 robot.stop(StopLevel.SAFE)
                 raise EmergencyStopped("pressed by ada")
 
-        robot.attend = press
+        robot.check_stop = press
         with pytest.raises(EmergencyStopped, match="pressed by ada"):
             robot.go_home()
         assert looks[0] > 1 and robot.observe().arrays[STATE][0] < 0.6
         assert arm.registers("elbow_flex")[TORQUE] == 0, "the safe stop stands"
 
 
-def test_a_home_that_the_calibration_does_not_allow_is_refused(arm: SimulatedArm) -> None:
+def test_a_home_that_the_calibration_does_not_allow_is_refused(arm: FeetechArmSimulator) -> None:
     with pytest.raises(SpecError, match=r"home: shoulder_pan\.pos is 2; it may be between -1\.57\d* and 1\.57"):
         follower(arm, home=(2.0, 0.0, 0.0, 0.0, 0.0))
 
 
-def test_a_plugin_that_hangs_is_lost(arm: SimulatedArm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_hangs_is_lost(arm: FeetechArmSimulator, monkeypatch: pytest.MonkeyPatch) -> None:
     with LerobotRobot(DUMMY) as robot:
         monkeypatch.setattr(robot._device, "get_observation", lambda: time.sleep(5))
         with pytest.raises(HardwareLost, match="took longer"):
@@ -336,7 +340,7 @@ def test_who_waits_for_an_arm_or_a_camera_may_give_it_up(monkeypatch: pytest.Mon
     settings = {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}
     for device in (LerobotRobot(DUMMY), LerobotCamera("top", settings)):
         monkeypatch.setattr(device._device, "connect", lambda **_: let_go.wait(DEADLINE_S))
-        device.attend = give_up
+        device.check_stop = give_up
         with pytest.raises(HalError, match="the driver is to end"):
             device.connect()
     let_go.set()
@@ -348,7 +352,7 @@ def test_what_is_wrong_is_said_in_words() -> None:
     with pytest.raises(SpecError, match=r"units of .*shoulder_pan.pos.* are not known"):
         LerobotRobot(LerobotConfig(type="dummy_follower"))
     with pytest.raises(SpecError, match="no motor bus"):
-        make_station(StationRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
+        make_station(RobotSetupRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
     with pytest.raises(SpecError, match="camera top: 'width'"):
         LerobotCamera("top", {"type": "opencv", "height": 48})
     with pytest.raises(SpecError, match="camera top: 'fps' is not given, or no number"):
@@ -362,25 +366,25 @@ def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
         "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
         "cameras": {"top": {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}},
     }
-    station = make_station(StationRequest("dummy-0", "tidy up", options))
+    station = make_station(RobotSetupRequest("dummy-0", "tidy up", options))
     assert [camera.spec for camera in station.cameras] == list(station.robot.spec.cameras)
     assert station.robot.spec.action.labels[-1] == "gripper.pos"
-    assert station.task.sentence == "tidy up"
+    assert station.task.instruction == "tidy up"
 
 
-def test_an_arm_on_its_bus_reaches_for_goals(arm: SimulatedArm) -> None:
+def test_an_arm_on_its_bus_reaches_for_goals(arm: FeetechArmSimulator) -> None:
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
-    station = make_station(StationRequest("so101-0", "reach", options))
-    assert station.expert is not None
-    expert, kernel = station.expert(0, 0.0), SafetyKernel(station.robot.spec)
+    station = make_station(RobotSetupRequest("so101-0", "reach", options))
+    assert station.make_expert is not None
+    expert, kernel = station.make_expert(0, 0.0), SafetyKernel(station.robot.spec)
     with station.robot as robot:
         station.task.reset(robot, np.random.default_rng(1))
-        kernel.settle()
+        kernel.reset()
         for _ in range(station.task.max_steps):
             seen = robot.observe()
             verdict = kernel.filter(expert(seen.arrays), seen)
             assert verdict.applied is not None, verdict.text
-            kernel.correct(robot.command(verdict.applied))
+            kernel.set_applied(robot.command(verdict.applied))
             time.sleep(robot.spec.period_s)  # its motors move in real time
             if station.task.evaluate(robot.observe()).success:
                 break

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lerobot_kit import SimulatedArm, simulated_arm
+from lerobot_kit import FeetechArmSimulator, feetech_arm_simulator
 
 from user_sys.compose import RobotConfig
 from user_sys.config import save
-from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_process import ROBOT_LOST
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.driver_server import EXIT_ROBOT_LOST
 
 pytestmark = pytest.mark.lerobot
 TORQUE, GOAL = 40, 42  # registers
@@ -26,20 +26,22 @@ START_S = 60.0
 RUN = """
 import sys
 from lerobot_kit import let_torchvision_in
-from user_sys.edge.driver_process import main
+from user_sys.edge.driver_server import main
 let_torchvision_in()
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.fixture
-def arm(tmp_path: Path) -> Iterator[SimulatedArm]:
-    with simulated_arm(tmp_path) as simulated:
+def arm(tmp_path: Path) -> Iterator[FeetechArmSimulator]:
+    with feetech_arm_simulator(tmp_path) as simulated:
         yield simulated
 
 
 @pytest.fixture
-def running(arm: SimulatedArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    arm: FeetechArmSimulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[bytes]]:
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path))
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0}
     save(RobotConfig(name="arm-0", driver="lerobot", task="free", options=options), tmp_path / "robot.yaml")
@@ -53,19 +55,19 @@ def running(arm: SimulatedArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     process.wait()
 
 
-def far_away(session: RemoteDriver) -> None:
+def far_away(session: DriverClient) -> None:
     session.attach(START_S)
     session.reset(0)
     session.real_time = True
     for _ in range(5):
-        tick = session.command(np.array([1.5, 0, 0, 0, 0, 50], np.float32))
+        tick = session.step(np.array([1.5, 0, 0, 0, 0, 50], np.float32))
         assert tick.applied is not None
 
 
 def test_a_killed_driver_leaves_the_arm_where_it_is_under_torque(
-    arm: SimulatedArm, running: subprocess.Popen[bytes]
+    arm: FeetechArmSimulator, running: subprocess.Popen[bytes]
 ) -> None:
-    with RemoteDriver("arm-0", token=1) as session:
+    with DriverClient("arm-0", token=1) as session:
         far_away(session)
         running.send_signal(signal.SIGKILL)
         running.wait()
@@ -75,13 +77,13 @@ def test_a_killed_driver_leaves_the_arm_where_it_is_under_torque(
 
 
 def test_a_silent_session_makes_the_arm_hold_and_an_unplugged_arm_ends_the_process(
-    arm: SimulatedArm, running: subprocess.Popen[bytes]
+    arm: FeetechArmSimulator, running: subprocess.Popen[bytes]
 ) -> None:
-    with RemoteDriver("arm-0", token=1) as session:
+    with DriverClient("arm-0", token=1) as session:
         far_away(session)
         held, deadline = -1, time.monotonic() + 60
         while held != (held := arm.word("shoulder_pan", GOAL)) and time.monotonic() < deadline:
             time.sleep(0.3)  # three control periods: nobody commands, so nothing may change
         assert held < 2048 + 1.4 / 6.28 * 4096
         arm.unplug()
-        assert running.wait(60) == ROBOT_LOST
+        assert running.wait(60) == EXIT_ROBOT_LOST

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hal.driver import RobotSetupRequest, read_options
 from hal.errors import SpecError
-from hal.station import StationRequest, read_options
 from robots.lerobot import LerobotConfig
 from robots.lerobot_leader import LeaderConfig
 
@@ -25,4 +25,4 @@ from robots.lerobot_leader import LeaderConfig
 )
 def test_what_would_drive_a_robot_wrongly_is_refused(kind: type, options: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        read_options(kind, StationRequest("arm-0", "", {"type": "so101", **options}))
+        read_options(kind, RobotSetupRequest("arm-0", "", {"type": "so101", **options}))

@@ -12,12 +12,12 @@ from ros2_kit import DDS_PEER, DOMAIN, HERE_ONLY, OTHER_DOMAIN, Ros2Peer, ros2_p
 
 from hal.camera import Camera
 from hal.conformance import CameraConformance, RobotConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, StaleObservation
 from hal.resource import ResourceRecord
 from hal.robot import Observation, Robot, StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE, Array
-from hal.station import StationRequest
 from robots.ros2 import Ros2Robot, make_station
 from robots.ros2_probe import GraphProbe
 from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
@@ -95,7 +95,7 @@ def await_raise(kind: type[Exception] | tuple[type[Exception], ...], call: Calla
 
 
 class Conformance(RobotConformance):
-    config, may_leap = PLAIN, True
+    config, allows_large_steps = PLAIN, True
 
     @pytest.fixture(autouse=True)
     def _peer(self, peer: Ros2Peer) -> None:
@@ -104,7 +104,7 @@ class Conformance(RobotConformance):
     def make_robot(self) -> Robot:
         return Ros2Robot(self.config)
 
-    def same_place(self, before: Observation, after: Observation) -> bool:
+    def has_not_moved(self, before: Observation, after: Observation) -> bool:
         moved = before.arrays[STATE][:3] - after.arrays[STATE][:3]
         return bool(np.abs(moved).max() < 0.01)
 
@@ -147,7 +147,7 @@ def make_camera(topic: RosCameraConfig, **options: object) -> Camera:
         },
         **options,
     }
-    return make_station(StationRequest("arm-0", "free", config)).cameras[0]
+    return make_station(RobotSetupRequest("arm-0", "free", config)).cameras[0]
 
 
 @pytest.mark.parametrize("config", [PLAIN, FORWARD], ids=["trajectory", "forward"])
@@ -191,7 +191,7 @@ def test_a_force_stops_the_arm_and_is_told_in_the_bases_frame(peer: Ros2Peer) ->
         while abs((seen := robot.observe()).arrays[STATE][where]).max() < 1:
             assert time.monotonic() < deadline_s
         np.testing.assert_allclose(seen.arrays[STATE][where], [0, 30, 0], atol=0.5)
-        assert Reason.FORCE in kernel.filter(HOME, seen).reasons
+        assert SafetyReason.FORCE in kernel.filter(HOME, seen).reasons
         peer.say("force 0 0 0")
         arrive(robot, HOME)
 
@@ -249,7 +249,7 @@ def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) ->
         "home": [0.3, -0.2, 0.1],
         "reach": {},
     }
-    station = make_station(StationRequest("arm-0", "reach", options))
+    station = make_station(RobotSetupRequest("arm-0", "reach", options))
     with station.robot as robot:
         robot.stop(StopLevel.SAFE)
         station.task.reset(robot, np.random.default_rng(0))
@@ -268,7 +268,7 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(peer: Ros2Peer) -> No
                 robot.stop(StopLevel.SAFE)
                 raise EmergencyStopped("pressed by ada")
 
-        robot.attend = press
+        robot.check_stop = press
         with pytest.raises(EmergencyStopped, match="pressed by ada"):
             robot.go_home()
         known = peer.state()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hal.resource import Kind
-from robots.ros2_probe import records
+from robots.ros2_probe import graph_records
 
 
 def test_a_graph_shows_arms_with_their_controllers_and_cameras() -> None:
@@ -16,7 +16,7 @@ def test_a_graph_shows_arms_with_their_controllers_and_cameras() -> None:
         "/forward/commands": ["std_msgs/msg/Float64MultiArray"],
         "/unrelated": ["std_msgs/msg/Float64MultiArray"],
     }
-    camera, arm = records(shown, heard, 7)
+    camera, arm = graph_records(shown, heard, 7)
     assert (camera.kind, camera.name) == (Kind.CAMERA, "ros2/7/camera/image_raw")
     assert (arm.kind, arm.labels) == (Kind.BUS, {"domain": "7", "topic": "/joint_states"})
     assert arm.capabilities == ("position:/forward", "trajectory:/left/arm", "wrench:/wrench")

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import simplejpeg
 
+from hal.driver import RobotSetupRequest
 from hal.errors import HardwareLost, SpecError
 from hal.safety import SafetyKernel
-from hal.station import StationRequest
-from robots.ros2 import make_station
-from robots.ros2_camera import compressed_size, decode_compressed, decode_raw
+from robots.ros2 import decode_jpeg_image, decode_raw_image, jpeg_image_size, make_station
 from robots.ros2_spec import RosCameraConfig
 
 URDF = """<robot name="two">
@@ -28,7 +27,7 @@ STATED = {"*": {"low": -1.5, "high": 1.5, "speed_max": 0.5}}
 
 
 def station(task: str = "free", **options: object) -> object:
-    return make_station(StationRequest("arm-0", task, {"joints": ["a", "b"], **options}))
+    return make_station(RobotSetupRequest("arm-0", task, {"joints": ["a", "b"], **options}))
 
 
 def spec_of(**options: object):  # type: ignore[no-untyped-def]
@@ -118,24 +117,24 @@ def test_every_encoding_becomes_rgb_and_padding_of_rows_is_left_out() -> None:
         "rgba8": np.concatenate([rgb, opaque], axis=2),
         "bgra8": np.concatenate([rgb[..., ::-1], opaque], axis=2),
     }.items():
-        np.testing.assert_array_equal(decode_raw(picture(encoding, pixels, pad=3)), rgb)
-    grey = decode_raw(picture("mono8", rgb[..., :1]))
+        np.testing.assert_array_equal(decode_raw_image(picture(encoding, pixels, pad=3)), rgb)
+    grey = decode_raw_image(picture("mono8", rgb[..., :1]))
     np.testing.assert_array_equal(grey, np.repeat(rgb[..., :1], 3, axis=2))
 
 
 def test_a_picture_that_cannot_be_read_is_told_of() -> None:
     with pytest.raises(HardwareLost, match="yuv422"):
-        decode_raw(picture("yuv422", np.zeros((2, 2, 2), np.uint8)))
+        decode_raw_image(picture("yuv422", np.zeros((2, 2, 2), np.uint8)))
     short = picture("rgb8", np.zeros((2, 2, 3), np.uint8))
     short.data = short.data[:5]
     with pytest.raises(HardwareLost, match="5 bytes"):
-        decode_raw(short)
+        decode_raw_image(short)
     with pytest.raises(HardwareLost, match="no JPEG"):
-        decode_compressed(b"nonsense")
+        decode_jpeg_image(b"nonsense")
     with pytest.raises(HardwareLost, match="no JPEG"):
-        compressed_size(b"nonsense")
-    assert compressed_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
-    image = decode_compressed(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
+        jpeg_image_size(b"nonsense")
+    assert jpeg_image_size(simplejpeg.encode_jpeg(np.zeros((16, 24, 3), np.uint8))) == (16, 24)
+    image = decode_jpeg_image(simplejpeg.encode_jpeg(np.full((16, 16, 3), (200, 0, 0), np.uint8), colorspace="RGB"))
     assert image[8, 8, 0] > 180 and image[8, 8, 2] < 30
 
 

@@ -12,16 +12,16 @@ import pytest
 from ur_kit import SimulatedController, simulated_controller
 
 from hal.conformance import RobotConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
-from hal.station import StationRequest
-from robots import ur_link
+from robots import ur_connection
 from robots.robotiq import RobotiqConfig
 from robots.ur import UrConfig, UrRobot, make_station, tool_axes
-from robots.ur_link import ControllersClock
-from user_sys.compose import RobotConfig, build_station
+from robots.ur_connection import ControllerClock
+from user_sys.compose import RobotConfig, build_robot_setup
 
 pytest.importorskip("rtde_control")
 
@@ -84,7 +84,7 @@ class TestArmByToolSteps(RobotConformance):
     def make_robot(self) -> Robot:
         return arm(self.controller, gripper=RobotiqConfig())
 
-    def same_place(self, before: Observation, after: Observation) -> bool:
+    def has_not_moved(self, before: Observation, after: Observation) -> bool:
         return bool(np.abs(before.arrays[STATE] - after.arrays[STATE]).max() < 1e-3)
 
 
@@ -165,15 +165,15 @@ def test_a_target_that_is_gone_on_from_is_not_given_up_while_the_next_is_worked_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: now_s))
-    link, place = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0)), np.zeros(6)
-    link._give(ur_link._Servo(True, place, place, now_s, 0.1))
+    monkeypatch.setattr(ur_connection, "time", SimpleNamespace(monotonic=lambda: now_s))
+    link, place = ur_connection.UrConnection(ur_connection.UrConnectionConfig("nowhere", silence_s=1.0)), np.zeros(6)
+    link._give(ur_connection._ServoCommand(True, place, place, now_s, 0.1))
     now_s += 0.9
-    assert link.goes_on()
+    assert link.continues_servo()
     now_s += 0.9  # the thread that streams to the controller looks now
-    assert isinstance(link._current(), ur_link._Servo)
+    assert isinstance(link._current(), ur_connection._ServoCommand)
     now_s += 0.2
-    assert not link.goes_on() and isinstance(link._current(), ur_link._Hold)
+    assert not link.continues_servo() and isinstance(link._current(), ur_connection._HoldCommand)
 
 
 def test_a_tool_that_cannot_follow_is_not_led_out_of_its_workspace(controller: SimulatedController) -> None:
@@ -249,13 +249,13 @@ def test_a_frozen_controller_makes_readings_stale_and_its_watchdog_stops_the_arm
 def test_the_arm_goes_home_by_itself_where_home_is_configured(controller: SimulatedController) -> None:
     home = (0.2, -1.4, 1.4, -1.5, -1.5, 0.1)
     options = {"host": controller.host, "home": list(home), **PATIENT}
-    station = build_station(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
+    station = build_robot_setup(RobotConfig(name="ur-0", driver="ur", task="tidy up", options=options))
     with station.robot as robot:
         station.task.reset(robot, np.random.default_rng(0))
         assert np.abs(robot.observe().arrays[STATE][:6] - home).max() < 3e-3
         robot.stop(StopLevel.SAFE)
         station.task.reset(robot, np.random.default_rng(0))
-    assert station.task.sentence == "tidy up"
+    assert station.task.instruction == "tidy up"
 
 
 def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: SimulatedController) -> None:
@@ -266,7 +266,7 @@ def test_the_way_home_is_given_up_where_the_arm_is_stopped(controller: Simulated
             robot.stop(StopLevel.SAFE)
             raise EmergencyStopped("pressed by ada")
 
-        robot.attend = press
+        robot.check_stop = press
         with pytest.raises(EmergencyStopped, match="pressed by ada"):
             robot.go_home()
         assert np.abs(state(robot)[:6] - begun).max() < 1e-3
@@ -277,7 +277,7 @@ class Way:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silent_s: float) -> None:
         self.now_s, numbers = 100.0, [0.0] * 6
-        self.link = ur_link.UrLink(ur_link.LinkConfig("nowhere", silence_s=1.0))
+        self.link = ur_connection.UrConnection(ur_connection.UrConnectionConfig("nowhere", silence_s=1.0))
         self.link._receive = SimpleNamespace(
             getTimestamp=lambda: min(self.now_s, silent_s),
             getActualQ=lambda: numbers,
@@ -288,7 +288,7 @@ class Way:
             getSafetyMode=lambda: 1,
             getRobotMode=lambda: 7,
         )
-        monkeypatch.setattr(ur_link, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+        monkeypatch.setattr(ur_connection, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -299,8 +299,8 @@ def test_an_arm_that_does_not_get_home_is_for_a_person_to_look_at(monkeypatch: p
     with pytest.raises(
         EmergencyStopped, match=r"did not get home within 60 s: its joints are at \[0.*a person must look"
     ):
-        way.link.move(np.ones(6), 60.0, lambda: None)
-    assert way.now_s == pytest.approx(160.0, abs=0.1) and isinstance(way.link._order, ur_link._Hold)
+        way.link.move_joints(np.ones(6), 60.0, lambda: None)
+    assert way.now_s == pytest.approx(160.0, abs=0.1) and isinstance(way.link._order, ur_connection._HoldCommand)
 
 
 def test_an_arm_that_is_not_seen_any_more_holds_on_its_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +314,10 @@ def test_an_arm_that_is_not_seen_any_more_holds_on_its_way_home(monkeypatch: pyt
             raise EmergencyStopped("pressed by ada")
 
     with pytest.raises(EmergencyStopped, match="pressed by ada"):
-        link.move(np.ones(6), 60.0, attend)
-    moved = [when_s for when_s, order in orders if order is ur_link._Move]
+        link.move_joints(np.ones(6), 60.0, attend)
+    moved = [when_s for when_s, order in orders if order is ur_connection._MoveCommand]
     assert (moved[0], moved[-1]) == (pytest.approx(100.0, abs=0.02), pytest.approx(102.0, abs=0.02))
-    assert orders[-1][1] is ur_link._Hold
+    assert orders[-1][1] is ur_connection._HoldCommand
 
 
 def test_the_gripper_goes_where_it_is_told_and_keeps_its_grip(controller: SimulatedController) -> None:
@@ -368,9 +368,9 @@ def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
 
 def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
     with pytest.raises(SpecError, match="did you mean 'host'"):
-        make_station(StationRequest("ur-0", "free", {"hots": "10.0.0.2"}))
+        make_station(RobotSetupRequest("ur-0", "free", {"hots": "10.0.0.2"}))
     with pytest.raises(SpecError, match="home has 3 joint angles"):
-        make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
+        make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
     elbow = [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     for wrong, said in (
         ({"silence_s": 0.0}, "silence_s"),
@@ -382,15 +382,15 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         ({"gripper": {"force": 300}}, "0 to 255, not 128 and 300"),
     ):
         with pytest.raises(SpecError, match=said):
-            make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
+            make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
 
 def test_an_arm_has_the_cameras_that_its_options_name() -> None:
     cameras = {"wrist": {"kind": "opencv", "device": "/dev/video4", "width": 320, "height": 240}}
-    station = make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
+    station = make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
     assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
     with pytest.raises(SpecError, match=r"cameras\.wrist: unknown option 'with'; did you mean 'width'"):
-        make_station(StationRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
+        make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
 
 
 def test_a_tool_that_points_down_is_told_continuously() -> None:
@@ -401,7 +401,7 @@ def test_a_tool_that_points_down_is_told_continuously() -> None:
 
 
 def test_times_of_capture_follow_the_controllers_clock_and_forget_its_drift() -> None:
-    clock = ControllersClock()
+    clock = ControllerClock()
     assert clock.local_s(0.0, 100.0) == 100.0
     assert clock.local_s(1.0, 101.5) == 101.0, "half a second late"
     assert clock.local_s(1.0, 103.0) == 101.0, "the same reading, again"

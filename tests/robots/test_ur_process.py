@@ -15,8 +15,8 @@ from ur_kit import SimulatedController, simulated_controller
 
 from user_sys.compose import RobotConfig
 from user_sys.config import save
-from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.driver_process import ROBOT_LOST
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.driver_server import EXIT_ROBOT_LOST
 
 pytest.importorskip("rtde_control")
 DEADLINE_S = 60.0
@@ -36,7 +36,7 @@ def running(
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path))
     options = {"host": controller.host, "action": "joint_delta", "rate_hz": 10.0, "silence_s": 5.0}
     save(RobotConfig(name="ur-0", driver="ur", task="free", options=options), tmp_path / "robot.yaml")
-    command = ["-m", "user_sys.edge.driver_process", str(tmp_path / "robot.yaml"), str(tmp_path / "state")]
+    command = ["-m", "user_sys.edge.driver_server", str(tmp_path / "robot.yaml"), str(tmp_path / "state")]
     process = subprocess.Popen([sys.executable, *command])
     yield process
     process.kill()
@@ -50,17 +50,17 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def under_way(session: RemoteDriver, controller: SimulatedController) -> None:
+def under_way(session: DriverClient, controller: SimulatedController) -> None:
     session.attach(DEADLINE_S)
     session.reset(0)
-    session.command(np.array([0, 0, 0, 0, 0, 0.05], np.float32))
+    session.step(np.array([0, 0, 0, 0, 0, 0.05], np.float32))
     eventually(lambda: controller.begun(SERVOJ) > 0, "the arm was not told to move")
 
 
 def test_a_killed_driver_leaves_the_arm_to_the_controllers_watchdog(
     controller: SimulatedController, running: subprocess.Popen[bytes]
 ) -> None:
-    with RemoteDriver("ur-0", token=1) as session:
+    with DriverClient("ur-0", token=1) as session:
         under_way(session, controller)
         running.send_signal(signal.SIGKILL)
         running.wait()
@@ -71,8 +71,8 @@ def test_a_killed_driver_leaves_the_arm_to_the_controllers_watchdog(
 def test_a_silent_session_makes_the_arm_hold_and_a_protective_stop_ends_the_process(
     controller: SimulatedController, running: subprocess.Popen[bytes]
 ) -> None:
-    with RemoteDriver("ur-0", token=1) as session:
+    with DriverClient("ur-0", token=1) as session:
         under_way(session, controller)
         eventually(lambda: controller.state["servo"] is None, "the arm did not hold")
         controller.set("safety_mode", 3)
-        assert running.wait(DEADLINE_S) == ROBOT_LOST
+        assert running.wait(DEADLINE_S) == EXIT_ROBOT_LOST

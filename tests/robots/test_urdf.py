@@ -30,7 +30,7 @@ def test_limits_are_as_described_and_a_joint_without_end_stops_turns_once_each_w
 
 def test_the_tool_is_where_the_joints_put_it() -> None:
     chain = Urdf(ARM).chain("tool")
-    assert chain.moving == ("turn", "slide")
+    assert chain.movable_joints == ("turn", "slide")
     pose = chain.pose({"turn": math.pi / 2, "slide": 0.1})
     np.testing.assert_allclose(pose[:3, 3], [-0.6, 0, 1], atol=1e-12)
     np.testing.assert_allclose(pose[:3, :3] @ pose[:3, :3].T, np.eye(3), atol=1e-12)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from hal.conformance import RobotConformance
+from hal.driver import RobotSetupRequest
 from hal.errors import SpecError
 from hal.robot import StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE
-from hal.station import StationRequest
+from sim.driver import make_station, make_task
 from sim.experts import make_expert
 from sim.rendering import make_cameras
 from sim.robot import ARMS, GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
-from sim.scenes import make_station, make_task
-from sim.world import World
+from sim.world import MujocoWorld
 
 NEW = ("so101", "ur5e")
 
@@ -31,8 +31,8 @@ class TestSo101(RobotConformance):
 
 
 @pytest.fixture(scope="module", params=ARMS)
-def world(request: pytest.FixtureRequest) -> World:
-    return World(ARMS[request.param], "lift", 0.1)
+def world(request: pytest.FixtureRequest) -> MujocoWorld:
+    return MujocoWorld(ARMS[request.param], "lift", 0.1)
 
 
 def _connected(model: str, task: str = "lift") -> SimRobot:
@@ -41,19 +41,19 @@ def _connected(model: str, task: str = "lift") -> SimRobot:
     return robot
 
 
-def _box(world: World) -> tuple[np.ndarray, np.ndarray]:
+def _box(world: MujocoWorld) -> tuple[np.ndarray, np.ndarray]:
     return np.array(world.arm.workspace.low), np.array(world.arm.workspace.high)
 
 
-def _grip(world: World, yaw: float = 0.0) -> None:
+def _grip(world: MujocoWorld, yaw: float = 0.0) -> None:
     """Closes around the cube and lifts it by 4 cm."""
-    x, y = np.mean(world.arm.cube_places, axis=0)
+    x, y = np.mean(world.arm.cube_start_area, axis=0)
     half = world.arm.cube_edge_m / 2
     world.reset(np.array([x, y, max(half, world.arm.workspace.low[2])]), np.array([x, y, half]), yaw)
     for _ in range(10):
-        world.advance(np.zeros(3), 0.0, *_box(world))
+        world.move_tool(np.zeros(3), 0.0, *_box(world))
     for _ in range(4):
-        world.advance(np.array([0.0, 0.0, 0.01]), 0.0, *_box(world))
+        world.move_tool(np.array([0.0, 0.0, 0.01]), 0.0, *_box(world))
 
 
 def test_a_model_is_chosen_by_name_and_is_an_embodiment_of_its_own() -> None:
@@ -61,7 +61,7 @@ def test_a_model_is_chosen_by_name_and_is_an_embodiment_of_its_own() -> None:
     assert [s.model for s in specs] == ["panda-sim", "so101-sim", "ur5e-sim"]
     assert len({s.embodiment for s in specs}) == 3
     with pytest.raises(SpecError, match=r"no simulated arm 'abb'; there are \['panda', 'so101', 'ur5e'\]"):
-        make_station(StationRequest("abb-0", "lift", {"model": "abb"}))
+        make_station(RobotSetupRequest("abb-0", "lift", {"model": "abb"}))
     with pytest.raises(SpecError, match="is for the model 'ur5e', not for 'panda'"):
         make_task("lift", ARMS["ur5e"]).reset(_connected("panda"), np.random.default_rng(0))
 
@@ -73,7 +73,7 @@ def test_the_scripted_expert_succeeds(model: str, task: str, longest: int) -> No
     place, expert = make_task(task, ARMS[model]), make_expert(task, robot, noise=0.1)
     observation = robot.observe()
     kernel = SafetyKernel(robot.spec, clock=lambda: observation.t_capture_ns)
-    steps, seen = [], Reason(0)
+    steps, seen = [], SafetyReason(0)
     for seed in range(100):
         place.reset(robot, np.random.default_rng(seed))
         taken = 0
@@ -89,7 +89,9 @@ def test_the_scripted_expert_succeeds(model: str, task: str, longest: int) -> No
         steps += [taken] if outcome.success else []
     assert len(steps) >= 95
     assert max(steps) <= longest
-    assert not seen & (Reason.JOINT_POSITION | Reason.JOINT_VELOCITY | Reason.RATE | Reason.BOUND)
+    assert not seen & (
+        SafetyReason.JOINT_POSITION | SafetyReason.JOINT_VELOCITY | SafetyReason.RATE | SafetyReason.BOUND
+    )
 
 
 @pytest.mark.parametrize("model", NEW)
@@ -106,16 +108,16 @@ def test_chance_does_not_lift_the_cube(model: str) -> None:
                 break
 
 
-def test_reset_puts_the_tool_anywhere_in_the_workspace(world: World) -> None:
+def test_reset_puts_the_tool_anywhere_in_the_workspace(world: MujocoWorld) -> None:
     """An arm of five joints may lean, and be off by 2 mm, at the far corners."""
     low, high = _box(world)
     near = 1e-3 if len(world.arm.joints) > 5 else 2.5e-3
     for goal in np.random.default_rng(0).uniform(low, high, (50, 3)):
         world.reset(goal, np.array([0.85, 0.45, 0.02]))
-        assert np.linalg.norm(world.readings().tool_position - goal) < near
+        assert np.linalg.norm(world.read_sensors().tool_position - goal) < near
 
 
-def test_any_actions_keep_speed_and_workspace(world: World) -> None:
+def test_any_actions_keep_speed_and_workspace(world: MujocoWorld) -> None:
     low, high = _box(world)
     rng, step = np.random.default_rng(0), world.arm.step_max_m
     world.reset(0.5 * (low + high), np.array([0.85, 0.45, 0.02]))
@@ -123,43 +125,43 @@ def test_any_actions_keep_speed_and_workspace(world: World) -> None:
     for _ in range(600):
         if rng.random() < 0.4:  # else as before: the arm gets up to speed
             action = rng.choice([-step, 0.0, step], 3)
-        world.advance(action, rng.uniform(0, 0.08), low, high)
-        now = world.readings()
+        world.move_tool(action, rng.uniform(0, 0.08), low, high)
+        now = world.read_sensors()
         assert (np.abs(now.joint_velocity) < world.arm.joint_speed_max_rad_s).all()
         assert (now.tool_position > low - 0.015).all() and (now.tool_position < high + 0.015).all()
 
 
 @pytest.mark.parametrize("yaw", [0.0, 0.25, -0.25])
-def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: World, yaw: float) -> None:
+def test_a_gripped_cube_stays_put_however_the_arm_is_shaken(world: MujocoWorld, yaw: float) -> None:
     _grip(world, yaw)
     low, high = _box(world)
     edge, step, rng = world.arm.cube_edge_m, 0.5 * world.arm.step_max_m, np.random.default_rng(0)
     for _ in range(40):
-        world.advance(rng.choice([-step, step], 3), 0.0, low + (0, 0, 0.03), high)
-    now = world.readings()
+        world.move_tool(rng.choice([-step, step], 3), 0.0, low + (0, 0, 0.03), high)
+    now = world.read_sensors()
     assert np.linalg.norm(now.object_position - now.tool_position) < 0.025
     assert 0.9 * edge < now.gripper_width < 1.15 * edge, "the fingers squeezed through the cube"
 
 
-def test_a_hold_and_a_freeze_keep_the_grip(world: World) -> None:
+def test_a_hold_and_a_freeze_keep_the_grip(world: MujocoWorld) -> None:
     _grip(world)
-    held = world.readings().object_position[2]
+    held = world.read_sensors().object_position[2]
     for _ in range(30):
-        world.advance(np.zeros(3), None, *_box(world))
+        world.move_tool(np.zeros(3), None, *_box(world))
     for _ in range(30):
-        world.freeze()
+        world.hold_pose()
     assert held > 0.045
-    assert world.readings().object_position[2] == pytest.approx(held, abs=5e-3)
+    assert world.read_sensors().object_position[2] == pytest.approx(held, abs=5e-3)
 
 
-def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: World) -> None:
+def test_one_stray_opening_does_not_drop_the_cube_and_a_real_one_does(world: MujocoWorld) -> None:
     _grip(world)
     for width in (0.0, 0.08, 0.0, 0.0):
-        world.advance(np.zeros(3), width, *_box(world))
-    assert world.readings().object_position[2] > 0.045
+        world.move_tool(np.zeros(3), width, *_box(world))
+    assert world.read_sensors().object_position[2] > 0.045
     for _ in range(8):
-        world.advance(np.zeros(3), 0.08, *_box(world))
-    assert world.readings().object_position[2] == pytest.approx(world.arm.cube_edge_m / 2, abs=2e-3)
+        world.move_tool(np.zeros(3), 0.08, *_box(world))
+    assert world.read_sensors().object_position[2] == pytest.approx(world.arm.cube_edge_m / 2, abs=2e-3)
 
 
 @pytest.mark.parametrize("model", NEW)

@@ -8,7 +8,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from sim import panda
+from sim.arms import panda
 from sim.world import compile_scene
 
 gym_hil = pytest.importorskip("gym_hil", reason="the independent model comes with gym-hil (extra: dev)")

@@ -14,9 +14,9 @@ import pytest
 from hal.conformance import CameraConformance
 from hal.errors import HardwareLost, SpecError
 from hal.spec import CameraSpec
+from sim.driver import make_task
 from sim.rendering import SimCamera, make_cameras
 from sim.robot import SimRobot, SimRobotConfig
-from sim.scenes import make_task
 
 
 def _robot(**options: object) -> SimRobot:
@@ -86,7 +86,7 @@ def test_a_live_camera_does_not_hold_up_who_reads_it(monkeypatch: pytest.MonkeyP
     for live in (True, False):
         robot = _robot(rate_hz=100.0)
         cameras[live] = robot, SimCamera(robot, robot.spec.cameras[0])
-        cameras[live][1].live = live
+        cameras[live][1].real_time = live
         cameras[live][1].connect()
     (robot, camera), (twin, other) = cameras[True], cameras[False]
     first, render, gate = camera.read(), mujoco.mjr_render, threading.Event()

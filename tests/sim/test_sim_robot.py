@@ -11,11 +11,11 @@ import pytest
 from hal.conformance import RobotConformance
 from hal.errors import HardwareLost, SpecError
 from hal.robot import StopLevel
-from hal.safety import Reason, SafetyKernel
+from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import ENVIRONMENT_STATE, STATE
+from sim.driver import make_task
 from sim.experts import make_expert
 from sim.robot import GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
-from sim.scenes import make_task
 
 
 class TestSimRobot(RobotConformance):
@@ -149,7 +149,7 @@ def test_the_safety_kernel_lets_the_expert_work_and_a_wild_policy_trips_no_joint
     kernel = SafetyKernel(robot.spec)
     expert = make_expert("lift", robot)
     low, high = robot.spec.action.low, robot.spec.action.high
-    seen = Reason(0)
+    seen = SafetyReason(0)
 
     def guarded(propose):
         def act(observation):
@@ -165,4 +165,6 @@ def test_the_safety_kernel_lets_the_expert_work_and_a_wild_policy_trips_no_joint
     wild = guarded(lambda _: rng.choice([low, high]).astype(np.float32))
     for seed in range(10):
         _episode(robot, "lift", seed, wild)
-    assert not seen & (Reason.JOINT_POSITION | Reason.JOINT_VELOCITY | Reason.RATE | Reason.BOUND)
+    assert not seen & (
+        SafetyReason.JOINT_POSITION | SafetyReason.JOINT_VELOCITY | SafetyReason.RATE | SafetyReason.BOUND
+    )

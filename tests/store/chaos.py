@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from user_sys.errors import StoreError
-from user_sys.store.damage import quarantine, verify
-from user_sys.store.frame import SEGMENT_HEADER_BYTES
 from user_sys.store.manifest import MANIFEST
+from user_sys.store.record_format import SEGMENT_HEADER_BYTES
 from user_sys.store.store import StoreReader
+from user_sys.store.verify import quarantine_damage, verify_log
 
 LOOP = Path(__file__).with_name("kill_loop.py")
 KILL_TIMEOUT_S = 600.0
@@ -153,12 +153,12 @@ def held(content: dict[str, bytes]) -> set[tuple[str, int]]:
 def damaged(content: dict[str, bytes], name: str, changed: bytes, most_lost: int) -> None:
     """The change is noticed, costs `most_lost` chunks at most, and once it is set aside the store is sound."""
     before, disk = held(content), Disk({**content, name: changed})
-    found = verify(ROOT, files=disk.files())
+    found = verify_log(ROOT, files=disk.files())
     left = held(current(disk))
     require(len(before - left) <= most_lost, f"{sorted(before - left)} lost")
     require(bool(found) or (left == before and is_padding(content[name], changed)), "damage was not noticed")
-    quarantine(ROOT, found, files=disk.files())
-    require(not verify(ROOT, files=disk.files()), "damage that is set aside is reported again")
+    quarantine_damage(ROOT, found, files=disk.files())
+    require(not verify_log(ROOT, files=disk.files()), "damage that is set aside is reported again")
 
 
 def is_padding(raw: bytes, changed: bytes) -> bool:
@@ -219,7 +219,7 @@ def chunk_ends(content: dict[str, bytes], segment: int) -> dict[tuple[str, int],
         reader.refresh()
         found = {}
         for at in range(len(reader.index.chunks)):
-            header, ref = reader.packed(at).header, reader.index.record(at)
+            header, ref = reader.read_packed(at).header, reader.index.record_ref(at)
             found[header.episode, header.index] = ref.offset + 32 + ref.length if ref.segment == segment else 0
         return found
 
@@ -229,7 +229,7 @@ def truncated(content: dict[str, bytes], name: str, at: int, ends: dict[tuple[st
     Life(disk).open()
     missing = {key for key, end in ends.items() if end <= at} - held(current(disk))
     require(not missing, f"lost: {sorted(missing)}")
-    require(not verify(ROOT, files=disk.files()), "damage after a cut tail")
+    require(not verify_log(ROOT, files=disk.files()), "damage after a cut tail")
 
 
 def exchanged_files(content: dict[str, bytes], other: dict[str, bytes]) -> Row:
@@ -252,7 +252,7 @@ def exchanged_files(content: dict[str, bytes], other: dict[str, bytes]) -> Row:
 
 def noticed(content: dict[str, bytes]) -> None:
     disk = Disk(content)
-    found = verify(ROOT, files=disk.files())
+    found = verify_log(ROOT, files=disk.files())
     require(bool(found), "damage was not noticed")
     held(content)  # what can be read is right
     Life(disk).open()  # and a writer goes on beside it

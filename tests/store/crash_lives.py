@@ -18,16 +18,15 @@ from store_kit import chunk
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull
 from user_sys.store import manifest
-from user_sys.store.block import CHUNK, summarise_records
-from user_sys.store.damage import QUARANTINE, quarantine, verify
 from user_sys.store.files import Files
-from user_sys.store.frame import Damage
 from user_sys.store.index import Index
-from user_sys.store.known import KnownChunks
+from user_sys.store.index_block import CHUNK_KIND, summarise_records
 from user_sys.store.labels import DeleteLabel, Label, SuccessLabel
 from user_sys.store.log import LogReader, LogWriter
-from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.store.upkeep import reclaim
+from user_sys.store.maintenance import reclaim_space
+from user_sys.store.record_format import Damage
+from user_sys.store.store import IngestedChunks, StoreReader, StoreWriter
+from user_sys.store.verify import QUARANTINE, quarantine_damage, verify_log
 
 SEGMENT_BYTES = 4096
 PROBE = "probe"
@@ -110,7 +109,7 @@ class Life:
     def reclaim(self) -> None:
         with StoreReader.open(ROOT, files=self.disk.files()) as reader:
             reader.refresh()
-            assert not [why for why in reclaim(self.writer, reader.index, least_share=0.0) if why]
+            assert not [why for why in reclaim_space(self.writer, reader.index, min_dead_share=0.0) if why]
 
     def delete(self, *episodes: str) -> None:
         for name in episodes:
@@ -119,13 +118,13 @@ class Life:
         self.writer.rotate()
 
 
-def known(files: Files) -> KnownChunks:
+def known(files: Files) -> IngestedChunks:
     """What `StoreWriter.open` learns of a log; here, because the writer's log seals in the foreground."""
-    found = KnownChunks()
+    found = IngestedChunks()
     with StoreReader.open(ROOT, files=files) as reader:
         reader.refresh()
         for row in range(len(reader.index.chunks)):
-            found.add(reader.packed(row).header)
+            found.add(reader.read_packed(row).header)
         for name in reader.index.episodes.ids.names:
             for label in reader.index.labels(name):
                 found.add_label(label)
@@ -221,7 +220,7 @@ class OutboxLife:
         with LogWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, background=False, files=files) as log:
             for number in range(first, last):
                 name = f"ep-{number}"
-                homes[name] = log.append(CHUNK, twofold(name)).segment
+                homes[name] = log.append(CHUNK_KIND, twofold(name)).segment
                 log.sync()
                 self._say(Said(frozenset({(name, 0)})))
                 if number % 4 == 3:
@@ -278,7 +277,7 @@ def whole_chunks(reader: StoreReader) -> set[tuple[str, int]]:
     found = set()
     for row in range(len(reader.index.chunks)):
         try:
-            chunk_read = reader.packed(row)
+            chunk_read = reader.read_packed(row)
         except StoreCorrupt:
             continue
         key = (chunk_read.header.episode, chunk_read.header.index)
@@ -292,11 +291,11 @@ def repairing(disk: Disk, said: Said) -> None:
     disk.note(said)
     for _ in range(2):
         files = disk.files()
-        damaged = verify(ROOT, files=files)
-        quarantine(ROOT, damaged, files=files)
+        damaged = verify_log(ROOT, files=files)
+        quarantine_damage(ROOT, damaged, files=files)
         said = said.and_also(Said(quarantined=tuple(damaged)))
         disk.note(said)
-    assert said.quarantined and not verify(ROOT, files=disk.files())
+    assert said.quarantined and not verify_log(ROOT, files=disk.files())
 
 
 # What must hold
@@ -332,7 +331,7 @@ def check_content(disk: Disk, said: Said, torn: bool) -> None:
         reader.refresh()
         rows = Counter[tuple[str, int]]()
         for row in range(len(reader.index.chunks)):
-            found = reader.packed(row)
+            found = reader.read_packed(row)
             key = (found.header.episode, found.header.index)
             rows[key] += 1
             require(bytes(found.packet.view) == packet(*key), f"{key} is not what was stored")
@@ -365,7 +364,7 @@ def check_outbox(state: CrashState, forget: str = "") -> None:
     said = _said(state.notes)
     disk = Disk(state.content, forget=forget)
     with LogWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, background=False, files=disk.files()) as log:
-        log.append(CHUNK, twofold(PROBE))
+        log.append(CHUNK_KIND, twofold(PROBE))
         log.sync()
         kept = {name for name, _ in said.chunks | {(PROBE, 0)}} - said.deleted
         want = {twofold(name): name for name in kept}

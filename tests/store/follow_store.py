@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from user_sys.errors import StoreGone
+from user_sys.errors import StoreRecordGone
 from user_sys.store.store import StoreReader
 
 DEADLINE_S = 120.0
@@ -31,7 +31,7 @@ def main(path: Path, seed: int) -> None:
             for row in rng.choice(alive, min(len(alive), 20)).tolist():
                 try:
                     chunk = reader.read(row)
-                except StoreGone:  # deleted and compacted since the refresh
+                except StoreRecordGone:  # deleted and compacted since the refresh
                     gone += 1
                 else:
                     assert (chunk.columns["observation.state"] == index.chunks.index[row]).all()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource
 from user_sys.store.store import StoreReader, StoreWriter
 
 CHUNKS_PER_EPISODE = 5
@@ -41,7 +41,7 @@ def packet(number: int) -> bytes:
         embodiment="e1",
         task="lift",
         sentence="lift the cube",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=number,
         started_unix_ns=1,
         end=EpisodeEnd(steps=steps, success=True) if index == CHUNKS_PER_EPISODE - 1 else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
 from user_sys.store.store import StoreReader
 
 
@@ -15,7 +15,7 @@ def chunk(
     *,
     end: bool = False,
     success: bool | None = True,
-    source: Source = Source.ONLINE,
+    source: EpisodeSource = EpisodeSource.ONLINE,
     width: int = 3,
     robot: str = "panda-0",
 ) -> Chunk:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
 from user_sys.errors import WireError
-from user_sys.store.block import CHUNK, Block, BlockBuilder, decode_block
-from user_sys.store.frame import RecordRef
-from user_sys.store.index import Change, Index
+from user_sys.store.index import Index, IndexChange
+from user_sys.store.index_block import CHUNK_KIND, IndexBlock, IndexBlockBuilder, decode_block
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, UndoLabel, encode_label
+from user_sys.store.record_format import RecordRef
 
 LABEL = 2
 
@@ -31,7 +31,7 @@ def chunk(episode: str, index: int, steps: int = 3, *, last: bool = False) -> Ch
         embodiment="e1",
         task="lift",
         sentence="lift the cube",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=7,
         started_unix_ns=1000,
         end=EpisodeEnd(steps=int(at[-1]) + 1, success=True) if last else None,
@@ -41,19 +41,19 @@ def chunk(episode: str, index: int, steps: int = 3, *, last: bool = False) -> Ch
     return Chunk(header, columns, {})
 
 
-def block(*records: Chunk | Label, first: int = 0) -> Block:
+def block(*records: Chunk | Label, first: int = 0) -> IndexBlock:
     """A block of these records, numbered from `first` on; as it comes back from a segment's footer."""
-    builder = BlockBuilder()
+    builder = IndexBlockBuilder()
     for n, record in enumerate(records):
         payload = record.encode() if isinstance(record, Chunk) else encode_label(record)
-        kind = CHUNK if isinstance(record, Chunk) else LABEL
+        kind = CHUNK_KIND if isinstance(record, Chunk) else LABEL
         builder.add(RecordRef(0, 100 * (first + n), len(payload), kind, first + n), payload)
     return decode_block(builder.build().encode())
 
 
-def indexed(*blocks: Block) -> Index:
+def indexed(*blocks: IndexBlock) -> Index:
     index = Index()
-    index.take(blocks)
+    index.apply(blocks)
     return index
 
 
@@ -98,7 +98,7 @@ def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cut
     index, at = Index(), 0
     for stop in [*sorted(cuts), len(sent)]:
         if stop > at:
-            index.take([block(*sent[at:stop], first=at)])
+            index.apply([block(*sent[at:stop], first=at)])
             at = stop
     assert len(index.chunks) == 7 and len(index.steps) == 21
     first = int(index.chunks.first_row[order.index(0)])
@@ -123,7 +123,7 @@ def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject)
     parts = [block(*records[a:b], first=a) for a, b in zip(edges, edges[1:], strict=False)]
     whole, together, apart = indexed(block(*records)), indexed(*parts), Index()
     for part in parts:
-        apart.take([part])
+        apart.apply([part])
     for other in (together, apart):
         for left, right in ((whole.steps, other.steps), (whole.chunks, other.chunks), (whole.episodes, other.episodes)):
             for name in left.DTYPES.keys() - {"reward_source"}:
@@ -139,10 +139,10 @@ def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> N
     early = [say(RewardLabel, first_step=2, rewards=(5.0, 6.0)), say(SuccessLabel, success=False)]
     index = indexed(block(*early, chunk("a", 0), chunk("a", 1, last=True)))
     assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 0] and index.episodes.success[0] == 0
-    change = index.take([block(say(RewardLabel, first_step=3, rewards=(7.0,)), say(SuccessLabel, success=None))])
+    change = index.apply([block(say(RewardLabel, first_step=3, rewards=(7.0,)), say(SuccessLabel, success=None))])
     assert index.steps.reward.tolist() == [0, 1, 5, 7, 4, 5] and index.episodes.success[0] == -1
     assert change.relabelled.tolist() == list(range(6)) and not change.rows and not len(change.dropped)
-    index.take([block(say(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
+    index.apply([block(say(PhaseLabel, first_step=1, steps=2, phase=Phase.CORRECTION))])
     assert index.steps.phase.tolist() == [0, 2, 2, 0, 0, 0]
     assert [label.labeller for label in index.labels("a")] == ["ada"] * 5
 
@@ -150,59 +150,59 @@ def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> N
 def test_a_success_label_sets_the_last_reward_and_ends_the_task_there() -> None:
     index = indexed(block(say(SuccessLabel, success=False), chunk("a", 0)))
     assert index.steps.reward.tolist() == [0, 1, 2], "no end is stored yet"
-    index.take([block(chunk("a", 1, last=True))])
+    index.apply([block(chunk("a", 1, last=True))])
     assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 0] and not index.steps.terminated.any()
-    index.take([block(say(SuccessLabel, success=True))])
+    index.apply([block(say(SuccessLabel, success=True))])
     assert index.steps.reward.tolist() == [0, 1, 2, 3, 4, 1]
     assert index.steps.terminated.tolist() == [False] * 5 + [True] and not index.steps.truncated.any()
-    index.take([block(say(SuccessLabel, success=None))])
+    index.apply([block(say(SuccessLabel, success=None))])
     assert index.steps.reward[5] == 5 and not index.steps.terminated.any() and index.episodes.success[0] == -1
-    index.take([block(say(SuccessLabel, success=False, keep_reward=True))])
+    index.apply([block(say(SuccessLabel, success=False, keep_reward=True))])
     assert index.steps.reward[5] == 5 and index.episodes.success[0] == 0
-    index.take([block(say(SuccessLabel, success=True), say(RewardLabel, first_step=5, rewards=(0.25,)))])
+    index.apply([block(say(SuccessLabel, success=True), say(RewardLabel, first_step=5, rewards=(0.25,)))])
     assert index.steps.reward[5] == 0.25 and index.steps.terminated[5]
 
 
 def test_labels_are_taken_back_one_command_after_the_other() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
     before = index.steps.reward.tolist(), index.steps.phase.tolist()
-    index.take([block(said(1, SuccessLabel, success=False), said(2, SuccessLabel, success=True))])
+    index.apply([block(said(1, SuccessLabel, success=False), said(2, SuccessLabel, success=True))])
     both = [said(3, PhaseLabel, first_step=0, steps=2, phase=Phase.RECOVERY), said(3, DeleteLabel)]
-    index.take([block(*both)])
+    index.apply([block(*both)])
     assert index.steps.reward[5] == 1 and index.episodes.deleted[0]
-    change = index.take([block(said(4, UndoLabel, undone_at_unix_ns=3))])
+    change = index.apply([block(said(4, UndoLabel, undone_at_unix_ns=3))])
     assert index.steps.phase.tolist() == before[1] and not index.episodes.deleted[0]
     assert change.revived.tolist() == list(range(6)) and index.steps.reward[5] == 1
-    index.take([block(said(5, UndoLabel, undone_at_unix_ns=2))])
+    index.apply([block(said(5, UndoLabel, undone_at_unix_ns=2))])
     assert index.steps.reward[5] == 0 and index.episodes.success[0] == 0 and not index.steps.terminated.any()
-    index.take([block(said(6, UndoLabel, undone_at_unix_ns=1))])
+    index.apply([block(said(6, UndoLabel, undone_at_unix_ns=1))])
     assert index.steps.reward.tolist() == before[0] and index.episodes.success[0] == 1
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
 def test_a_deleted_episode_is_dead_and_may_be_called_back() -> None:
     index = indexed(block(chunk("b", 0), chunk("a", 0)))
-    change = index.take([block(say(DeleteLabel))])
+    change = index.apply([block(say(DeleteLabel))])
     assert change.dropped.tolist() == [3, 4, 5] and index.steps.alive.tolist() == [True] * 3 + [False] * 3
-    index.take([block(chunk("a", 1))])
+    index.apply([block(chunk("a", 1))])
     assert index.chunks.alive.tolist() == [True, False, False]
-    change = index.take([block(say(DeleteLabel, deleted=False))])
+    change = index.apply([block(say(DeleteLabel, deleted=False))])
     assert change.revived.tolist() == [3, 4, 5, 6, 7, 8] and index.steps.alive.all()
 
 
 def test_what_is_gone_stays_gone_and_leads_nowhere() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1), chunk("a", 2, last=True)))
-    assert index.drop(np.array([1])).tolist() == [3, 4, 5]
-    assert index.drop(np.array([1])).tolist() == []
+    assert index.mark_gone(np.array([1])).tolist() == [3, 4, 5]
+    assert index.mark_gone(np.array([1])).tolist() == []
     assert walk(index, 0) == [0, 1, 2] and walk(index, 6) == [6, 7, 8]
-    index.take([block(say(DeleteLabel)), block(say(DeleteLabel, deleted=False))])
+    index.apply([block(say(DeleteLabel)), block(say(DeleteLabel, deleted=False))])
     assert index.chunks.alive.tolist() == [True, False, True] and index.steps.alive.sum() == 6
 
 
 def test_views_that_were_taken_before_keep_their_rows() -> None:
     index = indexed(block(chunk("a", 0)))
     before = index.steps.reward
-    changes: list[Change] = [index.take([block(chunk("a", i + 1), first=i + 1)]) for i in range(600)]
+    changes: list[IndexChange] = [index.apply([block(chunk("a", i + 1), first=i + 1)]) for i in range(600)]
     assert [change.rows.start for change in changes] == list(range(3, 1803, 3))
     assert before.tolist() == [0, 1, 2] and index.steps.reward.tolist() == list(range(1803))
 

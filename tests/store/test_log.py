@@ -16,9 +16,10 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersion
-from user_sys.store.files import REAL, Files
-from user_sys.store.frame import (
+from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersionMismatch
+from user_sys.store.files import OS_FILES, Files
+from user_sys.store.log import LogReader, LogWriter, RecordRef, segment_numbers, segment_path
+from user_sys.store.record_format import (
     RECORD_HEADER_BYTES,
     RECORD_MAGIC,
     SEGMENT_HEADER_BYTES,
@@ -26,7 +27,6 @@ from user_sys.store.frame import (
     SegmentScan,
     record_bytes,
 )
-from user_sys.store.log import LogReader, LogWriter, RecordRef, segment_numbers, segment_path
 
 payloads = st.lists(st.binary(max_size=300) | st.just(RECORD_MAGIC * 9), min_size=1, max_size=12)
 
@@ -69,7 +69,7 @@ def test_a_log_cut_anywhere_in_its_tail_keeps_the_whole_records_and_goes_on(tmp_
         with LogReader.open(tmp_path) as reader:
             assert reader.records() == refs[:-1] and reader.damaged == [], "a torn tail is no damage"
             with LogWriter.open(tmp_path) as writer:
-                assert writer.sequence == last.sequence and writer.cut_bytes == cut - last.offset
+                assert writer.next_sequence == last.sequence and writer.truncated_bytes == cut - last.offset
                 added = writer.append(1, b"instead")
             assert reader.records() == [added]
     assert read(tmp_path) == [*contents[:-1], b"instead"]
@@ -107,7 +107,7 @@ def test_a_flipped_bit_costs_one_record_at_most_and_is_reported(
         assert got == [content for i, content in enumerate(contents) if i not in hit] + [b"the last"]
         assert bool(reader.damaged) != in_padding
     with LogWriter.open(path) as writer:
-        assert writer.sequence == len(contents) + 1
+        assert writer.next_sequence == len(contents) + 1
 
 
 def test_damage_in_the_last_record_is_kept_for_the_expert_and_not_cut_off(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_zeros_after_the_last_record_are_a_torn_tail(tmp_path: Path) -> None:
     with segment_path(tmp_path, 0).open("ab") as file:
         file.write(bytes(5000))
     with LogWriter.open(tmp_path) as writer:
-        assert writer.cut_bytes == 5000
+        assert writer.truncated_bytes == 5000
         writer.append(1, b"two")
     assert read(tmp_path) == [b"one", b"two"]
 
@@ -206,7 +206,7 @@ def test_another_format_version_is_refused_in_words(tmp_path: Path) -> None:
     with segment_path(tmp_path, 0).open("r+b") as file:
         file.write(header)
     for open_it in (LogReader.open, LogWriter.open):
-        with pytest.raises(StoreVersion, match="format 9"):
+        with pytest.raises(StoreVersionMismatch, match="format 9"):
             open_it(tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_a_full_disk_at_rotation_in_the_background_acknowledges_nothing_and_can_
                 writer.sync(ticket)
             with pytest.raises(StoreFull):
                 writer.append(0, b"c" * 100)
-        assert writer.pending_bytes == 136 and writer.sealed() == ()  # what came before is durable by now
+        assert writer.pending_bytes == 136 and writer.sealed_segments() == ()  # what came before is durable by now
         assert read(tmp_path) == [b"a" * 100]
     writer.append(0, b"d" * 100)
     writer.close()
@@ -405,7 +405,7 @@ def test_a_scan_never_yields_a_sequence_number_twice(tmp_path: Path) -> None:
     assert second.offset == first.offset + record_bytes(8)
     fd = os.open(segment_path(tmp_path, 0), os.O_RDONLY)
     try:
-        scan = SegmentScan(REAL, fd, 0, sequence=1)
+        scan = SegmentScan(OS_FILES, fd, 0, sequence=1)
         assert [found for found in scan if isinstance(found, RecordRef)] == [second]
     finally:
         os.close(fd)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from user_sys.errors import StoreError, StoreFull, StoreGone
-from user_sys.store.damage import verify
+from user_sys.errors import StoreError, StoreFull, StoreRecordGone
 from user_sys.store.files import Buffer, Files
 from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.verify import verify_log
 
 OPERATIONS = ("open", "pwritev", "ftruncate", "fdatasync", "fsync", "rename", "unlink", "sync_folder")
 DROPPED = {5, 9}
@@ -93,10 +93,10 @@ def check(path: Path, acknowledged: int) -> None:
     """What was acknowledged is there but for what was dropped, nothing is there twice, and the log goes on."""
     before = readable(path) if list(path.glob("*.seg")) else {}
     with LogWriter.open(path, segment_bytes=600, summarise=summarise, background=False, files=UNSYNCED) as writer:
-        assert writer.sequence >= acknowledged
+        assert writer.next_sequence >= acknowledged
         writer.append(1, b"next")
     found = readable(path)
-    assert verify(path) == []
+    assert verify_log(path) == []
     assert all(value == content(key) for key, value in found.items() if value != b"next")
     assert set(range(3, acknowledged)) - DROPPED <= set(found)
     assert before.items() <= found.items() or min(found) == 3
@@ -189,7 +189,7 @@ def test_a_full_disk_is_helped_by_dropping(tmp_path: Path) -> None:
         assert sorted(tmp_path.glob("*.seg"))[0].name == "0000000002.seg"
         full = False
         writer.sync()
-    assert min(readable(tmp_path)) == 6 and verify(tmp_path) == []
+    assert min(readable(tmp_path)) == 6 and verify_log(tmp_path) == []
 
 
 def test_a_reader_that_looks_at_a_log_mid_compaction_finds_every_record(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_reader_that_looks_at_a_log_mid_compaction_finds_every_record(tmp_path
         for ref in refs:
             try:
                 assert reader.read(ref) == content(ref.sequence)
-            except StoreGone:
+            except StoreRecordGone:
                 assert ref.sequence in DROPPED or ref.sequence < 3
         if total % 2:
             reader.refresh()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from user_sys.errors import StoreCorrupt, StoreLocked
-from user_sys.store.damage import quarantine, verify
 from user_sys.store.files import Files
-from user_sys.store.frame import RECORD_HEADER_BYTES
 from user_sys.store.log import Damage, LogReader, LogWriter, RecordRef, segment_path
 from user_sys.store.manifest import MANIFEST
+from user_sys.store.record_format import RECORD_HEADER_BYTES
+from user_sys.store.verify import quarantine_damage, verify_log
 
 COUNT = 15
 
@@ -74,13 +74,13 @@ def flipped(raw: bytes, at: int, bit: int) -> bytes:
 
 def test_a_sound_log_has_no_damage_also_while_it_is_written(tmp_path: Path) -> None:
     refs = filled(tmp_path)
-    assert len(refs) == COUNT - 1 and verify(tmp_path) == []
+    assert len(refs) == COUNT - 1 and verify_log(tmp_path) == []
     with LogWriter.open(tmp_path) as writer:
         writer.append(1, content(15))
         writer.sync()
-        assert verify(tmp_path) == []
+        assert verify_log(tmp_path) == []
         with pytest.raises(StoreLocked):
-            quarantine(tmp_path, [])
+            quarantine_damage(tmp_path, [])
 
 
 @pytest.mark.parametrize("file", ["0000000000-00002.00001.seg", "0000000002.seg", "0000000003.seg", MANIFEST])
@@ -93,7 +93,7 @@ def test_each_flipped_byte_is_named_and_costs_one_record_at_most(tmp_path: Path,
     rng = random.Random(0)
     for at in range(0, len(raw), 3):
         path.write_bytes(flipped(raw, at, rng.randrange(8)))
-        found = verify(tmp_path)
+        found = verify_log(tmp_path)
         hit = [r for r in inside if r.offset <= at < r.offset + RECORD_HEADER_BYTES + r.length]
         lost = {ref.sequence for ref in hit}
         assert held(tmp_path) == {key: value for key, value in whole.items() if key not in lost}, at
@@ -102,8 +102,8 @@ def test_each_flipped_byte_is_named_and_costs_one_record_at_most(tmp_path: Path,
             continue
         assert {damage.segment for damage in found} == {number}, at
         assert not hit or [damage.sequence for damage in found] == [ref.sequence for ref in hit], at
-        quarantine(tmp_path, found, files=UNSYNCED)
-        assert verify(tmp_path) == [], at
+        quarantine_damage(tmp_path, found, files=UNSYNCED)
+        assert verify_log(tmp_path) == [], at
         path.write_bytes(raw)
         (tmp_path / MANIFEST).write_bytes(manifest)
 
@@ -118,14 +118,14 @@ def test_what_is_quarantined_is_kept_aside_and_its_neighbours_stay(tmp_path: Pat
     target = next(ref for ref in refs if ref.sequence == 9)
     path = segment_path(tmp_path, target.segment)
     path.write_bytes(flipped(path.read_bytes(), target.offset + RECORD_HEADER_BYTES, 3))
-    (damage,) = verify(tmp_path)
+    (damage,) = verify_log(tmp_path)
     assert (damage.segment, damage.offset, damage.sequence) == (target.segment, target.offset, 9)
-    (copy,) = quarantine(tmp_path, [damage])
-    assert len(copy.read_bytes()) == damage.length and verify(tmp_path) == []
+    (copy,) = quarantine_damage(tmp_path, [damage])
+    assert len(copy.read_bytes()) == damage.length and verify_log(tmp_path) == []
     with LogWriter.open(tmp_path, summarise=summarise) as writer:
         writer.rewrite([target.segment], lambda ref: True)
-        assert writer.sequence == COUNT
-    assert verify(tmp_path) == [] and sorted(held(tmp_path)) == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14]
+        assert writer.next_sequence == COUNT
+    assert verify_log(tmp_path) == [] and sorted(held(tmp_path)) == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14]
 
 
 def test_a_damaged_record_is_not_rewritten_unseen(tmp_path: Path) -> None:
@@ -134,21 +134,21 @@ def test_a_damaged_record_is_not_rewritten_unseen(tmp_path: Path) -> None:
     path.write_bytes(flipped(path.read_bytes(), target.offset + RECORD_HEADER_BYTES, 3))
     with LogWriter.open(tmp_path) as writer, pytest.raises(StoreCorrupt, match="record 9"):
         writer.rewrite([target.segment], lambda ref: True)
-    assert [damage.sequence for damage in verify(tmp_path)] == [9]
+    assert [damage.sequence for damage in verify_log(tmp_path)] == [9]
 
 
 def test_a_missing_segment_is_named_and_its_number_not_given_again(tmp_path: Path) -> None:
     filled(tmp_path)
     segment_path(tmp_path, 2).unlink()
     segment_path(tmp_path, 3).unlink()
-    assert [(damage.segment, damage.reason) for damage in verify(tmp_path)] == [
+    assert [(damage.segment, damage.reason) for damage in verify_log(tmp_path)] == [
         (2, "the segment's file is missing"),
         (3, "the segment's file is missing"),
     ]
     with LogWriter.open(tmp_path) as writer:
-        assert writer.append(1, b"next").segment == 4 and writer.sequence > COUNT
-    quarantine(tmp_path, verify(tmp_path))
-    assert verify(tmp_path) == [] and len(held(tmp_path)) == 8
+        assert writer.append(1, b"next").segment == 4 and writer.next_sequence > COUNT
+    quarantine_damage(tmp_path, verify_log(tmp_path))
+    assert verify_log(tmp_path) == [] and len(held(tmp_path)) == 8
 
 
 def test_swapped_and_foreign_segments_are_named_and_not_read(tmp_path: Path) -> None:
@@ -156,15 +156,15 @@ def test_swapped_and_foreign_segments_are_named_and_not_read(tmp_path: Path) -> 
     for path in (ours, theirs):
         filled(path)
     segment_path(ours, 2).write_bytes(segment_path(theirs, 2).read_bytes())
-    assert [(damage.segment, damage.reason) for damage in verify(ours)] == [(2, "the file is that of another log")]
+    assert [(damage.segment, damage.reason) for damage in verify_log(ours)] == [(2, "the file is that of another log")]
     segment_path(ours, 3).write_bytes(segment_path(theirs, 3).read_bytes())
     with LogWriter.open(ours) as writer:
-        assert writer.append(1, b"next").segment == 4 and writer.sequence > COUNT
+        assert writer.append(1, b"next").segment == 4 and writer.next_sequence > COUNT
     assert segment_path(ours, 3).read_bytes() == segment_path(theirs, 3).read_bytes(), "it is left alone"
     one, two = segment_path(theirs, 2).read_bytes(), segment_path(theirs, 3).read_bytes()
     segment_path(theirs, 2).write_bytes(two)
     segment_path(theirs, 3).write_bytes(one)
-    assert {damage.reason for damage in verify(theirs)} == {
+    assert {damage.reason for damage in verify_log(theirs)} == {
         "the file is that of segment 3",
         "the file is that of segment 2",
     }
@@ -176,7 +176,7 @@ def test_an_older_copy_of_a_sealed_segment_is_noticed(tmp_path: Path) -> None:
     with LogReader.open(tmp_path) as reader:
         (batch,) = (batch for batch in reader.refresh() if batch.segment == 2)
     path.write_bytes(path.read_bytes()[: batch.records[2].offset])
-    found = verify(tmp_path)
+    found = verify_log(tmp_path)
     assert any("no trailer" in damage.reason for damage in found)
     assert {damage.sequence for damage in found} >= {batch.records[2].sequence}
 
@@ -194,10 +194,10 @@ def test_the_log_is_the_same_without_its_manifest(tmp_path: Path, how: str) -> N
     if how != "lost":
         (tmp_path / MANIFEST).write_bytes(old if how == "old" else current[:-9])
     assert held(tmp_path) == whole
-    damage = verify(tmp_path)
+    damage = verify_log(tmp_path)
     assert damage == [] if how == "old" else [each.segment for each in damage] == [-1]
     LogWriter.open(tmp_path).close()
-    assert verify(tmp_path) == [] and held(tmp_path) == whole
+    assert verify_log(tmp_path) == [] and held(tmp_path) == whole
     assert (tmp_path / MANIFEST).read_bytes() == current
 
 
@@ -205,9 +205,9 @@ def test_damage_knows_its_place(tmp_path: Path) -> None:
     refs = filled(tmp_path)
     path = segment_path(tmp_path, refs[-1].segment)
     path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
-    (damage,) = verify(tmp_path)
+    (damage,) = verify_log(tmp_path)
     assert isinstance(damage, Damage) and damage.sequence == COUNT - 1 and "tore" in damage.reason
-    quarantine(tmp_path, [damage])
+    quarantine_damage(tmp_path, [damage])
     with LogWriter.open(tmp_path) as writer:
         writer.append(1, b"after")
-    assert verify(tmp_path) == [], "also once the segment is sealed behind it"
+    assert verify_log(tmp_path) == [], "also once the segment is sealed behind it"

@@ -9,8 +9,8 @@ from pathlib import Path
 from store_kit import chunk
 
 from user_sys.store.labels import DeleteLabel, RewardLabel
+from user_sys.store.maintenance import reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.store.upkeep import reclaim
 
 EPISODES, CHUNKS, READERS = 60, 4, 3
 
@@ -49,6 +49,6 @@ def write(path: Path) -> None:
             writer.sync()
             if episode % 10 == 9:
                 own.refresh()
-                assert not any(reclaim(writer, own.index, least_share=0.0))
+                assert not any(reclaim_space(writer, own.index, min_dead_share=0.0))
         for index in range(CHUNKS):
             writer.append(chunk("last", index, end=index == CHUNKS - 1).encode())

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
 from user_sys.errors import ConfigError
-from user_sys.store.block import CHUNK, BlockBuilder
-from user_sys.store.frame import RecordRef
 from user_sys.store.index import Index
+from user_sys.store.index_block import CHUNK_KIND, IndexBlockBuilder
 from user_sys.store.labels import DeleteLabel, encode_label
-from user_sys.store.retention import Choice, Retention, choose
+from user_sys.store.maintenance import EvictionPlan, Retention, plan_eviction
+from user_sys.store.record_format import RecordRef
 
 STEPS, RECORD_BYTES = 5, 1000 + 32
 
@@ -22,12 +22,12 @@ class Shelf:
     """An index whose episodes each take `RECORD_BYTES` in the log; each starts a second after the one before."""
 
     def __init__(self) -> None:
-        self._builder, self._records = BlockBuilder(), 0
+        self._builder, self._records = IndexBlockBuilder(), 0
 
     def put(
         self,
         episode: str,
-        source: Source = Source.ONLINE,
+        source: EpisodeSource = EpisodeSource.ONLINE,
         *,
         success: bool | None = True,
         by_hand: bool = False,
@@ -49,7 +49,7 @@ class Shelf:
             end=EpisodeEnd(steps=STEPS, success=success) if ended else None,
         )
         columns = {"phase": np.full(STEPS, Phase.CORRECTION if by_hand else Phase.POLICY, np.uint8)}
-        return self._add(CHUNK, Chunk(header, columns, {}).encode())
+        return self._add(CHUNK_KIND, Chunk(header, columns, {}).encode())
 
     def delete(self, episode: str) -> Shelf:
         return self._add(2, encode_label(DeleteLabel(episode=episode, labeller="ada", at_unix_ns=0)))
@@ -59,29 +59,29 @@ class Shelf:
         self._records += 1
         return self
 
-    def choose(self, records: float, **settings: object) -> Choice:
+    def choose(self, records: float, **settings: object) -> EvictionPlan:
         """What goes when only so many episodes fit."""
         index = Index()
-        index.take([self._builder.build()])
+        index.apply([self._builder.build()])
         retention = Retention(max_bytes=int(records * RECORD_BYTES), slack=0.0, **settings)  # type: ignore[arg-type]
-        return choose(index, retention, disk_bytes=len(index.chunks) * RECORD_BYTES)
+        return plan_eviction(index, retention, disk_bytes=len(index.chunks) * RECORD_BYTES)
 
 
 def test_nothing_goes_while_there_is_room() -> None:
     shelf = Shelf().put("a").put("b")
-    assert shelf.choose(2) == Choice((), 0, 0)
-    assert shelf.choose(0) == Choice((), 0, 0)  # no limit
+    assert shelf.choose(2) == EvictionPlan((), 0, 0)
+    assert shelf.choose(0) == EvictionPlan((), 0, 0)  # no limit
 
 
 def test_the_least_useful_go_first() -> None:
     shelf = (
         Shelf()
-        .put("demo", Source.DEMO)
+        .put("demo", EpisodeSource.DEMO)
         .put("helped", by_hand=True)
         .put("broken", ended=False)
         .put("failed-1", success=False)
         .put("done-1")
-        .put("test", Source.EVALUATION)
+        .put("test", EpisodeSource.EVALUATION)
         .put("failed-2", success=None)
         .put("done-2")
         .put("running", ended=False)
@@ -92,20 +92,20 @@ def test_the_least_useful_go_first() -> None:
 
 
 def test_what_must_be_kept_is_kept_and_the_rest_is_said_to_be_missing() -> None:
-    shelf = Shelf().put("demo", Source.DEMO).put("helped", by_hand=True).put("done")
-    assert shelf.choose(1) == Choice(("done",), RECORD_BYTES, RECORD_BYTES)
+    shelf = Shelf().put("demo", EpisodeSource.DEMO).put("helped", by_hand=True).put("done")
+    assert shelf.choose(1) == EvictionPlan(("done",), RECORD_BYTES, RECORD_BYTES)
     assert shelf.choose(1, keep_interventions=False).episodes == ("helped", "done")
     assert shelf.choose(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
 
 
 def test_episodes_that_may_still_run_are_left_alone() -> None:
     shelf = Shelf().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
-    assert shelf.choose(1) == Choice((), 0, RECORD_BYTES)
+    assert shelf.choose(1) == EvictionPlan((), 0, RECORD_BYTES)
     assert shelf.put("next", robot="left").choose(2).episodes == ("left",)
 
 
 def test_what_is_deleted_counts_no_more() -> None:
-    assert Shelf().put("a").put("b").delete("a").choose(1) == Choice((), 0, 0)
+    assert Shelf().put("a").put("b").delete("a").choose(1) == EvictionPlan((), 0, 0)
 
 
 @settings(deadline=None)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from store_kit import chunk, stored
 
-from user_sys.cli import main
+from user_sys.commands.main import main
+from user_sys.commands.store_inspect import render_store, summarise_store
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.labels import DeleteLabel, SuccessLabel
 from user_sys.store.log import LogWriter, segment_path
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.store.verbs.inspect import inspect, summarise
 
 
 def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
@@ -131,7 +131,7 @@ def test_a_damaged_chunk_is_reported_and_can_be_sent_again(tmp_path: Path) -> No
     with StoreReader.open(tmp_path) as reader:
         reader.refresh()
         with segment_path(tmp_path, 0).open("r+b") as file:
-            file.seek(reader.index.record(1).offset + 200)
+            file.seek(reader.index.record_ref(1).offset + 200)
             file.write(b"\xff\x00\xff")
         with pytest.raises(StoreCorrupt):
             reader.read(1)
@@ -166,7 +166,7 @@ def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pyte
     with StoreWriter.open(path) as writer:
         for number in range(5):
             writer.append(chunk(f"episode-{number}", end=True, success=number > 0).encode())
-    text = inspect(path, last=2)
+    text = render_store(path, last=2)
     assert "5 (4 succeeded, 1 failed, 5 complete)" in text and "20 (10 by a person)" in text
     assert "episode-4" in text and "episode-2" not in text
     assert main(["store", "inspect", str(path), "--json"]) == 0
@@ -180,7 +180,7 @@ def test_inspect_says_what_is_deleted(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         writer.append(chunk("a", end=True).encode())
         writer.append_label(DeleteLabel(episode="a", labeller="ada", at_unix_ns=1))
-    assert "deleted" in inspect(tmp_path) and summarise(tmp_path).last[0].deleted
+    assert "deleted" in render_store(tmp_path) and summarise_store(tmp_path).last[0].deleted
 
 
 def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
@@ -190,14 +190,14 @@ def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
     with segment_path(tmp_path, 0).open("r+b") as file:
         file.seek(700)
         file.write(b"\xff" * 8)
-    summary = summarise(tmp_path)
+    summary = summarise_store(tmp_path)
     assert len(summary.damaged) == 1 and summary.chunks == 2
-    assert "1 records" in inspect(tmp_path)
+    assert "1 records" in render_store(tmp_path)
 
 
 def test_inspect_of_something_else_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
-        inspect(tmp_path)
+        render_store(tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -16,22 +16,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from user_sys.episode import APPLIED, Chunk, ChunkHeader, EpisodeEnd, Phase, Source
+from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
+from user_sys.replay.batches import ObservationFeatures, TransitionBuilder
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.choosers import Uniform
-from user_sys.replay.features import Features
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.shapes import Transitions
+from user_sys.replay.selectors import UniformSelector
 from user_sys.store.files import Files
 from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel
-from user_sys.store.retention import Retention, choose
+from user_sys.store.maintenance import Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
 from user_sys.store.store import StoreReader, StoreWriter
-from user_sys.store.upkeep import deletion_labels, disk_bytes, reclaim
 
 STEPS, CHUNKS = 3, 4  # of each chunk, of each episode
 SEGMENT_BYTES = 4_000
 WIDTH = 30  # of an observation, all of whose elements are the number of its chunk
-FEATURES = Features(vectors={"observation.state": WIDTH}, action_size=1, cameras={})
+FEATURES = ObservationFeatures(vectors={"observation.state": WIDTH}, action_size=1, cameras={})
 EPISODES = ("demo-a", "b", "c", "d")
 
 Key = tuple[str, int]
@@ -110,7 +108,7 @@ def packet(episode: str, index: int) -> bytes:
         embodiment="e1",
         task="lift",
         sentence="lift",
-        source=Source.DEMO if episode.startswith("demo") else Source.ONLINE,
+        source=EpisodeSource.DEMO if episode.startswith("demo") else EpisodeSource.ONLINE,
         seed=0,
         started_unix_ns=EPISODES.index(episode),
         end=EpisodeEnd(steps=CHUNKS * STEPS, success=True) if index == CHUNKS - 1 else None,
@@ -118,7 +116,7 @@ def packet(episode: str, index: int) -> bytes:
     columns = {
         "reward": np.array(rewards(index), np.float32),
         "observation.state": np.full((STEPS, WIDTH), index, np.float32),
-        APPLIED: np.full((STEPS, 1), EPISODES.index(episode), np.float32),
+        APPLIED_ACTION: np.full((STEPS, 1), EPISODES.index(episode), np.float32),
     }
     final = {"observation.state": np.full(WIDTH, CHUNKS, np.float32)} if header.end else {}
     return Chunk(header, columns, final).encode()
@@ -224,7 +222,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.sync()
         self.reader.refresh()
         size = disk_bytes(self.path)
-        choice = choose(self.reader.index, Retention(max_bytes=int(share * size), keep_interventions=False), size)
+        choice = plan_eviction(
+            self.reader.index, Retention(max_bytes=int(share * size), keep_interventions=False), size
+        )
         for label in deletion_labels(choice):
             self.writer.append_label(label)
             self.model.add(label)
@@ -236,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.writer.rotate()
         self.sync()
         self.reader.refresh()
-        assert not any(reclaim(self.writer, self.reader.index, least_share=0.0))
+        assert not any(reclaim_space(self.writer, self.reader.index, min_dead_share=0.0))
         self.model.compacted |= {episode for episode in EPISODES if self.model.deleted(episode)}
 
     @rule()
@@ -269,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
             StoreReader.open(self.path) as reader,
             ReplayBuffer(reader, FEATURES, cache_bytes=cache_bytes, cold_threads=1) as replay,
         ):
-            sampler = Sampler(replay, Uniform(), Transitions(), 16, seed=seed)
+            sampler = Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=seed)
             replay.refresh()
             if not len(sampler):
                 return

@@ -12,10 +12,10 @@ import zmq
 from tunnel_kit import chunk, hello
 from zmq.utils.monitor import recv_monitor_message
 
-from user_sys.gateway.service import GatewayAddress
-from user_sys.messages import PROTOCOL_VERSION, ChunkOffer, Grant, Heartbeat, Preview, StopRun, WeightsGrains
+from user_sys.gateway.gateway import GatewayAddress
+from user_sys.messages import PROTOCOL_VERSION, ChunkOffer, CreditGrant, Heartbeat, Preview, StopRun, WeightsBlocks
 from user_sys.tunnel.keys import KeyPair
-from user_sys.tunnel.wire import Channel, Envelope, encode, new_session
+from user_sys.tunnel.protocol import Channel, Envelope, encode_envelope, new_session_id
 
 Dealer = zmq.Socket[bytes]
 HANDSHAKE_MS = 5000
@@ -31,8 +31,8 @@ class Attacker:
         self._address, self._keys, self._random = address, keys, random.Random(seed)
         self._context: zmq.Context[Dealer] = zmq.Context()
         offer = Envelope(ChunkOffer(sequence=1, episode="e", index=0), chunk(0, robot="panda-1"))
-        valid = (offer, Envelope(Heartbeat(t_client_ns=1)), Envelope(Grant(messages=1, size_bytes=1)))
-        self._valid = [[bytes(f) for f in encode(e)] for e in (*valid, Envelope(hello("panda-1")))]
+        valid = (offer, Envelope(Heartbeat(t_client_ns=1)), Envelope(CreditGrant(messages=1, size_bytes=1)))
+        self._valid = [[bytes(f) for f in encode_envelope(e)] for e in (*valid, Envelope(hello("panda-1")))]
         self._kinds: list[Callable[[], list[bytes]]] = [
             *(self._garbage, self._mutated, self._lying, self._forged, self._bomb, self._traversal, self._many_parts)
         ]
@@ -49,14 +49,14 @@ class Attacker:
     def session(self, frames: int) -> None:
         """Opens connections, sometimes as politely as a robot does, and sends hostile messages."""
         if self._random.random() < 0.5:
-            session, greeting = new_session(), encode(Envelope(hello("panda-1")))[0]
+            session, greeting = new_session_id(), encode_envelope(Envelope(hello("panda-1")))[0]
             dealers = [self.connect(channel.value + session) for channel in Channel]
             for dealer in dealers:
                 dealer.send(greeting)
                 dealer.poll(HANDSHAKE_MS)
         else:
             ids = [
-                self._random.choice(list(Channel)).value + new_session(),
+                self._random.choice(list(Channel)).value + new_session_id(),
                 self._random.randbytes(17),
                 b"c",
                 b"x" * 200,
@@ -84,7 +84,7 @@ class Attacker:
     def _lying(self) -> list[bytes]:
         packet = bytearray(chunk(0, robot="panda-1"))
         packet[4:8] = b"\xff" + self._random.randbytes(3)
-        grains = self._encoded(WeightsGrains(parcel=b"d", first=1 << 62), b"x")
+        grains = self._encoded(WeightsBlocks(parcel=b"d", first=1 << 62), b"x")
         return self._random.choice(
             [
                 [self._random.choice(LENGTHS)],
@@ -103,7 +103,7 @@ class Attacker:
                 [msgspec.msgpack.encode({"type": "hello", "protocol": 99, "role": "robot", "name": "panda-1"})],
                 self._encoded(hello("panda-0")),
                 self._encoded(hello("panda-1", "learner")),
-                self._encoded(WeightsGrains(parcel=b"x", first=0), b"x"),
+                self._encoded(WeightsBlocks(parcel=b"x", first=0), b"x"),
                 self._encoded(StopRun(reason="attack")),
             ]
         )
@@ -130,11 +130,11 @@ class Attacker:
         return self._encoded(ChunkOffer(sequence=self._random.randrange(9), episode="../x", index=-1), packet)
 
     def _encoded(self, message: object, payload: bytes | None = None) -> list[bytes]:
-        return [bytes(frame) for frame in encode(Envelope(message, payload))]  # type: ignore[arg-type]
+        return [bytes(frame) for frame in encode_envelope(Envelope(message, payload))]  # type: ignore[arg-type]
 
     def monster(self, part: bytes, parts: int) -> bool:
         """One message of so many parts; whether the gateway ended the connection because of it."""
-        dealer = self.connect(Channel.EXPERIENCE.value + new_session())
+        dealer = self.connect(Channel.EXPERIENCE.value + new_session_id())
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         for _ in range(parts - 1):
             dealer.send(part, zmq.SNDMORE)

@@ -13,21 +13,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import zmq
-from sim_runtime import Runtime, Task
+from sim_runtime import Runtime, SimTask
 
 from user_sys.errors import LinkDown
+from user_sys.tunnel.connection import ChannelSocket, Connection
+from user_sys.tunnel.flow_control import SendQueue
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.link import Line, Link
-from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.protocol import SESSION_BYTES, Channel
 from user_sys.tunnel.session import channel_limits
-from user_sys.tunnel.wire import SESSION_BYTES, Channel
 
 UP, DOWN = "up", "down"
 
 
 @dataclass(eq=False)
-class Frame:
+class SimFrame:
     """One part of a message; it tells whose it is, and on what connection it came."""
 
     body: bytes
@@ -48,7 +48,7 @@ class Frame:
 
 
 @dataclass(eq=False)
-class Pipe:
+class SimPipe:
     """One direction of a connection: messages and when each arrives, and what its receiver's kernel knows of it."""
 
     descriptor: int
@@ -58,16 +58,16 @@ class Pipe:
 
 
 @dataclass(eq=False)
-class Connection:
+class SimConnection:
     edge: str
     routing_id: bytes
-    client: Task
-    pipes: dict[str, Pipe]
+    client: SimTask
+    pipes: dict[str, SimPipe]
     open: bool
     stalled: bool = False
 
 
-class Network:
+class SimNetwork:
     """Every edge's way to the one gateway.
 
     Attributes:
@@ -79,21 +79,21 @@ class Network:
         self.runtime, self.limits = runtime, limits
         self.slow_s = 0.02
         self.blocked: set[tuple[str, str]] = set()
-        self.connections: dict[bytes, Connection] = {}
-        self.gateway: Task | None = None
+        self.connections: dict[bytes, SimConnection] = {}
+        self.gateway: SimTask | None = None
         self._descriptors = 0
 
-    def dial(self, edge: str, routing_id: bytes, client: Task) -> Connection:
+    def dial(self, edge: str, routing_id: bytes, client: SimTask) -> SimConnection:
         pipes = {}
         for direction in (UP, DOWN):
             self._descriptors += 1
-            pipes[direction] = Pipe(self._descriptors, self.runtime.now_s)
-        connection = Connection(edge, routing_id, client, pipes, open=self.gateway is not None)
+            pipes[direction] = SimPipe(self._descriptors, self.runtime.now_s)
+        connection = SimConnection(edge, routing_id, client, pipes, open=self.gateway is not None)
         if connection.open:
             self.connections[routing_id] = connection
         return connection
 
-    def send(self, connection: Connection, direction: str, frames: list[bytes]) -> None:
+    def send(self, connection: SimConnection, direction: str, frames: list[bytes]) -> None:
         """Raises ZMQError when libzmq could take no more, or knows that the peer is gone."""
         pipe, runtime = connection.pipes[direction], self.runtime
         if not connection.open:
@@ -104,21 +104,21 @@ class Network:
         pipe.waiting.append((pipe.last_s, frames))
         self._announce(connection, direction)
 
-    def _announce(self, connection: Connection, direction: str) -> None:
+    def _announce(self, connection: SimConnection, direction: str) -> None:
         task = self.gateway if direction == UP else connection.client
         waiting = connection.pipes[direction].waiting
         if task is not None and waiting and not self._is_blocked(connection, direction):
             self.runtime.poke(task, max(0.0, waiting[0][0] - self.runtime.now_s))
 
-    def arrived(self, connection: Connection, direction: str) -> bool:
+    def arrived(self, connection: SimConnection, direction: str) -> bool:
         waiting = connection.pipes[direction].waiting
         here = bool(waiting) and waiting[0][0] <= self.runtime.now_s
         return here and not self._is_blocked(connection, direction)
 
-    def _is_blocked(self, connection: Connection, direction: str) -> bool:
+    def _is_blocked(self, connection: SimConnection, direction: str) -> bool:
         return connection.stalled or (connection.edge, direction) in self.blocked
 
-    def take(self, connection: Connection, direction: str) -> tuple[list[bytes], int]:
+    def take(self, connection: SimConnection, direction: str) -> tuple[list[bytes], int]:
         """A message that has arrived, and the connection's descriptor."""
         pipe = connection.pipes[direction]
         frames = pipe.waiting.popleft()[1]
@@ -134,7 +134,7 @@ class Network:
                     return self.runtime.now_s - pipe.heard_s
         return 0.0
 
-    def break_connection(self, connection: Connection) -> None:
+    def break_connection(self, connection: SimConnection) -> None:
         """A reset, or its client has closed it."""
         if not connection.open:
             return
@@ -165,12 +165,12 @@ class Network:
         self.connections = {key: c for key, c in self.connections.items() if c.open or c.pipes[UP].waiting}
 
 
-class _Socket:
+class _SimSocket:
     """What both ends use of a libzmq socket."""
 
     def __init__(self) -> None:
         self._out: list[bytes] = []
-        self._in: deque[Frame] = deque()
+        self._in: deque[SimFrame] = deque()
 
     def send(self, frame: bytes | memoryview, flags: int, copy: bool) -> None:
         self._out.append(bytes(frame))
@@ -179,10 +179,10 @@ class _Socket:
         frames, self._out = self._out, []
         self._send(frames)
 
-    def recv(self, flags: int, copy: bool) -> Frame:
+    def recv(self, flags: int, copy: bool) -> SimFrame:
         if not self._in:
             frames, public, descriptor = self._receive()
-            self._in.extend(Frame(body, at < len(frames) - 1, public, descriptor) for at, body in enumerate(frames))
+            self._in.extend(SimFrame(body, at < len(frames) - 1, public, descriptor) for at, body in enumerate(frames))
         return self._in.popleft()
 
     def getsockopt(self, option: int) -> int:
@@ -198,8 +198,8 @@ class _Socket:
         raise NotImplementedError
 
 
-class Dealer(_Socket):
-    def __init__(self, network: Network, connection: Connection) -> None:
+class Dealer(_SimSocket):
+    def __init__(self, network: SimNetwork, connection: SimConnection) -> None:
         super().__init__()
         self._network, self.connection = network, connection
 
@@ -220,8 +220,8 @@ class Dealer(_Socket):
         self._network.break_connection(self.connection)
 
 
-class Router(_Socket):
-    def __init__(self, network: Network) -> None:
+class Router(_SimSocket):
+    def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self._network = network
 
@@ -231,7 +231,7 @@ class Router(_Socket):
             raise zmq.ZMQError(errno.EHOSTUNREACH)
         self._network.send(connection, DOWN, frames[1:])
 
-    def _ready(self) -> list[Connection]:
+    def _ready(self) -> list[SimConnection]:
         return [c for c in self._network.connections.values() if self._network.arrived(c, UP)]
 
     def _receive(self) -> tuple[list[bytes], str, int]:
@@ -243,10 +243,10 @@ class Router(_Socket):
         return bool(self._ready())
 
 
-class SimLink(Link):
+class SimLink(Connection):
     """A link whose connections are simulated; its lines are the real ones."""
 
-    network: Network  # of the simulation that runs
+    network: SimNetwork  # of the simulation that runs
 
     def __init__(
         self,
@@ -255,29 +255,31 @@ class SimLink(Link):
         keys: KeyPair,
         server_key: str,
         limits: TunnelLimits,
-        outlets: Mapping[Channel, Outlet],
+        send_queues: Mapping[Channel, SendQueue],
         wakeup: object,
     ) -> None:
-        self.endpoint, self.lines = endpoint, {}
+        self.endpoint, self.sockets = endpoint, {}
         self._stuck_after_s = limits.stuck_after_s
         runtime = self.network.runtime
         assert runtime.running is not None
         session = runtime.rng.randbytes(SESSION_BYTES)
-        self._connections: list[Connection] = []
+        self._connections: list[SimConnection] = []
         for channel, window in channel_limits(limits).items():
             connection = self.network.dial(keys.public, channel.value + session, runtime.running)
             self._connections.append(connection)
             socket = Dealer(self.network, connection)
-            self.lines[channel] = Line(socket, outlets[channel], window, limits, channel)  # type: ignore[arg-type]
+            self.sockets[channel] = ChannelSocket(socket, send_queues[channel], window, limits, channel)  # type: ignore[arg-type]
 
-    def wait(self, timeout_s: float, elsewhere: Collection[Channel] = ()) -> None:
-        self.network.runtime.pause(0.0 if any(line.pending for line in self.lines.values()) else max(0.0, timeout_s))
+    def wait(self, timeout_s: float, read_elsewhere: Collection[Channel] = ()) -> None:
+        self.network.runtime.pause(
+            0.0 if any(line.has_message for line in self.sockets.values()) else max(0.0, timeout_s)
+        )
         if not all(connection.open for connection in self._connections):
             raise LinkDown(f"{self.endpoint}: the connection ended")
 
-    def close(self, farewell_ms: int = 0) -> None:
-        for line in self.lines.values():
-            line.close(farewell_ms)
+    def close(self, linger_ms: int = 0) -> None:
+        for line in self.sockets.values():
+            line.close(linger_ms)
 
 
 class SimWakeup:

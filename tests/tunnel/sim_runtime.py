@@ -22,10 +22,10 @@ from greenlet import GreenletExit, getcurrent, greenlet
 JITTER_S = 0.001
 
 
-class Task:
+class SimTask:
     """Something that happens again and again: `step` does it and says in how many seconds it is due again."""
 
-    def __init__(self, process: Process, name: str, step: Callable[[], float]) -> None:
+    def __init__(self, process: SimProcess, name: str, step: Callable[[], float]) -> None:
         self.process, self.name, self.step = process, name, step
         self.due_s = math.inf
 
@@ -33,25 +33,25 @@ class Task:
         return f"{self.process.name}/{self.name}"
 
 
-class Process:
+class SimProcess:
     """Tasks that die together."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self.runtime, self.name = runtime, name
-        self.tasks: list[Task] = []
+        self.tasks: list[SimTask] = []
         self.fibers: list[greenlet] = []
         self.frozen_until_s = 0.0
         self.alive = True
 
-    def every(self, name: str, step: Callable[[], float], woken: bool = True) -> Task:
+    def every(self, name: str, step: Callable[[], float], woken: bool = True) -> SimTask:
         """Does `step` again and again, at once when the process is poked if it is one to be `woken`."""
-        task = Task(self, name, step)
+        task = SimTask(self, name, step)
         if woken:
             self.tasks.append(task)
         self.runtime.poke(task)
         return task
 
-    def thread(self, name: str, run: Callable[[], None]) -> Task:
+    def thread(self, name: str, run: Callable[[], None]) -> SimTask:
         """A greenlet that runs `run`, which waits by `Runtime.pause`."""
         fiber = greenlet(run, parent=self.runtime.hub)
         self.fibers.append(fiber)
@@ -80,9 +80,9 @@ class Runtime:
         self.hub = getcurrent()
         self.now_s, self.wall_s = 1000.0, 1.7e9
         self.events = 0
-        self.current: Process | None = None
-        self.running: Task | None = None
-        self._queue: list[tuple[float, int, Task]] = []
+        self.current: SimProcess | None = None
+        self.running: SimTask | None = None
+        self._queue: list[tuple[float, int, SimTask]] = []
         self._serial = 0
 
     # The clock
@@ -98,13 +98,13 @@ class Runtime:
 
     # Order
 
-    def poke(self, task: Task, delay_s: float = 0.0) -> None:
+    def poke(self, task: SimTask, delay_s: float = 0.0) -> None:
         """`task` happens no later than after `delay_s`, about."""
         at = self.now_s + delay_s + self.rng.random() * JITTER_S
         if at < task.due_s:
             self._schedule(task, at)
 
-    def _schedule(self, task: Task, at: float) -> None:
+    def _schedule(self, task: SimTask, at: float) -> None:
         task.due_s = at
         if at < math.inf:
             self._serial += 1
@@ -126,7 +126,7 @@ class Runtime:
             self._happen(task)
         self.now_s = max(self.now_s, end_s)
 
-    def _happen(self, task: Task) -> None:
+    def _happen(self, task: SimTask) -> None:
         self.events += 1
         task.due_s = math.inf
         self.current, self.running = task.process, task
@@ -136,7 +136,7 @@ class Runtime:
             self._schedule(task, min(task.due_s, self.now_s + delay_s + self.rng.random() * JITTER_S))
 
     @contextmanager
-    def within(self, process: Process) -> Iterator[None]:
+    def within(self, process: SimProcess) -> Iterator[None]:
         """What is started meanwhile belongs to `process`."""
         before, self.current = self.current, process
         try:
@@ -205,7 +205,7 @@ class _Condition:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._waiting: list[Task] = []
+        self._waiting: list[SimTask] = []
 
     def __enter__(self) -> None:
         return

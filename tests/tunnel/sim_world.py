@@ -1,8 +1,8 @@
 """Edges, a gateway with its store, and a learner, on machines that are killed, lose power, sleep and are cut off.
 
-Real: `Outbox`, `TunnelClient` with all that its thread does, `TunnelServer`'s protocol, `Committer`, `StoreWriter`, the
-log below both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads and
-clocks (`sim_runtime`), the server's poll loop, the recorder, and of the gateway what is not about chunks.
+Real: `Outbox`, `TunnelClient` with all that its thread does, `TunnelServer`'s protocol, `ChunkIngester`, `StoreWriter`,
+the log below both, `StoreReader`. Modelled: disks (`disk_model`), libzmq with its encryption (`sim_network`), threads
+and clocks (`sim_runtime`), the server's poll loop, the recorder, and of the gateway what is not about chunks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
-from sim_network import DOWN, UP, Network, Router, SimLink, SimWakeup
-from sim_runtime import Process, Runtime
+from sim_network import DOWN, UP, Router, SimLink, SimNetwork, SimWakeup
+from sim_runtime import Runtime, SimProcess
 
 from user_sys.edge.outbox import Outbox, OutboxFull
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.errors import StoreError
-from user_sys.gateway import commit
+from user_sys.gateway import ingest
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, ChunkAck, ChunkOffer, ChunkRefusal, Hello
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK, StoreReader, StoreWriter
-from user_sys.tunnel import client, gatekeeper, link, outlet, reader, server, session, uplink
-from user_sys.tunnel.backoff import Backoff
-from user_sys.tunnel.keys import AllowedKey, KeyPair
+from user_sys.store.store import CHUNK_KIND, StoreReader, StoreWriter
+from user_sys.tunnel import client, flow_control, server, session
+from user_sys.tunnel import connection as connection_module
+from user_sys.tunnel.connection import Backoff
+from user_sys.tunnel.keys import AuthorizedKey, KeyPair
 from user_sys.tunnel.limits import ChannelLimits, TunnelLimits
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
-from user_sys.tunnel.wire import AnyMessage, Payload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
@@ -59,13 +60,13 @@ LEARNER_SAMPLES = 4
 Key = tuple[str, int]
 
 
-class Violation(AssertionError):
+class InvariantViolation(AssertionError):
     """A promise that was broken."""
 
 
 def require(holds: bool, what: str) -> None:
     if not holds:
-        raise Violation(what)
+        raise InvariantViolation(what)
 
 
 def robot_of(episode: str) -> str:
@@ -93,19 +94,19 @@ class PlainDisk(Disk):
             self.kill()
 
 
-class Machine:
+class SimMachine:
     """A disk, and whether its power is on."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: SimWorld, name: str) -> None:
         self.world, self.name = world, name
         self.disk = PlainDisk()
-        self.process: Process | None = None
+        self.process: SimProcess | None = None
 
     def start(self) -> None:
         """Starts the process if it does not run; a start that fails is tried again."""
         if self.process is not None:
             return
-        self.process = process = Process(self.world.runtime, self.name)
+        self.process = process = SimProcess(self.world.runtime, self.name)
         self._epoch = self.disk.epoch
         try:
             with self.world.runtime.within(process):
@@ -120,7 +121,7 @@ class Machine:
         """Whether an operation of its disk was the process's last."""
         return self.disk.epoch != self._epoch
 
-    def run(self, process: Process) -> None:
+    def run(self, process: SimProcess) -> None:
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -142,13 +143,13 @@ class Machine:
         self.disk = PlainDisk(left)
 
 
-class Edge(Machine):
+class Edge(SimMachine):
     """Records chunk after chunk; what the outbox said is durable is `promised`."""
 
     outbox: Outbox
     client: client.TunnelClient
 
-    def run(self, process: Process) -> None:
+    def run(self, process: SimProcess) -> None:
         runtime = self.world.runtime
         self.outbox = Outbox.open(ROOT, max_bytes=OUTBOX_BYTES, files=self.disk.files())
         hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name=self.name)
@@ -199,20 +200,20 @@ class Ring:
 
     unreadable: tuple[str, ...] = ()
 
-    def find(self, public: str) -> AllowedKey | None:
-        return AllowedKey(public=public, name=public, role="robot") if public in EDGES else None
+    def find(self, public: str) -> AuthorizedKey | None:
+        return AuthorizedKey(public=public, name=public, role="robot") if public in EDGES else None
 
     def refresh(self) -> bool:
         return False
 
 
-class Cloud(Machine):
+class Cloud(SimMachine):
     """The gateway: the server's protocol, the committer, the store."""
 
     server: server.TunnelServer
-    committer: commit.Committer
+    committer: ingest.ChunkIngester
 
-    def run(self, process: Process) -> None:
+    def run(self, process: SimProcess) -> None:
         world = self.world
         self._answered: dict[tuple[bytes, int], bool] = {}
         self._resumed: dict[bytes, int] = {}
@@ -225,7 +226,7 @@ class Cloud(Machine):
         found._floods = SimpleNamespace(heard=lambda frames: None, admit=lambda *_: None, dismiss=lambda _: None)
         found._gate = SimpleNamespace(authenticate=lambda: None, watch=lambda: None)
         found._wakeup = SimWakeup()
-        self.committer = commit.Committer(writer, self._answer, found.release, CONFIG)
+        self.committer = ingest.ChunkIngester(writer, self._answer, found.release, CONFIG)
         self.committer.start()
         self._next_tick_s = 0.0
         world.network.gateway = process.every("serve", self._serve)
@@ -250,36 +251,36 @@ class Cloud(Machine):
 
     # The handler
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None:
-        self._resumed[peer.session] = self.server._sessions[peer.session].memory.durable
+    def on_peer_opened(self, peer: Peer) -> None:
+        self._resumed[peer.session] = self.server._sessions[peer.session].resume_state.acked_sequence
         self.world.tell(f"gateway opened {peer.name}, which resumes after {self._resumed[peer.session]}")
 
-    def peer_closed(self, peer: Peer, reason: str) -> None:
+    def on_peer_closed(self, peer: Peer, reason: str) -> None:
         self.world.tell(f"gateway closed {peer.name}: {reason}")
-        self.committer.forget(peer)
+        self.committer.discard_session(peer)
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, ChunkOffer) and payload is not None:
             resumed = self._resumed.get(peer.session, -1)
             require(message.sequence > resumed, f"{peer.name} resent {message.sequence}; {resumed} is durable")
-            self.committer.offer(peer, message, payload)
+            self.committer.put_chunk(peer, message, payload)
 
     def _answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
         require(isinstance(answer, ChunkAck), f"an honest chunk was refused: {answer}")
-        self.server.answer(peer, answer)
+        self.server.reply(peer, answer)
 
 
-class Learner:
+class SimLearner:
     """Follows the store on the cloud's disk through its index, and samples it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimWorld) -> None:
         self.world = world
         self._reader: StoreReader | None = None
         self._disk: Disk | None = None
-        self.process = Process(world.runtime, "learner")
+        self.process = SimProcess(world.runtime, "learner")
         self.process.every("learn", self._step)
 
     def _step(self) -> float:
@@ -309,7 +310,7 @@ class Learner:
         at = next(iter(np.flatnonzero((chunks.episode[:] == row) & (chunks.index[:] == 0)).tolist()), -1)
         found = 0
         while at >= 0:
-            read = store.packed(at)
+            read = store.read_packed(at)
             require((read.header.episode, read.header.index) == (name, found), f"{name}: chunk {found} is out of order")
             require(bytes(read.packet.view) == packet(name, found), f"{name}: chunk {found} is not what was recorded")
             at, found = int(chunks.next_chunk[at]), found + 1
@@ -318,20 +319,20 @@ class Learner:
         return found
 
 
-class World:
+class SimWorld:
     """One simulation; see `run`."""
 
     def __init__(self, seed: int, verbose: bool = False) -> None:
         self.seed, self.verbose = seed, verbose
         self.runtime = Runtime(random.Random(seed))
-        self.network = SimLink.network = Network(self.runtime, LIMITS)
+        self.network = SimLink.network = SimNetwork(self.runtime, LIMITS)
         self.promised: dict[str, list[Key]] = defaultdict(list)
         self.recording = True
         self.faults: Counter[str] = Counter()
         self._episodes = 0
         self.edges = [Edge(self, name) for name in EDGES[: 1 + seed % len(EDGES)]]
         self.cloud = Cloud(self, "gateway")
-        self.learner = Learner(self)
+        self.learner = SimLearner(self)
 
     def tell(self, what: str) -> None:
         if self.verbose:
@@ -342,7 +343,7 @@ class World:
         return self._episodes
 
     @property
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[SimMachine]:
         return [*self.edges, self.cloud]
 
     def run(self) -> None:
@@ -393,18 +394,21 @@ class World:
         return self.runtime.patched(
             {
                 client: {
-                    "Contexts": lambda: SimpleNamespace(close=lambda: None),
-                    "Link": SimLink,
-                    "nearest": lambda endpoint, key: endpoint,
+                    "ZmqContexts": lambda: SimpleNamespace(close=lambda: None),
+                    "Connection": SimLink,
+                    "prefer_unix_socket": lambda endpoint, key: endpoint,
                     "Backoff": lambda low, high: Backoff(low, high, rng),
-                    "prefer_latency": lambda: None,
+                    "request_short_time_slice": lambda: None,
                     "Wakeup": SimWakeup,
                 },
-                reader: {"Wakeup": SimWakeup},
-                link: {"silence_s": self.network.silence_s, "widen": lambda descriptor: None},
+                connection_module: {
+                    "Wakeup": SimWakeup,
+                    "silence_s": self.network.silence_s,
+                    "enlarge_send_buffer": lambda descriptor: None,
+                },
                 session: {"silence_s": self.network.silence_s},
-                server: {"widen": lambda descriptor: None},
-                **dict.fromkeys((outlet, uplink, commit, gatekeeper), {}),
+                server: {"enlarge_send_buffer": lambda descriptor: None},
+                **dict.fromkeys((flow_control, ingest), {}),
             }
         )
 
@@ -449,7 +453,7 @@ class World:
 def stored(disk: Disk) -> Iterator[Key]:
     with LogReader.open(ROOT, files=disk.files()) as log:
         for ref in log.records():
-            if ref.kind == CHUNK:
+            if ref.kind == CHUNK_KIND:
                 header = decode_chunk(log.read(ref)).header
                 yield header.episode, header.index
 
@@ -457,26 +461,26 @@ def stored(disk: Disk) -> Iterator[Key]:
 # What can go wrong
 
 
-def kill(world: World, edge: Edge) -> None:
+def kill(world: SimWorld, edge: Edge) -> None:
     machine = world.runtime.rng.choice(world.machines)
     world.tell(f"kill {machine.name}")
     machine.stop()
 
 
-def power_cut(world: World, edge: Edge) -> None:
+def power_cut(world: SimWorld, edge: Edge) -> None:
     machine = world.runtime.rng.choice(world.machines)
     world.tell(f"power cut at {machine.name}")
     machine.lose_power()
 
 
-def kill_at_the_disk(world: World, edge: Edge) -> None:
+def kill_at_the_disk(world: SimWorld, edge: Edge) -> None:
     """A process dies in the middle of what it does with its disk."""
     machine = world.runtime.rng.choice(world.machines)
     machine.disk.kill_at = len(machine.disk.trace) + world.runtime.rng.randint(1, 8)
     world.tell(f"{machine.name} will be killed by an operation of its disk")
 
 
-def reset(world: World, edge: Edge) -> None:
+def reset(world: SimWorld, edge: Edge) -> None:
     """Some connections of an edge break, perhaps not all three."""
     for connection in list(world.network.connections.values()):
         if connection.edge == edge.name and world.runtime.rng.random() < 0.6:
@@ -484,13 +488,13 @@ def reset(world: World, edge: Edge) -> None:
     world.tell(f"connections of {edge.name} reset")
 
 
-def partition(world: World, edge: Edge) -> None:
+def partition(world: SimWorld, edge: Edge) -> None:
     ways = world.runtime.rng.choice(([UP], [DOWN], [UP, DOWN]))
     world.network.blocked |= {(edge.name, way) for way in ways}
     world.tell(f"{edge.name} is cut off: {ways}")
 
 
-def stall(world: World, edge: Edge) -> None:
+def stall(world: SimWorld, edge: Edge) -> None:
     """One connection carries nothing more, and does not break."""
     mine = [connection for connection in world.network.connections.values() if connection.edge == edge.name]
     if mine:
@@ -498,17 +502,17 @@ def stall(world: World, edge: Edge) -> None:
     world.tell(f"a connection of {edge.name} stalls")
 
 
-def heal(world: World, edge: Edge) -> None:
+def heal(world: SimWorld, edge: Edge) -> None:
     world.network.heal()
     world.tell("partitions healed")
 
 
-def delay(world: World, edge: Edge) -> None:
+def delay(world: SimWorld, edge: Edge) -> None:
     world.network.slow_s = world.runtime.rng.choice((0.002, 0.05, 0.5, 3.0))
     world.tell(f"delays up to {world.network.slow_s} s")
 
 
-def sleep(world: World, edge: Edge) -> None:
+def sleep(world: SimWorld, edge: Edge) -> None:
     """A laptop, or the gateway's machine, stands still for a while."""
     machine = world.runtime.rng.choice(world.machines)
     if machine.process is not None:
@@ -516,12 +520,12 @@ def sleep(world: World, edge: Edge) -> None:
     world.tell(f"{machine.name} sleeps")
 
 
-def clock_jump(world: World, edge: Edge) -> None:
+def clock_jump(world: SimWorld, edge: Edge) -> None:
     world.runtime.wall_s += world.runtime.rng.uniform(-1e5, 1e5)
     world.tell("clocks jump")
 
 
-TROUBLES: list[Callable[[World, Edge], None]] = [
+TROUBLES: list[Callable[[SimWorld, Edge], None]] = [
     *(kill, kill, power_cut, power_cut, kill_at_the_disk),
     *(reset, reset, reset, partition, partition, stall, heal, heal, heal, delay, delay, sleep, clock_jump),
 ]

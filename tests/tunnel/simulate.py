@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sim_world import World
+from sim_world import SimWorld
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Tally:
 
 def simulate(seed: int, tally: Tally, verbose: bool = False) -> bool:
     """Runs one seed; whether all held."""
-    world = World(seed, verbose)
+    world = SimWorld(seed, verbose)
     tally.seeds += 1
     try:
         world.run()

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tunnel_kit import CONFIG, QUICK, Site, chunk, hello, prepare, serving, stored, until
+from tunnel_kit import CONFIG, QUICK, GatewaySite, chunk, hello, prepare, serving, stored, until
 
-from sim.link import Link
-from sim.link_config import LinkBreak, LinkConfig
+from sim.network_emulator import EmulatedLink, LinkBreak, LinkConfig
 from user_sys.edge.outbox import Outbox
 from user_sys.gateway import GatewayConfig
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.states import TunnelState
+from user_sys.tunnel.protocol import TunnelState
 
 HASTY = replace(QUICK, dead_after_s=0.4, stuck_after_s=0.6, handshake_s=1.5, backoff_max_s=0.03)
 ALERT = replace(CONFIG, tunnel=replace(QUICK, stuck_after_s=0.6))
@@ -39,7 +38,7 @@ Way = Literal["up", "down"]
 class Rehearsal:
     """A gateway, a link to it, and a robot that records into an outbox and sends over the link."""
 
-    def __init__(self, site: Site, link: Link, outbox: Outbox, robot: TunnelClient) -> None:
+    def __init__(self, site: GatewaySite, link: EmulatedLink, outbox: Outbox, robot: TunnelClient) -> None:
         self.site, self.link, self.outbox, self.robot = site, link, outbox, robot
         self.recorded = outbox.next_sequence
 
@@ -64,7 +63,7 @@ class Rehearsal:
         """A new session meets `breaks`, notices, and another goes on where it stood."""
         self.robot.wait_open(120)
         before = self.robot.counters["lost"]
-        self.link.arm(*breaks)
+        self.link.schedule_breaks(*breaks)
         self.link.reset()
         self.record(chunks, floats=500)
         until(lambda: self.robot.counters["lost"] >= before + 2, "the reset and the silence are noticed")
@@ -78,7 +77,7 @@ def rehearsal(
     prepare(run)
     with (
         serving(run, gateway) as site,
-        Link(site.address.endpoint, config) as link,
+        EmulatedLink(site.address.endpoint, config) as link,
         Outbox.open(run / "outbox") as outbox,
     ):
         keys = load_keypair(run / "keys" / "panda-0.key")
@@ -90,7 +89,7 @@ def rehearsal(
 def cut_at_each(there: Rehearsal, way: Way, how: Literal["reset", "silence"], bytes_: range, floats: int) -> None:
     """One connection of the session breaks at each of `bytes_`, and what was recorded arrives all the same."""
     for at_byte in bytes_:
-        there.link.arm(LinkBreak(at_byte, way, how))
+        there.link.schedule_breaks(LinkBreak(at_byte, way, how))
         there.link.reset()
         there.record(floats=floats)
         there.deliver()
@@ -151,11 +150,11 @@ def test_a_partition_is_noticed_and_survived(tmp_path: Path, way: Literal["up", 
     with rehearsal(tmp_path) as there:
         there.record(20)
         there.deliver()
-        there.link.cut(way)
+        there.link.partition(way)
         there.record(100)
         until(lambda: there.robot.state is not TunnelState.OPEN, "the robot notices")
         there.record(100)
-        there.link.heal()
+        there.link.restore()
         there.require_all_once()
 
 
@@ -164,13 +163,13 @@ def test_what_was_stored_although_its_acknowledgement_was_lost_is_not_stored_twi
         for _ in range(3):
             there.record()
             there.deliver()  # the session is open, and has credit
-            there.link.cut("down")
+            there.link.partition("down")
             before = len(stored(tmp_path))
             there.record(30)
             until(lambda before=before: len(stored(tmp_path)) > before, "the gateway has stored some")
             assert there.robot.chunks_pending, "and the robot does not know"
             there.link.reset()
-            there.link.heal()
+            there.link.restore()
             there.deliver()
         there.require_all_once()
 
@@ -181,7 +180,7 @@ def test_a_half_open_connection_is_given_up(tmp_path: Path) -> None:
         there.link.half_open()
         there.record(10)
         until(lambda: there.robot.state is not TunnelState.OPEN, "the silence is noticed")
-        there.link.heal()
+        there.link.restore()
         there.require_all_once()
 
 

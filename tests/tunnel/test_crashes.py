@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from tunnel_kit import QUICK, chunk, hello, prepare, serving, start_gateway_process, stored, until
 
-from sim.link import Link
-from sim.link_config import LinkConfig
+from sim.network_emulator import EmulatedLink, LinkConfig
 from user_sys.edge.outbox import Outbox
-from user_sys.gateway.service import read_address
+from user_sys.gateway.gateway import read_gateway_address
 from user_sys.messages import RobotStatus
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair
@@ -27,8 +26,8 @@ LIVES = Path(__file__).with_name("edge_lives.py")
 def stream_through_kills(run: Path, keys: KeyPair, chunks: int, kills: int) -> None:
     gateway, cut = start_gateway_process(run), list[int]()
     try:
-        until(lambda: read_address(run), "the gateway listens")
-        address = read_address(run)
+        until(lambda: read_gateway_address(run), "the gateway listens")
+        address = read_gateway_address(run)
         assert address is not None
         with (
             Outbox.open(run / "outbox") as outbox,
@@ -71,7 +70,7 @@ def kill_edges(run: Path, kills: int) -> None:
     """Edge processes record as fast as they can until each is killed; then all that they had recorded is delivered."""
     prepare(run)
     recorded = -1
-    with serving(run) as site, Link(site.address.endpoint, LinkConfig(delay_ms=2)) as link:
+    with serving(run) as site, EmulatedLink(site.address.endpoint, LinkConfig(delay_ms=2)) as link:
         argv = [sys.executable, str(LIVES), str(run), link.endpoint, site.address.public_key]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as lives:
             assert lives.stdin is not None and lives.stdout is not None
@@ -105,8 +104,8 @@ def test_a_stopped_gateway_is_noticed_by_its_silence_and_resumed_when_it_goes_on
     keys = prepare(tmp_path)
     gateway = start_gateway_process(tmp_path)
     try:
-        until(lambda: read_address(tmp_path), "the gateway listens")
-        address = read_address(tmp_path)
+        until(lambda: read_gateway_address(tmp_path), "the gateway listens")
+        address = read_gateway_address(tmp_path)
         assert address is not None
         alert = replace(QUICK, dead_after_s=2.0)
         robot = TunnelClient(address.endpoint, keys["panda-0"], address.public_key, hello("panda-0"), limits=alert)

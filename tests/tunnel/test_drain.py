@@ -12,9 +12,9 @@ from tunnel_kit import prepare, serving, stored, until
 
 from user_sys.edge import session
 from user_sys.edge.outbox import Outbox
-from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, Source
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource
 from user_sys.tunnel.client import TunnelClient
-from user_sys.tunnel.link import Link
+from user_sys.tunnel.connection import Connection
 
 RATE_HZ, CHUNK_STEPS, EPISODE_CHUNKS = 10, 10, 6  # of a robot without cameras
 GROWTH_MB = 128
@@ -33,7 +33,7 @@ def recorded(number: int) -> bytes:
         embodiment="fake",
         task="lift",
         sentence="",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=0,
         started_unix_ns=number * 10**9,
         end=EpisodeEnd(steps=EPISODE_CHUNKS * CHUNK_STEPS, success=None) if last else None,
@@ -87,7 +87,7 @@ def test_a_session_that_ends_while_its_link_is_down_delivers_once_that_is_back(
     waits = threading.Event()
     handshake, drain = TunnelClient._handshake, TunnelClient.drain
 
-    def late(client: TunnelClient, link: Link) -> None:
+    def late(client: TunnelClient, link: Connection) -> None:
         assert waits.wait(120)
         handshake(client, link)
 

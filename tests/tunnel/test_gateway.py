@@ -9,21 +9,19 @@ import msgspec
 import pytest
 from tunnel_kit import CONFIG, chunk, prepare, serving, stored, until
 
-from hal.audit import read_audit
-from hal.discovery import Paced
+from hal.audit import read_audit_log
+from hal.discovery import ScheduledProbe
 from hal.errors import LeaseError
 from hal.lease import LeaseTable
-from hal.registry import read_registry
+from hal.registry import OperatorOverrides, read_registry
 from hal.resource import Kind, ResourceRecord
 from hal.spec import ArraySpec, RobotSpec
-from hal.standing import OrderBook
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import ConfigError, Refused, RunError, StoreFull, StoreLocked
+from user_sys.errors import ConfigError, RunError, SessionRefused, StoreFull, StoreLocked
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.__main__ import _config, main
-from user_sys.gateway.orders import ANSWER_S, OrderAudit
-from user_sys.gateway.service import LEASE_EVERY_S, LEASES_AT_ONCE, is_loopback, read_address
-from user_sys.gateway.turns import Turns
+from user_sys.gateway.gateway import LEASE_BURST, LEASE_REFILL_S, is_loopback, read_gateway_address
+from user_sys.gateway.reports import REPLY_TIMEOUT_S, OperatorAudit
 from user_sys.messages import (
     PROTOCOL_VERSION,
     DevicesReport,
@@ -37,18 +35,19 @@ from user_sys.messages import (
     OperatorCommand,
     OperatorReply,
     Preview,
-    ResourceNews,
+    PreviewRequest,
+    ResourceUpdate,
     RobotStatus,
     StopRun,
-    WatchRequest,
     WeightsApplied,
 )
 from user_sys.store.store import StoreWriter
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.connection import ChannelSocket
+from user_sys.tunnel.endpoint import unix_socket_endpoint
+from user_sys.tunnel.flow_control import KeyedTokenBucket
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES, TunnelLimits
-from user_sys.tunnel.link import Line
-from user_sys.tunnel.local import local_endpoint
-from user_sys.tunnel.wire import Envelope
+from user_sys.tunnel.protocol import Envelope
 
 
 def next_of(client: TunnelClient, kind: type, within_s: float = 120.0) -> object:
@@ -185,7 +184,7 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
     now = [100.0]
     with serving(run) as site:
         assert site.gateway is not None
-        site.gateway._turns = Turns(LEASES_AT_ONCE, LEASE_EVERY_S, lambda: now[0])
+        site.gateway._turns = KeyedTokenBucket(LEASE_BURST, LEASE_REFILL_S, lambda: now[0])
         rogue, honest = site.client("panda-0"), site.client("panda-1")
         tokens: list[int] = []
 
@@ -205,13 +204,12 @@ def test_a_flood_of_leases_is_written_down_a_few_times_only(run: Path, giving_ba
 
         refused = ask(40)
         assert (
-            len(tokens) == LEASES_AT_ONCE
-            and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
+            len(tokens) == LEASE_BURST and refused == ["panda-0 was leased too often just now; ask again in 0.5 s"] * 30
         )
         honest.send(LeaseRequest(robot="panda-1", holder="h"))
         assert isinstance(honest.receive(120), LeaseGrant)
-        now[0] += LEASE_EVERY_S
-        assert len(ask(3)) == 2 and len(tokens) == LEASES_AT_ONCE + 1
+        now[0] += LEASE_REFILL_S
+        assert len(ask(3)) == 2 and len(tokens) == LEASE_BURST + 1
 
 
 def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
@@ -225,7 +223,7 @@ def test_tokens_grow_over_a_restart_and_a_lease_outlives_it(run: Path) -> None:
         assert next_of(robot, LeaseGrant) == before
         robot.send(LeaseRequest(robot="panda-0", holder="b"))
         assert isinstance(next_of(robot, LeaseRefusal), LeaseRefusal)
-        with pytest.raises(Refused, match="panda-0 is driven by a"):
+        with pytest.raises(SessionRefused, match="panda-0 is driven by a"):
             site.client("panda-0", holder="b")
         robot.send(LeaseRequest(robot="panda-0", holder="a", token=before.token))  # type: ignore[union-attr]
         assert next_of(robot, LeaseGrant) == before
@@ -236,7 +234,7 @@ def test_a_session_is_told_at_once_that_its_robot_is_quarantined(run: Path) -> N
         robot = site.client("panda-0", holder="a")
         robot.send(LeaseRequest(robot="panda-0", holder="a"))
         grant = next_of(robot, LeaseGrant)
-        OrderBook(run / "orders.json").give("panda-0", "quarantined", "carol", "oil on the floor")
+        OperatorOverrides(run / "orders.json").set_override("panda-0", "quarantined", "carol", "oil on the floor")
         refusal = next_of(robot, LeaseRefusal)
         assert isinstance(grant, LeaseGrant) and isinstance(refusal, LeaseRefusal)
         assert (refusal.token, refusal.reason) == (grant.token, "panda-0 is quarantined by carol: oil on the floor")
@@ -251,9 +249,9 @@ def test_orders_reach_their_robot_and_answers_all_consoles(run: Path) -> None:
         reply = OperatorReply(robot="panda-0", operator="alice", order="take-over", accepted=True)
         robot.send(reply)
         assert next_of(console, OperatorReply) == reply
-        watch = WatchRequest(robot="panda-0", rate_hz=5, ttl_s=2)
+        watch = PreviewRequest(robot="panda-0", rate_hz=5, ttl_s=2)
         console.send(watch)
-        assert next_of(robot, WatchRequest) == watch
+        assert next_of(robot, PreviewRequest) == watch
         robot.send(WeightsApplied(robot="panda-0", version=3, seconds=0.01))
         assert next_of(console, WeightsApplied) == WeightsApplied(robot="panda-0", version=3, seconds=0.01)
 
@@ -299,7 +297,7 @@ def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch
     first_read, second_taken = threading.Event(), threading.Event()
     take_in = TunnelClient._take_in
 
-    def hold_up_the_first(client: TunnelClient, line: Line, envelope: Envelope, charge: int) -> None:
+    def hold_up_the_first(client: TunnelClient, line: ChannelSocket, envelope: Envelope, charge: int) -> None:
         if envelope.message == reports[0] and client is console:
             first_read.set()
             second_taken.wait(1.0)  # the other thread's chance to overtake
@@ -318,7 +316,7 @@ def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch
             robot.send(report)
         assert first_read.wait(120)
         while not second_taken.is_set():  # sending reads, too
-            console.send(WatchRequest(robot="panda-0", rate_hz=5, ttl_s=2))
+            console.send(PreviewRequest(robot="panda-0", rate_hz=5, ttl_s=2))
         reader.join(120)
         assert received == reports
 
@@ -326,13 +324,13 @@ def test_whichever_threads_read_messages_keep_their_order(run: Path, monkeypatch
 def test_previews_newest_wins_and_one_is_under_way(run: Path) -> None:
     with serving(run) as site:
         robot, console = site.client("panda-0"), site.client("desk")
-        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
-        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=1), b"1"), "sent")
-        until(lambda: robot.offer_preview(Preview(robot="panda-0", camera="front", step=2), b"2"), "sent")
+        until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=0), b"0"), "sent")
+        until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=1), b"1"), "sent")
+        until(lambda: robot.send_preview(Preview(robot="panda-0", camera="front", step=2), b"2"), "sent")
         until(lambda: not robot._shown, "the gateway has the third")
-        first = console.take_preview(120)
+        first = console.receive_preview(120)
         assert first is not None and (first[0].step, bytes(first[1])) == (0, b"0")
-        second = console.take_preview(120)
+        second = console.receive_preview(120)
         assert second is not None and (second[0].step, bytes(second[1])) == (2, b"2")
 
 
@@ -405,14 +403,14 @@ def test_orders_of_people_are_audited_with_the_robots_answer(run: Path) -> None:
         robot.send(status("panda-0", authority="human", operator="at the robot"))
         log = run / "audit.jsonl"
         until(lambda: "at the robot" in log.read_text(), "what was reported last is audited")
-    told = [(e.event, e.robot, e.person, e.order, e.outcome) for e in read_audit(log) if e.robot]
+    told = [(e.event, e.robot, e.person, e.order, e.outcome) for e in read_audit_log(log) if e.robot]
     assert sorted(told) == [
         ("authority", "panda-0", "ana", "stopped", ""),
         ("authority", "panda-0", "at the robot", "human", ""),
         ("order", "panda-0", "ana", "e-stop", "done"),
         ("order", "panda-9", "ana", "reset", "refused: panda-9 is not connected"),
     ]
-    assert next(e.address for e in read_audit(log) if e.order == "e-stop") == "10.0.0.9"
+    assert next(e.address for e in read_audit_log(log) if e.order == "e-stop") == "10.0.0.9"
 
 
 def status(robot: str, authority: str = "policy", operator: str = "", **other: object) -> RobotStatus:
@@ -432,7 +430,7 @@ def status(robot: str, authority: str = "policy", operator: str = "", **other: o
 
 def test_devices_of_the_runs_computers_come_and_go_while_it_runs(run: Path) -> None:
     plugged = [camera("head", "7")]
-    with serving(run, probes={"usb": Paced(lambda: tuple(plugged), every_s=0.02)}) as site:
+    with serving(run, probes={"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.02)}) as site:
         robot, console = site.client("panda-0"), site.client("desk")
         robot.send(LeaseRequest(robot="panda-0", holder="edge"))
         assert isinstance(next_of(robot, LeaseGrant), LeaseGrant)
@@ -440,14 +438,14 @@ def test_devices_of_the_runs_computers_come_and_go_while_it_runs(run: Path) -> N
         robot.send(DevicesReport(records=(camera("cart", "9"), *forged)))
         until(lambda: health(run) == {"cart/camera-9": "ready", "head/camera-7": "ready", "panda-0": "leased"}, "known")
         plugged.clear()
-        news = next_of(console, ResourceNews)
-        assert isinstance(news, ResourceNews) and (news.record.name, news.record.health) == ("head/camera-7", "lost")
+        news = next_of(console, ResourceUpdate)
+        assert isinstance(news, ResourceUpdate) and (news.record.name, news.record.health) == ("head/camera-7", "lost")
         until(lambda: health(run)["head/camera-7"] == "lost", "it is written down")
         assert health(run)["panda-0"] == "leased" and health(run)["cart/camera-9"] == "ready"
         plugged.append(camera("head", "7"))
-        news = next_of(console, ResourceNews)
-        assert isinstance(news, ResourceNews) and (news.record.name, news.record.health) == ("head/camera-7", "ready")
-    told = [(e.event, e.robot) for e in read_audit(run / "audit.jsonl") if e.event in ("lost", "returned")]
+        news = next_of(console, ResourceUpdate)
+        assert isinstance(news, ResourceUpdate) and (news.record.name, news.record.health) == ("head/camera-7", "ready")
+    told = [(e.event, e.robot) for e in read_audit_log(run / "audit.jsonl") if e.event in ("lost", "returned")]
     assert told == [("lost", "head/camera-7"), ("returned", "head/camera-7")]
 
 
@@ -461,26 +459,26 @@ def health(run: Path) -> dict[str, str]:
 
 def test_an_order_that_no_robot_answers_is_audited_as_such() -> None:
     now, entries = [0.0], []
-    orders = OrderAudit(lambda event, **facts: entries.append((event, facts)), lambda: now[0])
-    orders.given(OperatorCommand(robot="panda-0", operator="ana", order="e-stop"), "10.0.0.9")
-    orders.given(OperatorCommand(robot="panda-0", operator="ana", order="drive"), "10.0.0.9")
+    orders = OperatorAudit(lambda event, **facts: entries.append((event, facts)), lambda: now[0])
+    orders.on_command(OperatorCommand(robot="panda-0", operator="ana", order="e-stop"), "10.0.0.9")
+    orders.on_command(OperatorCommand(robot="panda-0", operator="ana", order="drive"), "10.0.0.9")
     orders.expire()
     assert entries == []
-    now[0] = ANSWER_S + 0.1
+    now[0] = REPLY_TIMEOUT_S + 0.1
     orders.expire()
     ((event, facts),) = entries
-    assert event == "order" and facts["outcome"] == f"no answer within {ANSWER_S:g} s"
+    assert event == "order" and facts["outcome"] == f"no answer within {REPLY_TIMEOUT_S:g} s"
     assert (facts["person"], facts["address"], facts["order"]) == ("ana", "10.0.0.9", "e-stop")
 
 
 def test_the_repeats_of_an_e_stop_are_audited_once_an_outcome() -> None:
     entries: list[object] = []
-    orders = OrderAudit(lambda event, **facts: entries.append((facts["outcome"], facts["address"])))
+    orders = OperatorAudit(lambda event, **facts: entries.append((facts["outcome"], facts["address"])))
     press = OperatorCommand(robot="panda-0", operator="ana", order="e-stop", press=7, address="10.0.0.9")
     reply = OperatorReply(robot="panda-0", operator="ana", order="e-stop", accepted=False, reason="away", press=7)
     for accepted in (False, False, True, True):
-        orders.given(press, "")
-        orders.answered(msgspec.structs.replace(reply, accepted=accepted))
+        orders.on_command(press, "")
+        orders.on_reply(msgspec.structs.replace(reply, accepted=accepted))
     assert entries == [("refused: away", "10.0.0.9"), ("done", "10.0.0.9")]
 
 
@@ -496,7 +494,7 @@ def test_the_port_stays_the_same_over_restarts_and_a_second_gateway_is_refused(r
 def test_a_second_gateway_changes_nothing_beside_the_store_and_one_with_damaged_leases_lets_go_of_it(run: Path) -> None:
     LeaseTable(run / "leases.json").acquire("panda-0", "alice")
     before = (run / "leases.json").read_bytes()
-    OrderBook(run / "orders.json").give("panda-0", "quarantined", "ana")
+    OperatorOverrides(run / "orders.json").set_override("panda-0", "quarantined", "ana")
     with StoreWriter.open(run / "store"):
         with pytest.raises(StoreLocked):
             Gateway(CONFIG, run)
@@ -523,13 +521,13 @@ def test_settings_come_from_the_runs_configuration(run: Path) -> None:
     assert main(["--run", str(run)]) == 2
     (run / "gateway.json").write_text("{")
     with pytest.raises(RunError, match="delete it"):
-        read_address(run)
+        read_gateway_address(run)
 
 
 def test_a_gateway_that_ends_leaves_no_socket(tmp_path: Path) -> None:
     prepare(tmp_path)
     with serving(tmp_path) as site:
-        local = local_endpoint(site.address.endpoint, site.address.public_key)
+        local = unix_socket_endpoint(site.address.endpoint, site.address.public_key)
         assert local is not None
         path = Path(local.removeprefix("ipc://"))
         assert path.is_socket()

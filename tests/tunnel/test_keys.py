@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from user_sys.commands import keys
 from user_sys.errors import ConfigError, RunError
-from user_sys.tunnel import keys_cli
 from user_sys.tunnel.keys import KeyPair, Keyring, fingerprint, load_keypair, load_public_key, new_keypair, save_keypair
 
 
 def run_keys(*argv: str) -> int:
     parser = argparse.ArgumentParser()
-    keys_cli.add_parser(parser.add_subparsers())
-    return keys_cli.run(parser.parse_args(["keys", *argv]))
+    keys.add_parser(parser.add_subparsers())
+    return keys.run(parser.parse_args(["keys", *argv]))
 
 
 def test_a_key_pair_comes_back_as_it_was_saved_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_a_relay_speaks_for_its_robots_and_for_nobody_else(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="relay"):
         ring.allow(keys.public, "panda-0", "robot", robots=("panda-1",))
     lab = ring.allow(keys.public, "lab", "relay", robots=("panda-0",))
-    assert lab.may_be("lab", "relay") and lab.may_be("panda-0", "robot")
-    assert not lab.may_be("panda-1", "robot") and not lab.may_be("panda-0", "console")
+    assert lab.can_act_as("lab", "relay") and lab.can_act_as("panda-0", "robot")
+    assert not lab.can_act_as("panda-1", "robot") and not lab.can_act_as("panda-0", "console")
     robot = ring.allow(new_keypair().public, "panda-1", "robot")
-    assert not robot.may_be("lab", "relay") and not robot.may_be("panda-0", "robot")
+    assert not robot.can_act_as("lab", "relay") and not robot.can_act_as("panda-0", "robot")
 
 
 def test_a_key_is_rotated_between_two_computers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tunnel_kit import prepare, stored, until
 
-from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.tunnel.keys import new_keypair, save_keypair
 
 CLOUD, PORT = "10.77.2.2", 5555
@@ -146,8 +146,8 @@ def test_an_edge_behind_a_nat_streams_through_one_outbound_port_and_survives_ano
     (tmp_path / "config.yaml").write_text(f"gateway: {{endpoint: 'tcp://{CLOUD}:{PORT}'}}\n")
     gateway = sites.start(sites.cloud, tmp_path / "gateway.log", "-m", "user_sys.gateway", "--run", str(tmp_path))
     try:
-        until(lambda: read_address(tmp_path), "the gateway listens")
-        address = read_address(tmp_path)
+        until(lambda: read_gateway_address(tmp_path), "the gateway listens")
+        address = read_gateway_address(tmp_path)
         assert address is not None
         stream(sites, tmp_path, address, gateway)
     finally:

@@ -11,24 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tunnel_kit import QUICK, Recorder, Site, chunk, hello, prepare, serving, stored, until
+from tunnel_kit import QUICK, GatewaySite, RecordingHandler, chunk, hello, prepare, serving, stored, until
 
 from hal.spec import ArraySpec, RobotSpec
-from sim.link import Link
+from sim.network_emulator import EmulatedLink
 from user_sys.codec import Array
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import Refused
+from user_sys.errors import SessionRefused
+from user_sys.gateway.gateway import GatewayAddress
 from user_sys.gateway.relay import Relay, RelayConfig
-from user_sys.gateway.service import GatewayAddress
 from user_sys.messages import (
     LeaseGrant,
     LeaseRequest,
     OperatorCommand,
     OperatorReply,
+    PinnedVersion,
     RobotStatus,
     WeightsApplied,
+    WeightsBlocks,
     WeightsGone,
-    WeightsGrains,
+    WeightsManifest,
     WeightsOffer,
     WeightsRequest,
 )
@@ -36,10 +38,9 @@ from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.server import TunnelServer
 from user_sys.weights.publisher import PublishConfig, Publisher
-from user_sys.weights.receiver import Receiver
-from user_sys.weights.records import Manifest, Order
-from user_sys.weights.shelf import Shelf
-from user_sys.weights.signing import PUBLIC_SUFFIX, Trust, ensure_signer
+from user_sys.weights.receiver import UpdatePlanner
+from user_sys.weights.signing import PUBLIC_SUFFIX, TrustedLearnerKey, ensure_signer
+from user_sys.weights.version_store import VersionStore
 
 ROBOTS = ("far-0", "far-1", "far-2", "far-3")
 PANDA = RobotSpec(
@@ -70,7 +71,9 @@ class FarSite:
 
 
 @contextmanager
-def relaying(folder: Path, cloud: Site, robots: tuple[str, ...] = ROBOTS, upstream: str = "") -> Iterator[FarSite]:
+def relaying(
+    folder: Path, cloud: GatewaySite, robots: tuple[str, ...] = ROBOTS, upstream: str = ""
+) -> Iterator[FarSite]:
     """A relay in a thread of this process, for whose robots the cloud lets it speak."""
     keys = folder / "keys"
     if not (keys / "lab.key").exists():
@@ -167,9 +170,9 @@ def test_nobody_behind_a_relay_writes_as_another_and_the_relay_not_for_others(tm
     prepare(tmp_path / "cloud")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud, robots=("far-0", "far-1")) as far:
         neighbour = load_keypair(far.folder / "keys" / "far-1.key")
-        with pytest.raises(Refused, match="belongs to the robot 'far-1', not to the robot 'far-0'"):
+        with pytest.raises(SessionRefused, match="belongs to the robot 'far-1', not to the robot 'far-0'"):
             far.robot("far-0", neighbour).wait_open(120)
-        with pytest.raises(Refused, match="does not allow this key"):
+        with pytest.raises(SessionRefused, match="does not allow this key"):
             far.robot("far-0", new_keypair()).wait_open(120)
         liar = far.robot("far-1")
         liar.wait_open(120)
@@ -190,11 +193,11 @@ def test_robots_behind_a_relay_go_by_the_clouds_clock(tmp_path: Path) -> None:
     prepare(tmp_path / "cloud")
     pair, hour_ns = new_keypair(), 3_600 * 10**9
     server = TunnelServer(
-        *("tcp://127.0.0.1:0", pair, Keyring(tmp_path / "cloud" / "keys"), Recorder(), QUICK),
+        *("tcp://127.0.0.1:0", pair, Keyring(tmp_path / "cloud" / "keys"), RecordingHandler(), QUICK),
         unix_ns=lambda: time.time_ns() + hour_ns,
     )
     with server:
-        cloud = Site(tmp_path / "cloud", GatewayAddress(endpoint=server.endpoint, public_key=pair.public))
+        cloud = GatewaySite(tmp_path / "cloud", GatewayAddress(endpoint=server.endpoint, public_key=pair.public))
         with relaying(tmp_path / "far", cloud) as far:
             until(lambda: far.relay.uplink.clock, "the relay knows the cloud's clock")
             robot = far.robot("far-0")
@@ -204,28 +207,28 @@ def test_robots_behind_a_relay_go_by_the_clouds_clock(tmp_path: Path) -> None:
             assert abs(ahead_ns - hour_ns) < 10**9
 
 
-class Reader:
+class StoredReader:
     """What a robot has of the weights; `poll` goes on receiving."""
 
     def __init__(self, robot: TunnelClient, keys: Path) -> None:
         self.robot, self.version = robot, -1
         self.arrays: Mapping[str, Array] = {}
-        trust = Trust(keys / f"{robot.hello.name}{PUBLIC_SUFFIX}")
-        self._receiver = Receiver(trust, self._load, self._ask)
+        trust = TrustedLearnerKey(keys / f"{robot.hello.name}{PUBLIC_SUFFIX}")
+        self._receiver = UpdatePlanner(trust, self._load, self._ask)
 
     def poll(self) -> int:
         """Takes in what has come and returns the version that is here."""
         envelope = self.robot.receive_weights(0.0)
         match envelope.message if envelope else None:
             case WeightsOffer() as offer:
-                self._receiver.offered(offer)
-            case WeightsGrains() | WeightsGone() as message:
+                self._receiver.on_offer(offer)
+            case WeightsBlocks() | WeightsGone() as message:
                 assert envelope is not None
-                self._receiver.arrived(message, memoryview(envelope.payload) if envelope.payload else None)
+                self._receiver.on_reply(message, memoryview(envelope.payload) if envelope.payload else None)
         self._receiver.step()
         return self.version
 
-    def _load(self, manifest: Manifest, arrays: Mapping[str, Array], heard_s: float) -> None:
+    def _load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], heard_s: float) -> None:
         self.version, self.arrays = manifest.version, arrays
 
     def _ask(self, parcel: bytes, first: int, count: int) -> bool:
@@ -236,9 +239,9 @@ def test_weights_cross_the_uplink_once_and_are_served_from_the_site(tmp_path: Pa
     prepare(tmp_path / "cloud")
     signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
     arrays = {"w": np.random.default_rng(0).standard_normal(200_000).astype(np.float32)}  # does not compress
-    with serving(tmp_path / "cloud") as cloud, Link(cloud.address.endpoint.removeprefix("tcp://")) as link:
+    with serving(tmp_path / "cloud") as cloud, EmulatedLink(cloud.address.endpoint.removeprefix("tcp://")) as link:
         with relaying(tmp_path / "far", cloud, upstream=link.endpoint) as far:
-            readers = [Reader(far.robot(name), tmp_path) for name in ROBOTS]
+            readers = [StoredReader(far.robot(name), tmp_path) for name in ROBOTS]
             for reader in readers:
                 reader.robot.wait_open(120)
             with Publisher(cloud.client("learner"), signer, PublishConfig()) as publisher:
@@ -246,17 +249,17 @@ def test_weights_cross_the_uplink_once_and_are_served_from_the_site(tmp_path: Pa
                 for reader in readers:
                     until(lambda r=reader: r.poll() == 7, "the weights arrive")  # type: ignore[misc]
                     reader.robot.send(WeightsApplied(robot=reader.robot.hello.name, version=7, seconds=0.1))
-                assert publisher.settle(120)
+                assert publisher.wait_until_stored(120)
             assert arrays["w"].nbytes <= link.traffic.down_bytes < 1.3 * arrays["w"].nbytes
             assert all(np.array_equal(reader.arrays["w"], arrays["w"]) for reader in readers)
             until(lambda: (far.folder / "relay" / "weights").exists() and _kept(far.folder), "the relay keeps them")
     with relaying(tmp_path / "far", cloud) as far:  # the cloud is away by now
-        late = Reader(far.robot("far-0"), tmp_path)
+        late = StoredReader(far.robot("far-0"), tmp_path)
         until(lambda: late.poll() == 7, "the relay has them on its disk")
 
 
 def _kept(folder: Path) -> bool:
-    return Shelf(folder / "relay" / "weights").open().versions() == [7]
+    return VersionStore(folder / "relay" / "weights").load().complete_versions() == [7]
 
 
 def test_a_cloud_that_starts_again_hears_with_which_version_a_robot_behind_a_relay_acts(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_a_cloud_that_starts_again_hears_with_which_version_a_robot_behind_a_rel
                 until(lambda: _acting(again, "far-0"), "it is said again")
 
 
-def _acting(cloud: Site, robot: str) -> bool:
+def _acting(cloud: GatewaySite, robot: str) -> bool:
     assert cloud.gateway is not None
     return f"staleness_s/{robot}" in cloud.gateway._weights.scalars()
 
@@ -282,14 +285,16 @@ def test_a_persons_order_reaches_the_robots_behind_a_relay(tmp_path: Path) -> No
     prepare(tmp_path / "cloud")
     signer = ensure_signer(tmp_path / "cloud" / "keys", "learner")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far:
-        reader = Reader(far.robot("far-0"), tmp_path)
+        reader = StoredReader(far.robot("far-0"), tmp_path)
         with Publisher(cloud.client("learner"), signer, PublishConfig()) as publisher:
             for version in (1, 2):
                 publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
-                assert publisher.settle(120)
+                assert publisher.wait_until_stored(120)
                 until(lambda v=version: reader.poll() == v, "a version arrives")  # type: ignore[misc]
-            order = Order(serial=1, version=1, by="eve", reason="the second is worse", given_unix_ns=time.time_ns())
-            Shelf(cloud.run / "weights").give(signer.sign(order))
+            order = PinnedVersion(
+                serial=1, version=1, by="eve", reason="the second is worse", given_unix_ns=time.time_ns()
+            )
+            VersionStore(cloud.run / "weights").set_pin(signer.sign(order))
             until(lambda: reader.poll() == 1, "the robot goes back")
 
 
@@ -300,23 +305,30 @@ def test_robots_behind_a_relay_have_the_weights_and_the_orders_of_their_own_lear
     save_keypair(pair, keys, second)
     Keyring(keys).allow(pair.public, second, "learner")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far, ExitStack() as stack:
-        panda, arm = (Reader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM)))
+        panda, arm = (
+            StoredReader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM))
+        )
         for number, (name, spec) in enumerate((("learner", PANDA), (second, ARM)), 1):
             client = _learner(cloud, name, spec)
             publisher = stack.enter_context(Publisher(client, signer, PublishConfig()))
             publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
-            assert publisher.settle(120)
+            assert publisher.wait_until_stored(120)
         until(lambda: (panda.poll(), arm.poll()) == (10, 20), "each has its own learner's")
         assert panda.arrays["w"][0] == 1 and arm.arrays["w"][0] == 2
         publisher.publish({"w": np.full(10, 3, np.float32)}, 21, updates=2)
         until(lambda: arm.poll() == 21, "a newer one")
-        order = Order(serial=1, version=20, by="eve", reason="it is worse", given_unix_ns=time.time_ns())
-        Shelf(cloud.run / "weights" / second).give(signer.sign(order))
+        order = PinnedVersion(serial=1, version=20, by="eve", reason="it is worse", given_unix_ns=time.time_ns())
+        VersionStore(cloud.run / "weights" / second).set_pin(signer.sign(order))
         until(lambda: arm.poll() == 20, "the order is for those of the second learner")
-        until(lambda: Shelf(far.folder / "relay" / "weights" / second).open().versions() == [20, 21], "they are kept")
+        until(
+            lambda: VersionStore(far.folder / "relay" / "weights" / second).load().complete_versions() == [20, 21],
+            "they are kept",
+        )
         assert panda.poll() == 10
     with relaying(tmp_path / "far", cloud) as far:  # the cloud is away by now
-        panda, arm = (Reader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM)))
+        panda, arm = (
+            StoredReader(far.robot(name, spec=spec), tmp_path) for name, spec in (("far-0", PANDA), ("far-1", ARM))
+        )
         until(lambda: (panda.poll(), arm.poll()) == (10, 20), "the relay has both on its disk, and the order")
 
 
@@ -327,20 +339,20 @@ def test_a_relay_fetches_the_weights_of_robots_that_come_and_no_others(tmp_path:
     save_keypair(pair, keys, second)
     Keyring(keys).allow(pair.public, second, "learner")
     with serving(tmp_path / "cloud") as cloud, relaying(tmp_path / "far", cloud) as far, ExitStack() as stack:
-        panda = Reader(far.robot("far-0", spec=PANDA), tmp_path)
+        panda = StoredReader(far.robot("far-0", spec=PANDA), tmp_path)
         for number, (name, spec) in enumerate((("learner", PANDA), (second, ARM)), 1):
             publisher = stack.enter_context(Publisher(_learner(cloud, name, spec), signer, PublishConfig()))
             publisher.publish({"w": np.full(10, number, np.float32)}, 10 * number, updates=1)
-            assert publisher.settle(120)
+            assert publisher.wait_until_stored(120)
         until(lambda: panda.poll() == 10, "its learner's weights are here")
         until(lambda: second in far.relay._later, "the other learner's are offered")
-        assert far.relay._weights.kept() == {"learner"}
-        arm = Reader(far.robot("far-1", spec=ARM), tmp_path)
+        assert far.relay._weights.learners_with_weights() == {"learner"}
+        arm = StoredReader(far.robot("far-1", spec=ARM), tmp_path)
         until(lambda: arm.poll() == 20, "a robot came that they are for")
         assert panda.poll() == 10 and not far.relay._later
 
 
-def _learner(cloud: Site, name: str, spec: RobotSpec) -> TunnelClient:
+def _learner(cloud: GatewaySite, name: str, spec: RobotSpec) -> TunnelClient:
     keys = load_keypair(cloud.run / "keys" / f"{name}.key")
     said = replace(hello(name, "learner"), spec=spec)
     client = TunnelClient(cloud.address.endpoint, keys, cloud.address.public_key, said, limits=QUICK)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import zmq
-from tunnel_kit import QUICK, Recorder, chunk, hello, prepare, until
+from tunnel_kit import QUICK, RecordingHandler, chunk, hello, prepare, until
 
 from user_sys.edge.outbox import Outbox
-from user_sys.errors import LinkDown, Refused, RunError, TunnelError, WireError
+from user_sys.errors import LinkDown, RunError, SessionRefused, TunnelError, WireError
 from user_sys.messages import (
     PROTOCOL_VERSION,
     ChunkAck,
-    Grant,
+    CreditGrant,
     Heartbeat,
     LeaseRequest,
     MetricsReport,
@@ -30,24 +30,24 @@ from user_sys.messages import (
     StopRun,
     Welcome,
 )
-from user_sys.tunnel import link
+from user_sys.tunnel import connection
 from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.connection import ChannelSocket
+from user_sys.tunnel.endpoint import unix_socket_endpoint
+from user_sys.tunnel.flow_control import SendQueue
 from user_sys.tunnel.keys import KeyPair, Keyring, new_keypair
-from user_sys.tunnel.link import Line
-from user_sys.tunnel.local import local_endpoint
-from user_sys.tunnel.outlet import Outlet
+from user_sys.tunnel.protocol import Channel, Envelope, Payload, decode_envelope, encode_envelope, new_session_id
 from user_sys.tunnel.server import TunnelServer
-from user_sys.tunnel.wire import Channel, Envelope, Payload, decode, encode, new_session
 
 
-class Bench:
+class SessionBench:
     """One server with a recording handler, and clients that are closed at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.keys = prepare(folder)
         self.ring = Keyring(folder / "keys")
         self.server_keys = new_keypair()
-        self.handler = Recorder()
+        self.handler = RecordingHandler()
         self.clients: list[TunnelClient] = []
         self.server = self.serve()
 
@@ -79,8 +79,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path) -> Iterator[SessionBench]:
+    made = SessionBench(tmp_path)
     yield made
     made.close()
     assert made.server.failure is None
@@ -92,7 +92,7 @@ def status(step: int, robot: str = "panda-0") -> RobotStatus:
                        safety_interventions=0)  # fmt: skip
 
 
-def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: Bench) -> None:
+def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     assert client.state is TunnelState.OPEN and client.reason == ""
     until(lambda: bench.server.peers("robot"), "the server knows the robot")
@@ -101,36 +101,38 @@ def test_an_allowed_key_opens_a_session_and_the_clocks_are_compared(bench: Bench
 
 
 def test_a_key_that_is_not_allowed_gets_nothing_and_the_log_names_it(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: SessionBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = new_keypair()
-    with caplog.at_level(logging.WARNING), pytest.raises(Refused, match="does not allow this key"):
+    with caplog.at_level(logging.WARNING), pytest.raises(SessionRefused, match="does not allow this key"):
         bench.dial("panda-0", stranger).wait_open(120)
     until(lambda: stranger.public in caplog.text, "the log names the key")
     assert "address=localhost" in caplog.text
     assert bench.handler.opened == [] and bench.handler.messages == []
 
 
-def test_a_revoked_key_loses_its_session_and_gets_no_other(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_revoked_key_loses_its_session_and_gets_no_other(
+    bench: SessionBench, caplog: pytest.LogCaptureFixture
+) -> None:
     client = bench.open("panda-0")
     bench.ring.revoke("panda-0")
     until(lambda: client.state is TunnelState.REFUSED, "the session ends")
     assert "revoked" in client.reason
     assert "revoked" in caplog.text and bench.keys["panda-0"].public in caplog.text
-    with pytest.raises(Refused):
+    with pytest.raises(SessionRefused):
         bench.dial("panda-0").wait_open(120)
     assert [name for name, _ in bench.handler.closed] == ["panda-0"]
 
 
-def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: Bench) -> None:
+def test_a_key_that_is_allowed_while_the_gateway_runs_gets_in(bench: SessionBench) -> None:
     keys = new_keypair()
-    with pytest.raises(Refused):
+    with pytest.raises(SessionRefused):
         bench.dial("panda-9", keys, role="robot").wait_open(120)
     bench.ring.allow(keys.public, "panda-9", "robot")
     bench.dial("panda-9", keys, role="robot").wait_open(120)
 
 
-def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: Bench) -> None:
+def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: SessionBench) -> None:
     client = bench.dial("panda-0", server_key=new_keypair().public)
     until(lambda: "public key" in client.reason, "it says what may be wrong")
     with pytest.raises(LinkDown):
@@ -138,19 +140,19 @@ def test_a_client_that_expects_another_gateway_talks_to_nobody(bench: Bench) -> 
     assert bench.handler.opened == []
 
 
-def test_another_protocol_version_is_refused_and_both_are_named(bench: Bench) -> None:
-    with pytest.raises(Refused, match=rf"version {PROTOCOL_VERSION}, this peer 99"):
+def test_another_protocol_version_is_refused_and_both_are_named(bench: SessionBench) -> None:
+    with pytest.raises(SessionRefused, match=rf"version {PROTOCOL_VERSION}, this peer 99"):
         bench.dial("panda-0", protocol=99).wait_open(120)
 
 
 @pytest.mark.parametrize(("name", "role"), [("panda-1", "robot"), ("panda-0", "console"), ("panda-0", "learner")])
-def test_a_key_can_claim_no_other_name_or_role(bench: Bench, name: str, role: str) -> None:
-    with pytest.raises(Refused, match="belongs to the robot 'panda-0'"):
+def test_a_key_can_claim_no_other_name_or_role(bench: SessionBench, name: str, role: str) -> None:
+    with pytest.raises(SessionRefused, match="belongs to the robot 'panda-0'"):
         bench.dial(name, bench.keys["panda-0"], role=role).wait_open(120)
 
 
 @pytest.mark.parametrize("name", ["panda-1", ""])
-def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench, name: str) -> None:
+def test_a_robot_that_writes_in_anothers_name_is_refused(bench: SessionBench, name: str) -> None:
     client = bench.open("panda-0")
     client.send(status(1))
     client.send(status(1, robot=name))
@@ -169,7 +171,7 @@ def test_a_robot_that_writes_in_anothers_name_is_refused(bench: Bench, name: str
         ("desk", status(1)),
     ],
 )
-def test_a_role_may_send_only_its_own_messages(bench: Bench, name: str, message: object) -> None:
+def test_a_role_may_send_only_its_own_messages(bench: SessionBench, name: str, message: object) -> None:
     client = bench.open(name)
     assert client.send(message)  # type: ignore[arg-type]
     until(lambda: client.state is TunnelState.REFUSED, "refused")
@@ -177,7 +179,7 @@ def test_a_role_may_send_only_its_own_messages(bench: Bench, name: str, message:
     assert bench.handler.messages == []
 
 
-def test_a_newer_session_of_the_same_key_ends_the_older(bench: Bench) -> None:
+def test_a_newer_session_of_the_same_key_ends_the_older(bench: SessionBench) -> None:
     first = bench.open("panda-0")
     second = bench.open("panda-0")
     until(lambda: first.state is TunnelState.REFUSED, "the first session ends")
@@ -186,7 +188,7 @@ def test_a_newer_session_of_the_same_key_ends_the_older(bench: Bench) -> None:
 
 
 @contextmanager
-def dealer(bench: Bench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
+def dealer(bench: SessionBench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
     """A connection of panda-0's key that says what a test wants."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger, socket.rcvtimeo = 0, 120_000
@@ -198,26 +200,26 @@ def dealer(bench: Bench, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def test_a_hello_that_comes_late_leaves_the_open_session_alone(bench: Bench) -> None:
+def test_a_hello_that_comes_late_leaves_the_open_session_alone(bench: SessionBench) -> None:
     client = bench.open("panda-0")
-    with dealer(bench, Channel.CONTROL.value + new_session()) as late:
-        late.send_multipart(encode(Envelope(hello("panda-0"))))
+    with dealer(bench, Channel.CONTROL.value + new_session_id()) as late:
+        late.send_multipart(encode_envelope(Envelope(hello("panda-0"))))
         frames: list[Payload] = [*late.recv_multipart()]
-        assert isinstance(decode(Channel.CONTROL, frames, QUICK).message, Welcome)
+        assert isinstance(decode_envelope(Channel.CONTROL, frames, QUICK).message, Welcome)
         assert client.send(status(1))
         until(lambda: bench.handler.messages, "the open session still has the gateway's ear")
     assert client.state is TunnelState.OPEN
 
 
-def test_a_hello_for_a_session_that_is_over_is_not_refused_for_good(bench: Bench) -> None:
-    with dealer(bench, Channel.WEIGHTS.value + new_session()) as late:
-        late.send_multipart(encode(Envelope(hello("panda-0"))))
+def test_a_hello_for_a_session_that_is_over_is_not_refused_for_good(bench: SessionBench) -> None:
+    with dealer(bench, Channel.WEIGHTS.value + new_session_id()) as late:
+        late.send_multipart(encode_envelope(Envelope(hello("panda-0"))))
         until(lambda: bench.server.counters["stray"], "it arrives")
         assert not late.poll(200), "and gets no answer"
     assert not bench.server.counters["hellos_refused"]
 
 
-def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: Bench) -> None:
+def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     bench.server.close()
     until(lambda: client.state is not TunnelState.OPEN, "the loss is seen")
@@ -231,7 +233,7 @@ def test_a_client_comes_back_by_itself_and_what_waited_arrives(bench: Bench) -> 
     assert [message.step for message in states] == [99], "of a state only the newest matters"
 
 
-def test_a_silent_client_is_found_by_its_heartbeat(bench: Bench) -> None:
+def test_a_silent_client_is_found_by_its_heartbeat(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     until(lambda: bench.server.peers(), "open")
     bench.server._limits = replace(QUICK, dead_after_s=1.0)
@@ -240,7 +242,7 @@ def test_a_silent_client_is_found_by_its_heartbeat(bench: Bench) -> None:
     assert "silent" in bench.handler.closed[0][1]
 
 
-def test_a_full_window_holds_back_chunks_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
+def test_a_full_window_holds_back_chunks_and_nothing_else(bench: SessionBench, tmp_path: Path) -> None:
     with Outbox.open(tmp_path / "outbox") as outbox:
         for index in range(2 * QUICK.experience.window_messages):
             outbox.append(chunk(index), sync=False)
@@ -258,20 +260,20 @@ def test_a_full_window_holds_back_chunks_and_nothing_else(bench: Bench, tmp_path
         client.close()
 
 
-def test_a_preview_is_dropped_while_the_last_is_under_way(bench: Bench) -> None:
+def test_a_preview_is_dropped_while_the_last_is_under_way(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)
-    assert client.offer_preview(picture, b"jpeg")
-    assert not client.offer_preview(picture, b"jpeg")
-    assert client.offer_preview(Preview(robot="panda-0", camera="wrist", step=0), b"jpeg")
+    assert client.send_preview(picture, b"jpeg")
+    assert not client.send_preview(picture, b"jpeg")
+    assert client.send_preview(Preview(robot="panda-0", camera="wrist", step=0), b"jpeg")
 
 
-def test_a_port_in_use_says_which_option_to_change(bench: Bench) -> None:
+def test_a_port_in_use_says_which_option_to_change(bench: SessionBench) -> None:
     with pytest.raises(RunError, match=r"--gateway\.endpoint"):
         TunnelServer(bench.server.endpoint, bench.server_keys, bench.ring, bench.handler).start()
 
 
-def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Bench) -> None:
+def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: SessionBench) -> None:
     endpoint = bench.server.endpoint
     bench.server.close()
     client = TunnelClient(endpoint, bench.keys["panda-0"], bench.server_keys.public, hello("panda-0"), limits=QUICK)
@@ -285,7 +287,7 @@ def test_no_gateway_is_link_down_at_the_deadline_and_close_is_prompt(bench: Benc
         client.start()
 
 
-def test_closing_sends_what_was_queued(bench: Bench) -> None:
+def test_closing_sends_what_was_queued(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     for count in range(50):
         client.send(MetricsReport(node="panda-0", count=count, scalars={}))
@@ -294,21 +296,23 @@ def test_closing_sends_what_was_queued(bench: Bench) -> None:
     assert not any(isinstance(message, Heartbeat) for _, message in bench.handler.messages)
 
 
-def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench: Bench) -> None:
+def test_messages_that_are_sent_at_once_are_among_those_whose_wait_is_told(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     for count in range(5):
         assert client.send(MetricsReport(node="panda-0", count=count, scalars={}))
-    gauges = client._outlets[Channel.CONTROL].gauges
-    until(lambda: gauges.sent == gauges.wait.count == 5, "all five are counted")
+    gauges = client._outlets[Channel.CONTROL].metrics
+    until(lambda: gauges.sent == gauges.queue_latency.count == 5, "all five are counted")
     assert client.scalars()["control/wait_p99_ms"] > 0
 
 
-def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(bench: Bench) -> None:
+def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_there_is_none(
+    bench: SessionBench,
+) -> None:
     bench.open("panda-0")
     until(lambda: bench.server.peers(), "open")
     (peer,) = bench.server.peers()
     assert peer.address == f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}"
-    local = local_endpoint(bench.server.endpoint, bench.server_keys.public)
+    local = unix_socket_endpoint(bench.server.endpoint, bench.server_keys.public)
     assert local is not None
     Path(local.removeprefix("ipc://")).unlink()
     bench.open("panda-1")
@@ -317,11 +321,11 @@ def test_a_peer_on_the_same_machine_takes_the_unix_socket_and_another_way_where_
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: Bench) -> None:
+def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: SessionBench) -> None:
     bench.server.close()
     bench.server = bench.serve("tcp://[::1]:0")
     assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", bench.server.endpoint)
-    local = local_endpoint(bench.server.endpoint, bench.server_keys.public)
+    local = unix_socket_endpoint(bench.server.endpoint, bench.server_keys.public)
     assert local is not None
     Path(local.removeprefix("ipc://")).unlink()
     bench.open("panda-0")
@@ -330,7 +334,7 @@ def test_a_gateway_listens_on_an_ipv6_address_and_peers_dial_it(bench: Bench) ->
 
 
 def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_welcome(
-    bench: Bench, tmp_path: Path
+    bench: SessionBench, tmp_path: Path
 ) -> None:
     with Outbox.open(tmp_path / "outbox") as outbox:
         client = bench.open("panda-0", outbox=outbox)
@@ -339,7 +343,7 @@ def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_wel
         until(lambda: len(bench.handler.messages) == 3, "all arrive")
         client.close()
         bench.server._memory["panda-0"].stream = outbox.stream  # as if ChunkAck(1) had been sent and lost
-        bench.server._memory["panda-0"].durable = 1
+        bench.server._memory["panda-0"].acked_sequence = 1
         again = bench.open("panda-0", outbox=outbox)
         until(lambda: len(bench.handler.messages) == 4, "only the last comes again")
         assert len(outbox) == 1
@@ -347,17 +351,17 @@ def test_what_an_acknowledgement_that_was_lost_had_said_is_known_at_the_next_wel
 
 
 def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = bench.open("desk")
 
-    def while_the_link_is_lost(line: Line, envelope: Envelope) -> bool:
+    def while_the_link_is_lost(line: ChannelSocket, envelope: Envelope) -> bool:
         bench.server.close()
         until(lambda: client.state is not TunnelState.OPEN and not client._outlets[Channel.CONTROL]._queue, "the loss")
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr(Line, "send_now", while_the_link_is_lost)
+        patched.setattr(ChannelSocket, "try_send_now", while_the_link_is_lost)
         assert not client.send(OperatorCommand(robot="panda-0", operator="ada", order="drive"))
     assert client.send(StopRun(reason="this one waits"))
     bench.server = bench.serve(bench.server.endpoint)
@@ -365,13 +369,15 @@ def test_an_order_that_overlaps_with_the_loss_of_the_link_is_not_kept(
     assert bench.handler.messages == [("desk", StopRun(reason="this one waits"))]
 
 
-def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credit_of_a_session_that_is_over_is_none_in_the_next(
+    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread that has read a grant is held up until the client would have opened another session."""
     client = bench.open("panda-0")
-    great = Grant(messages=10**6, size_bytes=10**9)
-    frames = [zmq.Frame(bytes(encode(Envelope(great))[0]))]
+    great = CreditGrant(messages=10**6, size_bytes=10**9)
+    frames = [zmq.Frame(bytes(encode_envelope(Envelope(great))[0]))]
     is_read, is_open_again = threading.Event(), threading.Event()
-    receive, grant, enter = link.receive_frames, Outlet.grant, TunnelClient._enter
+    receive, grant, enter = connection.receive_frames, SendQueue.add_credit, TunnelClient._enter
 
     def read(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         if threading.current_thread() is late and not is_read.is_set():
@@ -379,7 +385,7 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monk
             return frames
         return receive(socket)
 
-    def hold_up(outlet: Outlet, given: Grant) -> None:
+    def hold_up(outlet: SendQueue, given: CreditGrant) -> None:
         if given == great:
             is_open_again.wait(1.0)  # the client's chance to go on
         grant(outlet, given)
@@ -389,8 +395,8 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monk
         if state is TunnelState.OPEN:
             is_open_again.set()
 
-    monkeypatch.setattr(link, "receive_frames", read)
-    monkeypatch.setattr(Outlet, "grant", hold_up)
+    monkeypatch.setattr(connection, "receive_frames", read)
+    monkeypatch.setattr(SendQueue, "add_credit", hold_up)
     monkeypatch.setattr(TunnelClient, "_enter", watch)
     client._readers[Channel.CONTROL]._left_s = float("inf")  # as if a thread were always there that reads
     late = threading.Thread(target=lambda: client.receive(0.0))
@@ -400,10 +406,10 @@ def test_credit_of_a_session_that_is_over_is_none_in_the_next(bench: Bench, monk
     client._wakeup.set()
     late.join(120)
     assert is_open_again.wait(120)
-    assert client._outlets[Channel.CONTROL].purse._may_messages <= QUICK.control.window_messages
+    assert client._outlets[Channel.CONTROL].credit._may_messages <= QUICK.control.window_messages
 
 
-def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: Bench) -> None:
+def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     client._readers[Channel.CONTROL]._ident = -1  # a thread that waits, and whose file descriptor stays silent
     until(lambda: bench.server.peers(), "open")
@@ -411,14 +417,14 @@ def test_a_message_is_read_although_sending_has_swallowed_the_news_of_it(bench: 
     until(lambda: len(client._readers[Channel.CONTROL].inbox), "it is taken in")
 
 
-def test_receiving_from_a_closed_client_brings_nothing(bench: Bench) -> None:
+def test_receiving_from_a_closed_client_brings_nothing(bench: SessionBench) -> None:
     client = bench.open("panda-0")
     assert client.receive(0.01) is None
     client.close()
     assert client.receive(0.01) is None
 
 
-def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: Bench, tmp_path: Path) -> None:
+def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: SessionBench, tmp_path: Path) -> None:
     bench.open("panda-0").close()
     until(lambda: bench.handler.closed or bench.handler.opened, "the first session")
     with Outbox.open(tmp_path / "another") as outbox:
@@ -426,15 +432,15 @@ def test_an_answer_reaches_the_session_that_asked_and_no_later_one(bench: Bench,
         bench.open("panda-0", outbox=outbox)
         until(lambda: bench.handler.messages, "its chunk is under way")
         former, present = bench.handler.opened
-        assert not bench.server.answer(former, ChunkAck(sequence=100))
+        assert not bench.server.reply(former, ChunkAck(sequence=100))
         assert len(outbox) == 1
-        assert bench.server.answer(present, ChunkAck(sequence=0))
+        assert bench.server.reply(present, ChunkAck(sequence=0))
         until(lambda: not len(outbox), "acknowledged")
         bench.clients[-1].close()
 
 
-def test_a_picture_that_was_not_taken_does_not_stop_the_next(bench: Bench) -> None:
+def test_a_picture_that_was_not_taken_does_not_stop_the_next(bench: SessionBench) -> None:
     client = bench.dial("panda-0")
     picture = Preview(robot="panda-0", camera="front", step=0)
     client.close()
-    assert not client.offer_preview(picture, b"jpeg") and not client._shown
+    assert not client.send_preview(picture, b"jpeg") and not client._shown

@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 from simulate import Tally, simulate_all
 
-from user_sys.store.known import KnownChunks
-from user_sys.store.store import StoreWriter
-from user_sys.tunnel.credit import Window
-from user_sys.tunnel.uplink import ChunkUplink
+from user_sys.store.store import IngestedChunks, StoreWriter
+from user_sys.tunnel.connection import ChunkSender
+from user_sys.tunnel.flow_control import ReceiveWindow
 
 SEEDS = 500
 MANY_SEEDS = 10_000
@@ -46,17 +45,17 @@ def test_a_seed_is_one_run() -> None:
     assert first == second
 
 
-def rewind_to_the_start(uplink: ChunkUplink) -> None:
-    ChunkUplink.__init__(uplink, uplink.source, uplink._settle)
+def rewind_to_the_start(uplink: ChunkSender) -> None:
+    ChunkSender.__init__(uplink, uplink.source, uplink._settle)
 
 
 @pytest.mark.parametrize(
     "of, name, instead, noticed",
     [
         (StoreWriter, "sync", lambda writer, ticket=None: None, "not in the store"),
-        (KnownChunks, "has", lambda known, episode, index: False, "twice"),
-        (ChunkUplink, "rewind", lambda uplink, resume_after: rewind_to_the_start(uplink), "resent"),
-        (Window, "release", lambda window, messages, size_bytes: False, "not at rest"),
+        (IngestedChunks, "has", lambda known, episode, index: False, "twice"),
+        (ChunkSender, "rewind", lambda uplink, resume_after: rewind_to_the_start(uplink), "resent"),
+        (ReceiveWindow, "release", lambda window, messages, size_bytes: False, "not at rest"),
     ],
     ids=["acknowledged before it is synced", "no deduplication", "the resume position is dropped",
          "credit never comes back"],

@@ -18,17 +18,17 @@ from msgspec.structs import replace
 
 from hal.discovery import Probe
 from user_sys.edge.outbox import Outbox
-from user_sys.episode import Chunk, ChunkHeader, Source, decode_chunk
+from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
-from user_sys.gateway.service import GatewayAddress, read_address
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.store.log import LogReader
-from user_sys.store.store import CHUNK
+from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair
 from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.protocol import AnyMessage, Payload
 from user_sys.tunnel.server import Peer
-from user_sys.tunnel.wire import AnyMessage, Payload
 
 PEERS: dict[str, Role] = {"panda-0": "robot", "panda-1": "robot", "learner": "learner", "desk": "console"}
 # No peer is taken for dead because the machine is busy; a test whose subject is silence has limits of its own.
@@ -61,7 +61,7 @@ def chunk(
         embodiment="fake",
         task="lift",
         sentence="lift the cube",
-        source=Source.ONLINE,
+        source=EpisodeSource.ONLINE,
         seed=0,
         started_unix_ns=0,
     )
@@ -81,13 +81,13 @@ def prepare(run: Path) -> dict[str, KeyPair]:
 def stored(run: Path) -> list[tuple[str, int]]:
     """(episode, index) of every chunk in the store's log, as often as it is there."""
     with LogReader.open(run / "store") as reader:
-        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK]
+        headers = [decode_chunk(reader.read(ref)).header for ref in reader.records() if ref.kind == CHUNK_KIND]
         assert not reader.damaged
     return [(header.episode, header.index) for header in headers]
 
 
 @dataclass
-class Site:
+class GatewaySite:
     """A gateway at work and the clients of a test, closed with it."""
 
     run: Path
@@ -115,7 +115,7 @@ class Site:
 @contextmanager
 def serving(
     run: Path, config: GatewayConfig = CONFIG, probes: Mapping[str, Probe] = MappingProxyType({})
-) -> Iterator[Site]:
+) -> Iterator[GatewaySite]:
     """A gateway in a thread of this process, whose computer has the devices that `probes` find."""
     gateway, stop, failures = Gateway(config, run, probes), threading.Event(), []
 
@@ -127,10 +127,10 @@ def serving(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    until(lambda: failures or read_address(run), "the gateway listens")
-    address = read_address(run)
+    until(lambda: failures or read_gateway_address(run), "the gateway listens")
+    address = read_gateway_address(run)
     assert address is not None, failures
-    site = Site(run, address, gateway)
+    site = GatewaySite(run, address, gateway)
     try:
         yield site
     finally:
@@ -153,7 +153,7 @@ def start_gateway_process(run: Path) -> subprocess.Popen[bytes]:
         )
 
 
-class Recorder:
+class RecordingHandler:
     """A TunnelHandler that remembers, and answers nothing."""
 
     def __init__(self) -> None:
@@ -162,15 +162,15 @@ class Recorder:
         self.messages: list[tuple[str, AnyMessage]] = []
         self.payload_bytes = 0
 
-    def objection(self, hello: Hello) -> str:
+    def refusal_reason(self, hello: Hello) -> str:
         return ""
 
-    def peer_opened(self, peer: Peer) -> None:
+    def on_peer_opened(self, peer: Peer) -> None:
         self.opened.append(peer)
 
-    def peer_closed(self, peer: Peer, reason: str) -> None:
+    def on_peer_closed(self, peer: Peer, reason: str) -> None:
         self.closed.append((peer.name, reason))
 
-    def received(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage, payload: Payload | None) -> None:
         self.messages.append((peer.name, message))
         self.payload_bytes += len(payload or b"")

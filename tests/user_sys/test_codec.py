@@ -15,16 +15,16 @@ from user_sys.codec import (
     ALIGN_BYTES,
     DTYPES,
     MAX_CACHED_LAYOUTS,
-    Layout,
-    _known_layout,
+    PacketLayout,
+    _parse_layout_cached,
     decode_packet,
     encode_packet,
-    open_packet,
+    parse_packet,
 )
 from user_sys.errors import WireError
 
 
-class Note(msgspec.Struct, frozen=True):
+class NoteRecord(msgspec.Struct, frozen=True):
     text: str
     number: int = 0
 
@@ -40,8 +40,8 @@ ARRAYS = st.dictionaries(
 
 @given(text=st.text(), arrays=ARRAYS)
 def test_a_packet_returns_record_and_arrays_bit_for_bit(text: str, arrays: dict[str, np.ndarray]) -> None:
-    note, decoded = decode_packet(encode_packet(Note(text, 7), arrays), Note)
-    assert note == Note(text, 7)
+    note, decoded = decode_packet(encode_packet(NoteRecord(text, 7), arrays), NoteRecord)
+    assert note == NoteRecord(text, 7)
     assert list(decoded) == list(arrays)
     for name, array in arrays.items():
         assert decoded[name].dtype == array.dtype
@@ -50,9 +50,9 @@ def test_a_packet_returns_record_and_arrays_bit_for_bit(text: str, arrays: dict[
 
 
 def test_arrays_are_read_only_views_at_aligned_offsets() -> None:
-    packet = encode_packet(Note("a"), {"x": np.arange(3.0), "y": np.ones((2, 2), np.uint8)})
+    packet = encode_packet(NoteRecord("a"), {"x": np.arange(3.0), "y": np.ones((2, 2), np.uint8)})
     start = np.frombuffer(packet, np.uint8).__array_interface__["data"][0]
-    _, arrays = decode_packet(packet, Note)
+    _, arrays = decode_packet(packet, NoteRecord)
     for array in arrays.values():
         assert not array.flags.writeable
         assert (array.__array_interface__["data"][0] - start) % ALIGN_BYTES == 0
@@ -60,24 +60,24 @@ def test_arrays_are_read_only_views_at_aligned_offsets() -> None:
 
 def test_a_strided_array_is_copied_in_order() -> None:
     grid = np.arange(12).reshape(3, 4)[:, ::2]
-    _, arrays = decode_packet(encode_packet(Note("a"), {"grid": grid}), Note)
+    _, arrays = decode_packet(encode_packet(NoteRecord("a"), {"grid": grid}), NoteRecord)
     assert np.array_equal(arrays["grid"], grid)
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(WireError):
-        decode_packet(b"USP2" + garbage, Note)
+        decode_packet(b"USP2" + garbage, NoteRecord)
     with pytest.raises(WireError):
-        decode_packet(garbage, Note)
+        decode_packet(garbage, NoteRecord)
 
 
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
 def test_one_wrong_byte_never_reads_outside_the_packet(position: int, value: int) -> None:
-    packet = bytearray(encode_packet(Note("hello", 3), {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}))
+    packet = bytearray(encode_packet(NoteRecord("hello", 3), {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}))
     packet[position % len(packet)] = value
     try:
-        _, arrays = decode_packet(bytes(packet), Note)
+        _, arrays = decode_packet(bytes(packet), NoteRecord)
     except WireError:
         return
     assert sum(array.nbytes for array in arrays.values()) <= len(packet)
@@ -85,21 +85,23 @@ def test_one_wrong_byte_never_reads_outside_the_packet(position: int, value: int
 
 @pytest.mark.parametrize("length", range(0, 200, 7))
 def test_a_truncated_packet_is_refused(length: int) -> None:
-    packet = encode_packet(Note("hello"), {"x": np.zeros(64)})
+    packet = encode_packet(NoteRecord("hello"), {"x": np.zeros(64)})
     assert length < len(packet)
     with pytest.raises(WireError):
-        decode_packet(packet[:length], Note)
+        decode_packet(packet[:length], NoteRecord)
 
 
 @pytest.mark.parametrize("dtype", ["object", "datetime64[s]", "complex64"])
 def test_a_dtype_that_does_not_travel_is_refused_at_the_source(dtype: str) -> None:
     with pytest.raises(WireError, match="dtype"):
-        encode_packet(Note("a"), {"x": np.zeros(2, dtype)})
+        encode_packet(NoteRecord("a"), {"x": np.zeros(2, dtype)})
 
 
 def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart() -> None:
-    def layout(text: str, rows: int) -> Layout:
-        return open_packet(encode_packet(Note(text), {"x": np.zeros((rows, 3)), "y": np.ones(rows, bool)})).layout
+    def layout(text: str, rows: int) -> PacketLayout:
+        return parse_packet(
+            encode_packet(NoteRecord(text), {"x": np.zeros((rows, 3)), "y": np.ones(rows, bool)})
+        ).layout
 
     assert layout("a", 4) is layout("another", 4)
     assert layout("a", 4).fingerprint == layout("b", 4).fingerprint != layout("a", 5).fingerprint
@@ -121,21 +123,21 @@ def test_packets_of_one_layout_share_it_and_its_fingerprint_tells_layouts_apart(
     ],
 )
 def test_a_layout_that_lies_is_refused(layout: object) -> None:
-    record, raw = msgspec.msgpack.encode(Note("a")), msgspec.msgpack.encode(layout)
+    record, raw = msgspec.msgpack.encode(NoteRecord("a")), msgspec.msgpack.encode(layout)
     head = struct.pack("<4sII", b"USP2", len(record), len(raw)) + record + raw
     packet = head + bytes(-len(head) % 64) + bytes(64)
     with pytest.raises(WireError):
-        open_packet(packet)
+        parse_packet(packet)
 
 
 def test_many_different_layouts_take_no_more_memory_than_few() -> None:
     for n in range(3 * MAX_CACHED_LAYOUTS):
-        open_packet(encode_packet(Note("a"), {f"column-{n}": np.zeros(1)}))
-    assert _known_layout.cache_info().currsize <= MAX_CACHED_LAYOUTS
-    known = _known_layout.cache_info().currsize
+        parse_packet(encode_packet(NoteRecord("a"), {f"column-{n}": np.zeros(1)}))
+    assert _parse_layout_cached.cache_info().currsize <= MAX_CACHED_LAYOUTS
+    known = _parse_layout_cached.cache_info().currsize
     long = {f"a-long-name-of-column-{n}": np.zeros(1) for n in range(300)}
-    assert len(open_packet(encode_packet(Note("a"), long)).arrays()) == 300
-    assert _known_layout.cache_info().currsize == known
+    assert len(parse_packet(encode_packet(NoteRecord("a"), long)).arrays()) == 300
+    assert _parse_layout_cached.cache_info().currsize == known
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -143,4 +145,4 @@ def test_a_record_of_another_kind_is_refused() -> None:
         text: int
 
     with pytest.raises(WireError, match="Other"):
-        decode_packet(encode_packet(Note("a"), {}), Other)
+        decode_packet(encode_packet(NoteRecord("a"), {}), Other)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from hal.errors import HalError
-from hal.registry import read_registry
-from hal.standing import OrderBook
+from hal.registry import OperatorOverrides, read_registry
 from user_sys.errors import UserSysError
-from user_sys.gateway.service import read_address
-from user_sys.run_folder import reopen
+from user_sys.gateway.gateway import read_gateway_address
+from user_sys.run.config import open_run_folder
 
 NO_TEXT = b'{"format": "\xff\xfe", "endpoint": "\xff", "orders": {"\xff": {}}}'
 
@@ -20,10 +19,10 @@ NO_TEXT = b'{"format": "\xff\xfe", "endpoint": "\xff", "orders": {"\xff": {}}}'
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("run.json", reopen),
-        ("gateway.json", read_address),
+        ("run.json", open_run_folder),
+        ("gateway.json", read_gateway_address),
         ("registry.json", read_registry),
-        ("orders.json", lambda folder: OrderBook(folder / "orders.json").read()),
+        ("orders.json", lambda folder: OperatorOverrides(folder / "orders.json").read()),
     ],
 )
 def test_bytes_that_are_no_text_are_damage(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:

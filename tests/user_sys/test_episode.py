@@ -13,11 +13,11 @@ from user_sys.episode import (
     Chunk,
     ChunkHeader,
     EpisodeEnd,
-    Source,
+    EpisodeSource,
     decode_chunk,
     frame_columns,
     new_episode_id,
-    open_chunk,
+    parse_chunk,
 )
 from user_sys.errors import WireError
 
@@ -30,7 +30,7 @@ HEADER = ChunkHeader(
     embodiment="0123456789abcdef",
     task="lift",
     sentence="lift the cube",
-    source=Source.ONLINE,
+    source=EpisodeSource.ONLINE,
     seed=5,
     started_unix_ns=1,
     end=EpisodeEnd(steps=13, success=True),
@@ -96,7 +96,7 @@ def test_each_frame_can_be_found_and_checked_by_itself() -> None:
 )
 def test_frames_and_columns_that_do_not_fit_are_refused(changes: dict[str, np.ndarray]) -> None:
     with pytest.raises(WireError):
-        open_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
+        parse_chunk(with_frames({k: np.asarray(v) for k, v in changes.items()}).encode())
 
 
 @pytest.mark.parametrize("suffix", [".length", ".crc", ".t_capture_ns"])
@@ -104,7 +104,7 @@ def test_frames_without_what_belongs_to_them_are_refused_by_name(suffix: str) ->
     whole = with_frames()
     columns = {name: column for name, column in whole.columns.items() if name != f"observation.images.wrist{suffix}"}
     with pytest.raises(WireError, match=rf"wrist.*without its column .{re.escape(suffix)}.*version"):
-        open_chunk(Chunk(HEADER, columns, {}).encode())
+        parse_chunk(Chunk(HEADER, columns, {}).encode())
 
 
 def test_frames_of_one_camera_are_of_one_kind() -> None:
@@ -114,10 +114,10 @@ def test_frames_of_one_camera_are_of_one_kind() -> None:
 
 
 def test_a_packed_chunk_gives_single_columns() -> None:
-    packed = open_chunk(Chunk(HEADER, COLUMNS, {}).encode())
+    packed = parse_chunk(Chunk(HEADER, COLUMNS, {}).encode())
     reward = packed.column("reward")
     assert reward is not None and reward.tolist() == [0, 0, 1] and packed.column("phase") is None
-    assert packed.schema == open_chunk(Chunk(replace(HEADER, index=2), COLUMNS, {}).encode()).schema
+    assert packed.schema == parse_chunk(Chunk(replace(HEADER, index=2), COLUMNS, {}).encode()).schema
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", ".hidden", "a/b", "a\0b", "x" * 200])
@@ -130,7 +130,7 @@ def test_a_name_that_could_leave_its_folder_is_refused(field: str, name: str) ->
 @pytest.mark.parametrize("name", ["observation.images.a/../../../../a", "", "a\nb", "a\\b", "x" * 300])
 def test_a_column_that_could_leave_its_folder_or_break_a_line_is_refused(name: str) -> None:
     with pytest.raises(WireError, match="not a column's name"):
-        open_chunk(Chunk(HEADER, {name: np.zeros(3, np.float32)}, {}).encode())
+        parse_chunk(Chunk(HEADER, {name: np.zeros(3, np.float32)}, {}).encode())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_column_that_could_leave_its_folder_or_break_a_line_is_refused(name: s
 )
 def test_a_final_observation_that_nobody_could_read_is_refused(final: dict[str, np.ndarray]) -> None:
     with pytest.raises(WireError):
-        open_chunk(Chunk(HEADER, COLUMNS, {k: np.asarray(v) for k, v in final.items()}).encode())
+        parse_chunk(Chunk(HEADER, COLUMNS, {k: np.asarray(v) for k, v in final.items()}).encode())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_final_observation_that_nobody_could_read_is_refused(final: dict[str, 
 )
 def test_words_and_ends_beyond_all_bounds_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        open_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
+        parse_chunk(Chunk(replace(HEADER, **changes), COLUMNS, {}).encode())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from user_sys.errors import ConfigError
-from user_sys.gateway.write_pace import PERSIST_S
-from user_sys.weights.governor import ENOUGH, SETTLE_S, Allowance, Governor, GovernorConfig
+from user_sys.gateway.weights import FLUSH_DELAY_S
+from user_sys.weights.governor import MIN_SAMPLES, PUSH_AFTERMATH_S, GovernedBudget, Governor, GovernorConfig
 
 CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, link_bytes_per_s=1e6)
 DECIDING = """
@@ -36,7 +36,7 @@ for quantile in (0.0, 0.99):
 """
 
 
-class Machine:
+class SimulatedMachine:
     """A victim of which a push at full share doubles the time; time passes with its steps and the push's rests."""
 
     def __init__(self, config: GovernorConfig = CONFIG) -> None:
@@ -59,18 +59,18 @@ class Machine:
 
 
 def test_a_push_that_hurts_is_cut_until_it_fits_the_budget() -> None:
-    machine = Machine()
+    machine = SimulatedMachine()
     machine.run(100, 0.0, pushing=False)
     machine.run(3000, 1.0, pushing=True)
     shares = [decision.share for decision in machine.governor.decisions]
     assert min(shares) < 0.15 and max(shares[-10:]) < 0.25, "about a tenth is what it can have"
-    assert machine.governor.link_limit() < 0.25e6
+    assert machine.governor.link_limit_bytes_per_s() < 0.25e6
     newest = machine.governor.scalars()
     assert newest["governor/share"] == machine.governor.share and newest["governor/idle_ms"] == pytest.approx(10.0)
 
 
 def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
-    machine = Machine()
+    machine = SimulatedMachine()
     machine.run(100, 0.0, pushing=False)
     machine.run(2000, 1.0, pushing=True)
     assert machine.governor.share < 0.5
@@ -79,16 +79,16 @@ def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
 
 
 def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() -> None:
-    machine = Machine(replace(CONFIG, least_share=0.2))
-    machine.run(ENOUGH - 1, 0.0, pushing=False)
+    machine = SimulatedMachine(replace(CONFIG, least_share=0.2))
+    machine.run(MIN_SAMPLES - 1, 0.0, pushing=False)
     machine.run(1000, 100.0, pushing=True)
     assert machine.governor.share == 1.0 and not machine.governor.decisions
-    machine.run(ENOUGH + 100, 0.0, pushing=False)
+    machine.run(MIN_SAMPLES + 100, 0.0, pushing=False)
     machine.run(30_000, 100.0, pushing=True)
     assert machine.governor.share == 0.2
 
 
-class Pushed:
+class PushStatistics:
     """A learner that publishes after every step if the governor lets it: steps of 10 ms, and each push costs 1 ms more.
 
     Most of what a push does to the step is over with the step; what gateway and robots do `lingers_s` longer.
@@ -115,18 +115,18 @@ class Pushed:
                 self.pushed += 1
                 with self.governor.push():
                     self.now_s += taken_s
-                    self.governor.breathe(1)
+                    self.governor.yield_cpu(1)
             else:
                 self.now_s += taken_s
             self.governor.observe(taken_s)
             if push:
-                self.open_s = self.now_s + self.governor.pause()
+                self.open_s = self.now_s + self.governor.pause_after_push_s()
             self.steps_s.append(taken_s)
         return sum(self.steps_s) / (0.01 * steps) - 1.0
 
 
 def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the_budget() -> None:
-    learner = Pushed()
+    learner = PushStatistics()
     learner.run(5000)
     pushed = learner.pushed
     assert learner.run(20_000) <= 0.03
@@ -155,41 +155,41 @@ def noisy(cost: float, seed: int) -> tuple[float, float]:
         more_s = own_s * sum(each for _, each in late)
         if push := now >= open_s:
             more_s += 0.5 * cost * 0.013
-            governor.begin()
+            governor.begin_push()
         now += own_s + more_s
         if push:
-            governor.end(0.003)
+            governor.end_push(0.003)
             late.append((now + 0.5, 0.5 * cost * 0.013 / 0.5))
         governor.observe(own_s + more_s)
         if push:
-            open_s = now + governor.pause()
+            open_s = now + governor.pause_after_push_s()
         if now > 20.0:
             base_s, extra_s, pushed, steps = base_s + own_s, extra_s + more_s, pushed + push, steps + 1
     return extra_s / base_s, pushed / steps
 
 
-@pytest.mark.parametrize("lingers_s", [0.4, PERSIST_S + 0.2])
+@pytest.mark.parametrize("lingers_s", [0.4, FLUSH_DELAY_S + 0.2])
 def test_what_goes_on_for_long_after_a_push_is_not_taken_for_the_time_without(lingers_s: float) -> None:
-    learner = Pushed(cost_s=0.0008, lingers_s=lingers_s)
+    learner = PushStatistics(cost_s=0.0008, lingers_s=lingers_s)
     learner.run(5000)
     assert learner.run(20_000) <= 0.03
     assert learner.governor.scalars()["governor/idle_ms"] == pytest.approx(10.0)
 
 
 def test_a_time_that_is_told_of_late_counts_as_of_when_it_ended() -> None:
-    machine = Machine()
+    machine = SimulatedMachine()
     with machine.governor.push():
         pass
-    machine.now_s = 2 * SETTLE_S
-    for ended_s, seconds in ((machine.now_s, 0.01), (SETTLE_S, 0.015)):
-        for _ in range(ENOUGH):
+    machine.now_s = 2 * PUSH_AFTERMATH_S
+    for ended_s, seconds in ((machine.now_s, 0.01), (PUSH_AFTERMATH_S, 0.015)):
+        for _ in range(MIN_SAMPLES):
             machine.governor.observe(seconds, ended_s)
     machine.run(200, 0.0, pushing=False)
     assert machine.governor.scalars()["governor/pushing_ms"] == pytest.approx(15.0)
 
 
 def test_of_two_sorts_of_steps_the_longer_count_in_full() -> None:
-    machine = Machine()
+    machine = SimulatedMachine()
     for pushing in (False, True):
         for step in range(2000):
             machine.now_s += (seconds := 0.012 * (1 + 0.5 * pushing) if step % 2 else 0.006)
@@ -199,7 +199,7 @@ def test_of_two_sorts_of_steps_the_longer_count_in_full() -> None:
 
 
 def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:
-    learner = Pushed(cost_s=5e-5)
+    learner = PushStatistics(cost_s=5e-5)
     learner.run(1000)
     pushed = learner.pushed
     learner.run(10_000)
@@ -208,13 +208,13 @@ def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_
 
 
 def test_without_a_governor_nothing_pauses() -> None:
-    learner = Pushed(cost_s=0.01, enabled=False)
+    learner = PushStatistics(cost_s=0.01, enabled=False)
     learner.run(500)
     assert learner.pushed == 500
 
 
 def test_a_checkpoint_now_and_then_is_not_laid_to_a_pushs_charge() -> None:
-    learner = Pushed(cost_s=1e-4)
+    learner = PushStatistics(cost_s=1e-4)
     for _ in range(200):
         learner.run(50)
         with learner.governor.push():
@@ -223,25 +223,25 @@ def test_a_checkpoint_now_and_then_is_not_laid_to_a_pushs_charge() -> None:
 
 
 def test_bulk_work_rests_as_its_share_says() -> None:
-    machine = Machine()
+    machine = SimulatedMachine()
     machine.governor.share = 0.25
     with machine.governor.push():
         for _ in range(10):
             machine.now_s += 0.004
-            machine.governor.breathe(1 << 20)
+            machine.governor.yield_cpu(1 << 20)
     assert machine.rests_s == pytest.approx(10 * 0.012)
     machine.governor.share = 1.0
-    machine.governor.breathe(1 << 20)
+    machine.governor.yield_cpu(1 << 20)
     assert machine.rests_s == pytest.approx(10 * 0.012)
 
 
 def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
     told, found = [1.0], []
-    allowance = Allowance(replace(CONFIG, most_ctas=16), lambda: told[0])
+    allowance = GovernedBudget(replace(CONFIG, most_ctas=16), lambda: told[0])
     for told[0] in (1.0, 0.5, 0.05, 0.01):
         found.append((allowance.ctas, allowance.chunk_bytes))
     assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20))), (1, 1 << 20)]
-    assert Allowance(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25).ctas == 4
+    assert GovernedBudget(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25).ctas == 4
 
 
 def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_told() -> None:
@@ -251,39 +251,41 @@ def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_to
         rests.append(seconds)
         now[0] += seconds
 
-    allowance, found = Allowance(CONFIG, lambda: told[0], lambda: now[0], sleep), []
+    allowance, found = GovernedBudget(CONFIG, lambda: told[0], lambda: now[0], sleep), []
     for told[0] in (1.0, 0.5, 0.25):
         now[0] += 0.01
-        allowance.breathe(1)
+        allowance.yield_cpu(1)
         found.append(allowance.worked_s)
     assert rests == pytest.approx([0.01, 0.03]) and found == pytest.approx([0.01, 0.02, 0.03])
-    off = Allowance(replace(CONFIG, enabled=False), lambda: 0.25, lambda: now[0], sleep)
+    off = GovernedBudget(replace(CONFIG, enabled=False), lambda: 0.25, lambda: now[0], sleep)
     now[0] += 1.0
-    off.breathe(1)
+    off.yield_cpu(1)
     assert off.worked_s == 1.0 and len(rests) == 2
 
 
 def test_what_another_process_does_for_a_push_counts_as_its_own() -> None:
-    machine, other = Machine(), Machine()
+    machine, other = SimulatedMachine(), SimulatedMachine()
     for m in (machine, other):
         m.governor.share = 0.5
         m.governor.observe(0.01)
     with machine.governor.push():
         machine.now_s += 0.2
-    other.governor.begin()
+    other.governor.begin_push()
     for _ in range(2):
         other.governor.observe(0.03)
     other.now_s += 0.2
-    other.governor.end(0.2)
-    assert other.governor.pause() == machine.governor.pause() == pytest.approx(0.21)
+    other.governor.end_push(0.2)
+    assert other.governor.pause_after_push_s() == machine.governor.pause_after_push_s() == pytest.approx(0.21)
 
 
 def test_switched_off_it_takes_nothing() -> None:
-    machine = Machine(replace(CONFIG, enabled=False, link_bytes_per_s=0.0))
+    machine = SimulatedMachine(replace(CONFIG, enabled=False, link_bytes_per_s=0.0))
     machine.run(100, 0.0, pushing=False)
     machine.run(1000, 5.0, pushing=True)
-    machine.governor.breathe(1 << 20)
-    assert machine.governor.share == 1.0 and machine.rests_s == 0 and machine.governor.link_limit() == math.inf
+    machine.governor.yield_cpu(1 << 20)
+    assert (
+        machine.governor.share == 1.0 and machine.rests_s == 0 and machine.governor.link_limit_bytes_per_s() == math.inf
+    )
 
 
 def test_threads_may_observe_and_push_at_once() -> None:
@@ -293,7 +295,7 @@ def test_threads_may_observe_and_push_at_once() -> None:
         for _ in range(2000):
             if pushes:
                 with governor.push():
-                    governor.breathe(1)
+                    governor.yield_cpu(1)
             else:
                 governor.observe(0.01)
 

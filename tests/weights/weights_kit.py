@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.weights.parcel import Parcel, full_parcel
-from user_sys.weights.records import Form, Manifest, Signed
-from user_sys.weights.signing import PUBLIC_SUFFIX, SECRET_SUFFIX, Signer, Trust, ensure_signer
-from user_sys.weights.state import BF16, State, build_state, describe
+from user_sys.messages import Precision, SignedRecord, WeightsManifest
+from user_sys.weights.patches import Patch, full_patch
+from user_sys.weights.signing import PUBLIC_SUFFIX, SECRET_SUFFIX, Signer, TrustedLearnerKey, ensure_signer
+from user_sys.weights.state import BF16, TensorSet, build_manifest, build_tensor_set
 
 
 def random_weights(seed: int, rows: int = 64) -> dict[str, Array]:
@@ -38,20 +38,20 @@ def changed(weights: Mapping[str, Array], share: float, seed: int) -> dict[str, 
     return found
 
 
-def version_of(state: State, version: int, signer: Signer) -> tuple[Manifest, Signed]:
-    manifest = describe(state, version, 10 * version, 0, (0.0, 0.0))
+def version_of(state: TensorSet, version: int, signer: Signer) -> tuple[WeightsManifest, SignedRecord]:
+    manifest = build_manifest(state, version, 10 * version, 0, (0.0, 0.0))
     return manifest, signer.sign(manifest)
 
 
 def full_version(
-    weights: Mapping[str, Array], version: int, signer: Signer, form: Form = "exact"
-) -> tuple[Manifest, Signed, Parcel]:
-    state = build_state(dict(weights), form)
-    return *version_of(state, version, signer), full_parcel(state, version)
+    weights: Mapping[str, Array], version: int, signer: Signer, form: Precision = "exact"
+) -> tuple[WeightsManifest, SignedRecord, Patch]:
+    state = build_tensor_set(dict(weights), form)
+    return *version_of(state, version, signer), full_patch(state, version)
 
 
-def learner_key(folder: Path) -> tuple[Signer, Trust]:
+def learner_key(folder: Path) -> tuple[Signer, TrustedLearnerKey]:
     """A learner's key pair, and the trust of a robot that was given the public half."""
     signer = ensure_signer(folder, "learner")
     assert (folder / f"learner{SECRET_SUFFIX}").stat().st_mode & 0o077 == 0
-    return signer, Trust(folder / f"learner{PUBLIC_SUFFIX}")
+    return signer, TrustedLearnerKey(folder / f"learner{PUBLIC_SUFFIX}")

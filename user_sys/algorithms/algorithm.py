@@ -10,8 +10,8 @@ from hal.spec import Array
 from user_sys.weights.snapshot import PolicySnapshot
 
 
-class Transitions(Protocol):
-    """What an algorithm reads of a batch of n transitions; `user_sys.replay.batch.TransitionBatch` is one.
+class TransitionArrays(Protocol):
+    """What an algorithm reads of a batch of n transitions; `user_sys.replay.batches.TransitionBatch` is one.
 
     Attributes:
         observation, next_observation: feature name to float32 (n, d); images uint8 (n, height, width, 3).
@@ -43,7 +43,7 @@ class Algorithm(ABC):
     for an `update` on a GPU: what is read after it waits for it."""
 
     @abstractmethod
-    def update(self, batch: Transitions) -> None:
+    def update(self, batch: TransitionArrays) -> None:
         """One gradient update of the value functions (and of the policy as often as the algorithm says).
 
         The batch's arrays are read only during the call, so that the caller may reuse them.

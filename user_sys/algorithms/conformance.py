@@ -13,7 +13,7 @@ from user_sys.algorithms.algorithm import Algorithm
 from user_sys.errors import WireError
 from user_sys.policies.conformance import example_observation, example_spec
 from user_sys.policies.policy import Policy
-from user_sys.weights.snapshot import PolicySnapshot, Unbounded
+from user_sys.weights.snapshot import PolicySnapshot, UnlimitedBudget
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def example_batch(rng: np.random.Generator, n: int = 32) -> ExampleBatch:
     )
 
 
-def brought(snapshot: PolicySnapshot) -> Mapping[str, Array]:
+def to_host_arrays(snapshot: PolicySnapshot) -> Mapping[str, Array]:
     """Its arrays in host memory; blocks while they are fetched, where they are not there."""
     if isinstance(snapshot, Mapping):
         return snapshot
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in snapshot.layout.items()}
     snapshot.wait()
-    snapshot.fetch(arrays, Unbounded())
+    snapshot.fetch(arrays, UnlimitedBudget())
     return arrays
 
 
@@ -100,7 +100,7 @@ class AlgorithmConformance(ABC):
             snapshot, copy = algorithm.policy_snapshot(), algorithm.policy_weights()
             if not isinstance(snapshot, Mapping):  # then it is fetched while training goes on
                 algorithm.update(example_batch(rng))
-            found = brought(snapshot)
+            found = to_host_arrays(snapshot)
             assert list(found) == list(copy) and all(np.array_equal(found[name], copy[name]) for name in copy)
             algorithm.update(example_batch(rng))
 

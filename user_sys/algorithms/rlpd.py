@@ -28,10 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hal.spec import Array, ArraySpec, RobotSpec
-from user_sys.algorithms.algorithm import Algorithm, Transitions
-from user_sys.algorithms.gathering import GatheredWeights
-from user_sys.algorithms.network import Network, Parameters
-from user_sys.algorithms.ranks import Ranks
+from user_sys.algorithms.algorithm import Algorithm, TransitionArrays
+from user_sys.algorithms.distributed import FunctionalModule, Parameters, ShardedWeights, TrainingGroup
 from user_sys.algorithms.rlpd_config import RlpdConfig
 from user_sys.errors import WireError
 from user_sys.policies.mlp import (
@@ -42,7 +40,7 @@ from user_sys.policies.mlp import (
     bounds_affine,
     feature_specs,
 )
-from user_sys.weights.gpu.device import DeviceCopy, HostCopies, as_array
+from user_sys.weights.gpu_copy import DeviceSnapshot, HostCopier, as_array
 from user_sys.weights.snapshot import PolicySnapshot
 
 LAST_LAYER_GAIN = 0.01
@@ -67,8 +65,8 @@ class Rlpd(Algorithm):
         features: Sequence[str] = (),
         seed: int,
         device: str = "cpu",
-        copies: HostCopies | None = None,
-        ranks: Ranks | None = None,
+        copier: HostCopier | None = None,
+        group: TrainingGroup | None = None,
     ) -> None:
         """Fresh networks that read `features` of `spec` (default: all vectors), initialised and drawing with `seed`.
 
@@ -76,28 +74,28 @@ class Rlpd(Algorithm):
             copies: takes snapshots on `device`, to be fetched later; None where it is the host's memory.
             ranks: this process among others; None where it trains alone.
         """
-        self._config, self._device, self._seed, self._ranks = config, torch.device(device), seed, ranks
-        self._host = copies
+        self._config, self._device, self._seed, self._ranks = config, torch.device(device), seed, group
+        self._host = copier
         self._generator = torch.Generator(self._device).manual_seed(seed)  # what it draws is the same on all ranks
         specs = feature_specs(spec, features)
         self._features = tuple(s.name for s in specs)
         self._affine = self._fixed_affine(specs, spec.action)
         inputs, actions = self._affine["input.offset"].numel(), self._affine["action.centre"].numel()
-        self._actor = Network(
+        self._actor = FunctionalModule(
             actor_parameters(inputs, actions, config.actor_hidden, self._generator), compute=actor_forward
         )
-        self._critics = Network(
+        self._critics = FunctionalModule(
             critic_parameters(inputs + actions, config.critic_hidden, config.critics, self._generator),
             compute=critic_values,
         )
-        self._targets, self._acting = self._critics.twin(), self._actor.twin()
+        self._targets, self._acting = self._critics.frozen_copy(), self._actor.frozen_copy()
         self._networks = dict(zip(NETWORKS, (self._targets, self._acting, self._actor, self._critics), strict=True))
         self._noise = self._generator
-        if ranks is not None:
+        if group is not None:
             for network in self._networks.values():
-                ranks.shard(network)
-            self._noise = torch.Generator(self._device).manual_seed(_own_seed(seed, ranks.rank, 0))
-        self._shares = {name: network.shares() for name, network in self._networks.items()}
+                group.shard(network)
+            self._noise = torch.Generator(self._device).manual_seed(_rank_seed(seed, group.rank, 0))
+        self._shares = {name: network.local_parameters() for name, network in self._networks.items()}
         self._log_alpha = torch.tensor(math.log(config.initial_temperature), device=self._device, requires_grad=True)
         self._target_entropy = config.entropy_per_action * actions
         self._optimizers = {
@@ -108,7 +106,7 @@ class Rlpd(Algorithm):
         self._updates = 0
         self._newest: dict[str, Tensor] = {}
 
-    def update(self, batch: Transitions) -> None:
+    def update(self, batch: TransitionArrays) -> None:
         """See `Algorithm.update`."""
         observation, next_observation = self._inputs(batch.observation), self._inputs(batch.next_observation)
         action = self._scaled_action(batch.action)
@@ -167,11 +165,11 @@ class Rlpd(Algorithm):
         if self._ranks is None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
         elif name == TEMPERATURE:  # a single number, which everybody has
-            self._ranks.average(gradient(self._log_alpha))
+            self._ranks.all_reduce_mean(require_gradient(self._log_alpha))
             torch.nn.utils.clip_grad_norm_(parameters, most)
         else:
-            self._networks[name].hand_gradients_to(self._shares[name])
-            total = self._ranks.norm([gradient(p) for p in parameters])
+            self._networks[name].move_gradients_to(self._shares[name])
+            total = self._ranks.global_norm([require_gradient(p) for p in parameters])
             torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
 
     def _follow(self, slow: str, fast: str, rate: float) -> None:
@@ -242,9 +240,9 @@ class Rlpd(Algorithm):
         """See `Algorithm.policy_weights`; names and layout as `user_sys.policies.mlp` documents."""
         acting = self._shares["acting"]
         if self._ranks is None:
-            return _copies({**acting, **self._affine})
-        whole = self._ranks.gather(acting, self._acting.shapes)
-        return {**whole, **_copies(self._affine)} if self._ranks.rank == 0 else {}
+            return _to_arrays({**acting, **self._affine})
+        whole = self._ranks.gather_tensors(acting, self._acting.shapes)
+        return {**whole, **_to_arrays(self._affine)} if self._ranks.rank == 0 else {}
 
     def policy_snapshot(self) -> PolicySnapshot:
         """See `Algorithm.policy_snapshot`. Where ranks have what is fetched later, each of them fetches it."""
@@ -252,8 +250,8 @@ class Rlpd(Algorithm):
         if self._ranks is not None:
             if self._host is None:
                 return self.policy_weights()
-            rest = _copies(self._affine)
-            return GatheredWeights(self._host.snapshot(acting), self._acting.shapes, rest, self._ranks.publishing)
+            rest = _to_arrays(self._affine)
+            return ShardedWeights(self._host.snapshot(acting), self._acting.shapes, rest, self._ranks.weights_gather)
         weights = {**acting, **self._affine}
         if self._host is not None:
             return self._host.snapshot(weights)
@@ -268,7 +266,9 @@ class Rlpd(Algorithm):
         return errors
 
     @torch.no_grad()
-    def policy_kl(self, former: PolicySnapshot, batch: Transitions, newest: Mapping[str, Array] | None = None) -> float:
+    def policy_kl(
+        self, former: PolicySnapshot, batch: TransitionArrays, newest: Mapping[str, Array] | None = None
+    ) -> float:
         """Mean KL(acting policy || the one of the snapshot `former`) over the batch's observations, in nats.
 
         Of the Gaussians before squashing, which both undergo alike.
@@ -285,7 +285,7 @@ class Rlpd(Algorithm):
 
     def _on_device(self, weights: PolicySnapshot) -> Parameters:
         """The actor among a policy's weights."""
-        if isinstance(weights, DeviceCopy):
+        if isinstance(weights, DeviceSnapshot):
             return {name: weights.tensors[name] for name in self._acting.shapes}
         assert isinstance(weights, Mapping)  # these are the two that are whole
         return {name: torch.from_numpy(weights[name]).to(self._device) for name in self._acting.shapes}
@@ -294,10 +294,10 @@ class Rlpd(Algorithm):
         """See `Algorithm.state_dict`."""
         tensors = self._tensors()
         if self._ranks is None:
-            state = _copies(tensors)
+            state = _to_arrays(tensors)
         else:
-            state = self._ranks.gather(tensors, self._shapes(tensors))
-            noise = self._ranks.collect(self._noise.get_state().numpy().tobytes())
+            state = self._ranks.gather_tensors(tensors, self._shapes(tensors))
+            noise = self._ranks.gather_bytes(self._noise.get_state().numpy().tobytes())
             if self._ranks.rank:
                 return {}
             state[NOISE] = np.stack([np.frombuffer(each, np.uint8) for each in noise])
@@ -318,15 +318,15 @@ class Rlpd(Algorithm):
         with torch.no_grad():
             for name, tensor in tensors.items():
                 whole = torch.from_numpy(np.array(state[name]))
-                tensor.copy_(whole if self._ranks is None else self._ranks.own(whole))
+                tensor.copy_(whole if self._ranks is None else self._ranks.local_shard(whole))
         self._updates = int(state["updates"][0])
-        _restore(self._generator, state[GENERATOR])
+        _restore_generator(self._generator, state[GENERATOR])
         if self._ranks is not None:
             self._restore_noise(state.get(NOISE, np.empty(0, np.uint8)), self._ranks)
 
-    def _restore_noise(self, saved: Array, ranks: Ranks) -> None:
-        if len(saved) != ranks.world or not _restore(self._noise, saved[ranks.rank]):
-            self._noise.manual_seed(_own_seed(self._seed, ranks.rank, self._updates))
+    def _restore_noise(self, saved: Array, ranks: TrainingGroup) -> None:
+        if len(saved) != ranks.world or not _restore_generator(self._noise, saved[ranks.rank]):
+            self._noise.manual_seed(_rank_seed(self._seed, ranks.rank, self._updates))
 
 
 def actor_parameters(inputs: int, actions: int, hidden: tuple[int, ...], generator: torch.Generator) -> Parameters:
@@ -398,14 +398,14 @@ def critic_values(critics: Parameters, x: Tensor, *, subset: Tensor | None = Non
     return torch.baddbmm(critics[f"{depth - 1}.bias"], h, critics[f"{depth - 1}.weight"])
 
 
-def gradient(parameter: Tensor) -> Tensor:
+def require_gradient(parameter: Tensor) -> Tensor:
     """Raises RuntimeError: a backward pass has left it none."""
     if parameter.grad is None:
         raise RuntimeError("a parameter has no gradient: the loss does not depend on it")
     return parameter.grad
 
 
-def _restore(generator: torch.Generator, saved: Array) -> bool:
+def _restore_generator(generator: torch.Generator, saved: Array) -> bool:
     """False, and nothing is changed, where `saved` is the state of another sort of device."""
     fits = np.shape(saved) == tuple(generator.get_state().shape)
     if fits:
@@ -413,7 +413,7 @@ def _restore(generator: torch.Generator, saved: Array) -> bool:
     return fits
 
 
-def _own_seed(seed: int, rank: int, updates: int) -> int:
+def _rank_seed(seed: int, rank: int, updates: int) -> int:
     """For a rank's own draws, from so many updates on."""
     return int(np.random.SeedSequence((seed, rank, updates)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -428,5 +428,5 @@ def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.zeros(shape, device=generator.device).requires_grad_()
 
 
-def _copies(tensors: Parameters) -> dict[str, Array]:
+def _to_arrays(tensors: Parameters) -> dict[str, Array]:
     return {name: np.array(t.detach().cpu().numpy()) for name, t in tensors.items()}

@@ -13,24 +13,24 @@ from collections.abc import Callable
 from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.websockets import WebSocketState
 
-from user_sys.console import wire
+from user_sys.console import protocol
 from user_sys.console.hub import ConsoleHub
 from user_sys.errors import UserSysError, WireError
-from user_sys.gateway.turns import Turns
 from user_sys.messages import OperatorReply
+from user_sys.tunnel.flow_control import KeyedTokenBucket
 
 STATE_PERIOD_S = 0.25
 STATE_PERIOD_MIN_S = 0.08
 CURVES_PERIOD_S = 2.0
 SEND_TIMEOUT_S = 5.0
-SILENT_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
-MAX_OUT = 64
+RECEIVE_TIMEOUT_S = 150.0  # a hidden page's timers may run once a minute
+MAX_QUEUED_MESSAGES = 64
 MAX_REASON_BYTES = 120  # of 123 that a close frame holds
 MAX_MESSAGES_HZ = 60
 FLOOD_PAUSE_S = 1.0  # in which nothing is read: a page that floods anew at once costs little
-MAX_STOPS_HZ = 20
-MAX_ASKED = 1024
-BAD_MESSAGE = 1008
+MAX_ESTOPS_HZ = 20
+MAX_PENDING_ESTOPS = 1024
+POLICY_VIOLATION = 1008
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class _Socket(ABC):
         self._socket = socket
         self._hub = hub
         self._wake = asyncio.Event()
-        self._out: deque[wire.ToPage] = deque(maxlen=MAX_OUT)
+        self._out: deque[protocol.ToPage] = deque(maxlen=MAX_QUEUED_MESSAGES)
 
     def wake(self) -> None:
         """There may be something to send."""
         self._wake.set()
 
-    def push(self, message: wire.ToPage) -> None:
-        """Sends `message` soon. If `MAX_OUT` messages wait already, the oldest is dropped."""
+    def push(self, message: protocol.ToPage) -> None:
+        """Sends `message` soon. If `MAX_QUEUED_MESSAGES` messages wait already, the oldest is dropped."""
         self._out.append(message)
         self._wake.set()
 
@@ -84,11 +84,11 @@ class _Socket(ABC):
         short = reason.encode()[:MAX_REASON_BYTES].decode("utf-8", "ignore")
         with contextlib.suppress(WebSocketDisconnect):  # gone before it heard why
             async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._socket.close(BAD_MESSAGE, short)
+                await self._socket.close(POLICY_VIOLATION, short)
 
     async def _read(self) -> None:
         while True:
-            async with asyncio.timeout(SILENT_TIMEOUT_S):
+            async with asyncio.timeout(RECEIVE_TIMEOUT_S):
                 frame = await self._socket.receive()
             if frame["type"] == "websocket.disconnect":
                 return
@@ -100,7 +100,7 @@ class _Socket(ABC):
     async def _write(self) -> None:
         while True:
             while self._out:
-                await self._send_text(wire.encode(self._out.popleft()))
+                await self._send_text(protocol.encode(self._out.popleft()))
             await self._write_more()
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):  # which says that it is time for the next state
@@ -125,7 +125,7 @@ class _Socket(ABC):
         return
 
 
-class Page(_Socket):
+class PageSocket(_Socket):
     """The WebSocket for everything but e-stops, and the person behind it.
 
     A page that sends more than `MAX_MESSAGES_HZ` messages a second, after a second's worth at once, is closed: later
@@ -139,14 +139,18 @@ class Page(_Socket):
     """
 
     def __init__(
-        self, socket: WebSocket, hub: ConsoleHub, claim_name: Callable[[Page, str], str], watch: Callable[[], None]
+        self,
+        socket: WebSocket,
+        hub: ConsoleHub,
+        claim_name: Callable[[PageSocket, str], str],
+        watch: Callable[[], None],
     ) -> None:
         super().__init__(socket, hub)
         self.operator = ""
         self._claim_name = claim_name
         self._watch = watch
         self._looking = True
-        self._turns = Turns(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
+        self._turns = KeyedTokenBucket(MAX_MESSAGES_HZ, 1 / MAX_MESSAGES_HZ)
         self._drives: set[str] = set()
         self._in_flight: set[tuple[str, str]] = set()
         self._sent_serial: dict[tuple[str, str], int] = {}
@@ -166,42 +170,44 @@ class Page(_Socket):
             self._release()
             await asyncio.sleep(FLOOD_PAUSE_S)
             raise WireError(f"more than {MAX_MESSAGES_HZ} messages a second; the page may be opened again")
-        self._turns.take("")
-        message = wire.decode(text)
-        if not self.operator and not isinstance(message, wire.Hello):
+        self._turns.consume("")
+        message = protocol.decode(text)
+        if not self.operator and not isinstance(message, protocol.PageHello):
             raise WireError("the first message is `hello`")
         match message:
-            case wire.Hello(operator=wish):
+            case protocol.PageHello(operator=wish):
                 self.operator = self._claim_name(self, wish.strip())
-                self.push(wire.Welcome(self.operator))
-            case wire.Order(robot=robot, order=order):
+                self.push(protocol.OperatorAssigned(self.operator))
+            case protocol.PageOrder(robot=robot, order=order):
                 if order == "take-over":
                     self._drives.add(robot)
-                self._attempt(robot, order, lambda: self._hub.order(robot, self.operator, order, address=self.address))
-            case wire.Drive(robot=robot, move=move, gripper=gripper):
-                self._attempt(robot, "drive", lambda: self._hub.drive(robot, self.operator, move, gripper))
-            case wire.Seen(pictures=pictures):
+                self._attempt(
+                    robot, order, lambda: self._hub.send_order(robot, self.operator, order, address=self.address)
+                )
+            case protocol.DriveInput(robot=robot, move=move, gripper=gripper):
+                self._attempt(robot, "drive", lambda: self._hub.send_drive(robot, self.operator, move, gripper))
+            case protocol.PreviewsShown(pictures=pictures):
                 self._in_flight.difference_update(pictures)
                 self.wake()
-            case wire.Look(on=on):
+            case protocol.PageVisibility(on=on):
                 self._looking = on
                 if not on:
                     self._release()
                 self.wake()
-            case wire.Ping(sent_ms=sent_ms):
-                self.push(wire.Pong(sent_ms))
+            case protocol.Ping(sent_ms=sent_ms):
+                self.push(protocol.Pong(sent_ms))
 
     def _attempt(self, robot: str, order: str, send: Callable[[], None]) -> None:
         try:
             send()
         except UserSysError as error:
-            self.push(wire.Reply(robot, order, False, str(error)))
+            self.push(protocol.OrderReply(robot, order, False, str(error)))
 
     def _release(self) -> None:
         """Has the robots hold that the page drives. One that is out of reach holds by itself, as its input ends."""
         for robot in self._drives:
             with contextlib.suppress(UserSysError):
-                self._hub.order(robot, self.operator, "release")
+                self._hub.send_order(robot, self.operator, "release")
         self._drives.clear()
 
     async def _write_more(self) -> None:
@@ -214,10 +220,10 @@ class Page(_Socket):
         now_s = time.monotonic()
         if now_s - self._state_at_s >= STATE_PERIOD_MIN_S:
             self._state_at_s = now_s
-            await self._send_text(wire.encode(wire.State(self._hub.view())))
+            await self._send_text(protocol.encode(protocol.StateUpdate(self._hub.view())))
         if now_s - self._curves_at_s >= CURVES_PERIOD_S:
             self._curves_at_s = now_s
-            await self._send_text(wire.encode(wire.Curves(self._hub.curves())))
+            await self._send_text(protocol.encode(protocol.CurvesUpdate(self._hub.curves())))
 
     async def _write_pictures(self) -> None:
         for robot in self._hub.view().robots:
@@ -226,21 +232,21 @@ class Page(_Socket):
 
     async def _write_picture(self, robot: str, camera: str) -> None:
         key = (robot, camera)
-        picture = self._hub.picture(robot, camera)
+        picture = self._hub.preview(robot, camera)
         if picture is None or key in self._in_flight or picture.serial <= self._sent_serial.get(key, 0):
             return
         self._in_flight.add(key)
         self._sent_serial[key] = picture.serial
         async with asyncio.timeout(SEND_TIMEOUT_S):
-            await self._socket.send_bytes(wire.encode_picture(picture))
+            await self._socket.send_bytes(protocol.encode_preview(picture))
 
 
-class StopSocket(_Socket):
-    """The WebSocket for a page's e-stops. None is dropped; a flood waits in its own connection, at `MAX_STOPS_HZ`."""
+class EstopSocket(_Socket):
+    """The WebSocket for a page's e-stops. None is dropped; a flood waits in its own connection, at `MAX_ESTOPS_HZ`."""
 
     def __init__(self, socket: WebSocket, hub: ConsoleHub) -> None:
         super().__init__(socket, hub)
-        self._turns = Turns(MAX_STOPS_HZ, 1 / MAX_STOPS_HZ)
+        self._turns = KeyedTokenBucket(MAX_ESTOPS_HZ, 1 / MAX_ESTOPS_HZ)
         self._asked: dict[tuple[str, int], None] = {}  # robot and press, until confirmed
 
     def _who(self) -> str:
@@ -253,25 +259,25 @@ class StopSocket(_Socket):
             return
         if reply.accepted:
             del self._asked[key]
-        self.push(wire.Stopped(*key, reply.accepted, reply.reason))
+        self.push(protocol.EstopStatus(*key, reply.accepted, reply.reason))
 
     async def _take(self, text: str) -> None:
-        match wire.decode_stop(text):
-            case wire.Stop(operator=operator, presses=presses):
+        match protocol.decode_estop(text):
+            case protocol.EstopRequest(operator=operator, presses=presses):
                 for robot, press in presses.items():
                     self._press(robot, operator, press)
-            case wire.Ping(sent_ms=sent_ms):
-                self.push(wire.Pong(sent_ms))
-        self._turns.take("")
+            case protocol.Ping(sent_ms=sent_ms):
+                self.push(protocol.Pong(sent_ms))
+        self._turns.consume("")
         await asyncio.sleep(self._turns.wait_s(""))
 
     def _press(self, robot: str, operator: str, press: int) -> None:
         if (robot, press) not in self._asked:
             _log.warning("console.e-stop robot=%s operator=%r press=%d", robot[:80], operator, press)
-            while len(self._asked) >= MAX_ASKED:
+            while len(self._asked) >= MAX_PENDING_ESTOPS:
                 del self._asked[next(iter(self._asked))]
             self._asked[robot, press] = None
         try:
-            self._hub.order(robot, operator, "e-stop", press=press, address=self.address)
+            self._hub.send_order(robot, operator, "e-stop", press=press, address=self.address)
         except UserSysError as error:
-            self.push(wire.Stopped(robot, press, False, str(error)))
+            self.push(protocol.EstopStatus(robot, press, False, str(error)))

@@ -1,46 +1,172 @@
-"""The console's web server: FastAPI and uvicorn in a thread of the launcher, on this machine only."""
+"""Who may see the console: who has the address with its token, from a page of our own, on this machine.
+
+The token comes in the address once; the browser then keeps a cookie. A request must name a loopback host, which defeats
+DNS rebinding; a WebSocket must come from a page of the very same origin, which defeats a foreign page that uses the
+cookie. The port is not compared, so that the console can be reached through an SSH tunnel.
+
+The console's web server: FastAPI and uvicorn in a thread of the launcher, on this machine only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import hmac
 import logging
+import re
 import secrets
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from hal.audit import Audit, unaudited
-from user_sys.console import wire
-from user_sys.console.access import LOOPBACK, TOKEN_BYTES, Gate
-from user_sys.console.hub import ConsoleHub, Picture, Report
-from user_sys.console.page import Page, StopSocket
+from hal.audit import AuditSink, discard_audit_event
+from user_sys.console import protocol
+from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
+from user_sys.console.page import EstopSocket, PageSocket
 from user_sys.errors import ConfigError, RunError, UserSysError
 from user_sys.messages import OperatorReply
 
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+TOKEN_BYTES = 24
+COOKIE = "user_sys_console"
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+AsgiScope = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
+
+_LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+_log = logging.getLogger(__name__)
+
+
+class AccessMiddleware:
+    """Stands before the whole application: refuses, or lets through with strict headers and a cookie.
+
+    Args:
+        app: what is guarded.
+        token: the secret in the address.
+        port: where the server listens.
+        audit: is told who is refused, and why.
+    """
+
+    def __init__(self, app: AsgiApp, token: str, port: int, audit: AuditSink = discard_audit_event) -> None:
+        self._app = app
+        self._audit = audit
+        self._token = token
+        # A browser shows a host's cookies to all its ports. So the name is of this port, lest consoles overwrite each
+        # other's, and the cookie is another secret than the token, gone with this server.
+        self._cookie_name = f"{COOKIE}_{port}"
+        self._cookie = secrets.token_urlsafe(TOKEN_BYTES)
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, self._dressed(send))
+            return
+        status, reason = refusal
+        client = scope.get("client") or ("?",)
+        self._audit("refused", role="console", address=client[0], reason=reason)
+        _log.warning("console.refused client=%s path=%r: %s", client[0], scope["path"][:80], reason)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403
+        else:
+            await _send_text(self._dressed(send, cookie=False), status, reason)
+
+    def _refusal(self, scope: AsgiScope) -> tuple[int, str] | None:
+        headers = _headers(scope)
+        host = headers.get("host", "")
+        if not _LOOPBACK_HOST.fullmatch(host):
+            return 403, "this console answers on this machine only; from elsewhere use an SSH tunnel to it"
+        origin = headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            return 403, "a page of another site may not use this console"
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
+            return 405, "this console is read by GET"
+        by_token = self._has_token(scope)
+        if not by_token and not self._has_cookie(headers):
+            return 401, "open the address that the run printed in its terminal: it carries the key to this page"
+        if scope["type"] == "websocket" and origin is None and not by_token:
+            return 403, "a program that is no browser must show the token"
+        return None
+
+    def _has_token(self, scope: AsgiScope) -> bool:
+        try:
+            shown = parse_qs(scope.get("query_string", b"").decode("ascii"), max_num_fields=8).get("token", [""])[0]
+        except (UnicodeDecodeError, ValueError):
+            return False
+        return _secrets_match(shown, self._token)
+
+    def _has_cookie(self, headers: dict[str, str]) -> bool:
+        try:
+            shown = SimpleCookie(headers.get("cookie", "")).get(self._cookie_name)
+        except CookieError:
+            return False
+        return shown is not None and _secrets_match(shown.value, self._cookie)
+
+    def _dressed(self, send: AsgiSend, cookie: bool = True) -> AsgiSend:
+        async def dressed(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                extra = dict(SECURITY_HEADERS)
+                if cookie:
+                    extra["set-cookie"] = f"{self._cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
+                added = [(name.encode(), value.encode()) for name, value in extra.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        return dressed
+
+
+async def _send_text(send: AsgiSend, status: int, text: str) -> None:
+    body = text.encode() + b"\n"
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _headers(scope: AsgiScope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _secrets_match(shown: str, secret: str) -> bool:
+    return hmac.compare_digest(shown.encode("utf-8", "replace"), secret.encode())
+
+
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-GRACE_S = 1  # for open pages at the end; without it uvicorn waits for them for ever
+SHUTDOWN_GRACE_S = 1  # for open pages at the end; without it uvicorn waits for them for ever
 MAX_PAGES = 16
-MAX_STOP_SOCKETS = 2 * MAX_PAGES  # a page opens another where it doubts the first
+MAX_ESTOP_SOCKETS = 2 * MAX_PAGES  # a page opens another where it doubts the first
 MAX_CONNECTIONS = 64
 RECEIVE_BUFFER_BYTES = 8192  # so that what one connection sends at once takes a few milliseconds to decode
 MAX_REPLIES = 256
 WATCH_RATE_HZ = 10.0
 WATCH_PERIOD_S = 1.0
 WATCH_TTL_S = 3.0
-FULL = 1013
-
-_log = logging.getLogger(__name__)
+TRY_AGAIN_LATER = 1013
 
 
 class ConsoleServer:
@@ -58,9 +184,14 @@ class ConsoleServer:
     """
 
     def __init__(
-        self, hub: ConsoleHub, host: str = "127.0.0.1", port: int = 0, token: str = "", audit: Audit = unaudited
+        self,
+        hub: ConsoleHub,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        audit: AuditSink = discard_audit_event,
     ) -> None:
-        if host not in LOOPBACK:
+        if host not in LOOPBACK_HOSTS:
             raise ConfigError(f"console.host: {host!r} is not this machine; use 127.0.0.1, and an SSH tunnel to it")
         self._hub = hub
         self._host = host
@@ -103,7 +234,7 @@ class ConsoleServer:
 
     def _config(self, port: int) -> uvicorn.Config:
         return uvicorn.Config(
-            Gate(build_app(self._pages), self._token, port, self._audit),
+            AccessMiddleware(build_app(self._pages), self._token, port, self._audit),
             loop="asyncio",
             lifespan="off",
             log_config=None,
@@ -112,8 +243,8 @@ class ConsoleServer:
             server_header=False,
             proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_S,
-            ws_max_size=wire.MAX_MESSAGE_BYTES,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            ws_max_size=protocol.MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,  # pictures are compressed already
         )
 
@@ -140,17 +271,19 @@ def build_app(pages: _Pages) -> FastAPI:
 
 
 class _Pages:
-    """All open pages. `heard` runs in the threads that feed the hub; everything else in the server's event loop."""
+    """All open pages. `on_hub_message` runs in the threads that feed the hub; everything else in the server's event
+    loop.
+    """
 
-    def __init__(self, hub: ConsoleHub, audit: Audit) -> None:
+    def __init__(self, hub: ConsoleHub, audit: AuditSink) -> None:
         self._hub, self._audit = hub, audit
-        self._open: set[Page] = set()
-        self._stops: set[StopSocket] = set()
+        self._open: set[PageSocket] = set()
+        self._stops: set[EstopSocket] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replies: deque[OperatorReply] = deque(maxlen=MAX_REPLIES)
         self._waking = False
         self._watched_s = 0.0
-        self._end_listening = hub.listen(self.heard)
+        self._end_listening = hub.subscribe(self.on_hub_message)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -162,9 +295,9 @@ class _Pages:
     async def serve(self, socket: WebSocket) -> None:
         await socket.accept()
         if len(self._open) >= MAX_PAGES:
-            await socket.close(FULL, f"{MAX_PAGES} pages are open already; close one")
+            await socket.close(TRY_AGAIN_LATER, f"{MAX_PAGES} pages are open already; close one")
             return
-        page = Page(socket, self._hub, self._claim_name, self._watch)
+        page = PageSocket(socket, self._hub, self._claim_name, self._watch)
         self._open.add(page)
         try:
             await page.run()
@@ -175,17 +308,19 @@ class _Pages:
 
     async def serve_stops(self, socket: WebSocket) -> None:
         await socket.accept()
-        if len(self._stops) >= MAX_STOP_SOCKETS:
-            await socket.close(FULL, f"{MAX_STOP_SOCKETS} connections for e-stops are open already; close a page")
+        if len(self._stops) >= MAX_ESTOP_SOCKETS:
+            await socket.close(
+                TRY_AGAIN_LATER, f"{MAX_ESTOP_SOCKETS} connections for e-stops are open already; close a page"
+            )
             return
-        stops = StopSocket(socket, self._hub)
+        stops = EstopSocket(socket, self._hub)
         self._stops.add(stops)
         try:
             await stops.run()
         finally:
             self._stops.discard(stops)
 
-    def heard(self, what: Report | Picture) -> None:
+    def on_hub_message(self, what: HubMessage | PreviewImage) -> None:
         """Wakes the pages, once however often it is called before they woke."""
         loop = self._loop
         if loop is None or not (self._open or self._stops):
@@ -213,9 +348,9 @@ class _Pages:
             return
         for page in self._open:
             if page.operator == reply.operator:
-                page.push(wire.Reply(reply.robot, reply.order, reply.accepted, reply.reason))
+                page.push(protocol.OrderReply(reply.robot, reply.order, reply.accepted, reply.reason))
 
-    def _claim_name(self, page: Page, wish: str) -> str:
+    def _claim_name(self, page: PageSocket, wish: str) -> str:
         """The wished name, made unlike that of every other open page: a name drives one robot from one place."""
         wish = wish or f"guest-{secrets.token_hex(2)}"
         taken = {other.operator for other in self._open if other is not page}
@@ -230,7 +365,7 @@ class _Pages:
             return
         self._watched_s = now_s
         try:
-            self._hub.watch(WATCH_RATE_HZ, WATCH_TTL_S)
+            self._hub.request_previews(WATCH_RATE_HZ, WATCH_TTL_S)
         except UserSysError as error:
             _log.warning("console.watch failed, pictures will stop: %s", error)
 

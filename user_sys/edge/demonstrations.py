@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hal.station import Expert, Station
-from user_sys.compose import RobotConfig, build_station
-from user_sys.edge.local import Attend, give_up_stopped, local_driver, nobody_calls
-from user_sys.edge.loop import EpisodeSummary, run_episode
-from user_sys.edge.pilots import ExpertPilot
+from hal.driver import ExpertPolicy, RobotSetup
+from user_sys.compose import RobotConfig, build_robot_setup
+from user_sys.edge.agents import ScriptedAgent
+from user_sys.edge.local_environment import StopCheck, never_stop, open_local_environment, raise_if_stopped
+from user_sys.edge.loop import EpisodeResult, run_episode
 from user_sys.edge.recorder import Recorder, RecorderConfig
-from user_sys.episode import Source
+from user_sys.episode import EpisodeSource
 from user_sys.errors import ConfigError
 
 MAX_ATTEMPTS_PER_DEMONSTRATION = 5
@@ -30,35 +30,35 @@ class DemonstrationConfig:
     noise: float = 0.1
 
 
-def require_expert(station: Station, task: str) -> Callable[[int, float], Expert]:
+def get_expert(station: RobotSetup, task: str) -> Callable[[int, float], ExpertPolicy]:
     """The scripted expert of `station`, which was built for `task`. Raises ConfigError: there is none."""
-    if station.expert is None:
+    if station.make_expert is None:
         raise ConfigError(
             f"robot {station.name}: no scripted expert knows the task {task!r}: say --demonstrations.episodes=0, and "
             "show it by hand in the run, or bring demonstrations from elsewhere (docs/people.md)"
         )
-    return station.expert
+    return station.make_expert
 
 
-def require_shown(config: RobotConfig, wanted: DemonstrationConfig) -> None:
+def check_demonstrable(config: RobotConfig, requested: DemonstrationConfig) -> None:
     """Looks, before anything is made, whether the robot's station can be built and, where demonstrations are wanted,
     has an expert for them; connects nothing. Raises ConfigError."""
-    station = build_station(config, cameras=False)
-    if wanted.episodes > 0:
-        require_expert(station, config.task)
+    station = build_robot_setup(config, cameras=False)
+    if requested.episodes > 0:
+        get_expert(station, config.task)
 
 
-def demonstrate(
+def generate_demonstrations(
     config: RobotConfig,
-    wanted: DemonstrationConfig,
-    there: int,
-    keep: Callable[[Sequence[bytes]], None],
+    requested: DemonstrationConfig,
+    existing: int,
+    persist: Callable[[Sequence[bytes]], None],
     recorder: RecorderConfig,
     *,
     seed: int,
-    attend: Attend = nobody_calls,
+    check_stop: StopCheck = never_stop,
     locked: bool = False,
-) -> Iterator[EpisodeSummary]:
+) -> Iterator[EpisodeResult]:
     """Has the expert show what is missing of `wanted`, and yields each success, after `keep` has taken its chunks.
 
     Args:
@@ -72,22 +72,22 @@ def demonstrate(
         ConfigError: the task has no scripted expert, or the expert fails too often.
         HalError: as `local_driver`; the robot was lost or stopped.
     """
-    missing = wanted.episodes - there
+    missing = requested.episodes - existing
     if missing <= 0:
         return
-    station = build_station(config)
-    expert_of = require_expert(station, config.task)
-    with local_driver(station, config, config.frame_stride, attend=attend, locked=locked) as driver:
-        listeners = [give_up_stopped, lambda tick, decision: attend()]
+    station = build_robot_setup(config)
+    expert_of = get_expert(station, config.task)
+    with open_local_environment(station, config, config.frame_stride, check_stop=check_stop, locked=locked) as driver:
+        listeners = [raise_if_stopped, lambda tick, decision: check_stop()]
         chunks: list[bytes] = []
         task = station.task
-        record = Recorder(driver.spec, config.name, task.name, task.sentence, chunks.append, recorder)
+        record = Recorder(driver.spec, config.name, task.name, task.instruction, chunks.append, recorder)
         for attempt in range(missing * MAX_ATTEMPTS_PER_DEMONSTRATION):
-            start = DEMONSTRATION_SEED + 1000 * seed + there + attempt
-            pilot = ExpertPilot(expert_of(start, wanted.noise), task.max_steps)
-            summary = run_episode(driver, pilot, record, source=Source.DEMO, seed=start, listeners=listeners)
+            start = DEMONSTRATION_SEED + 1000 * seed + existing + attempt
+            pilot = ScriptedAgent(expert_of(start, requested.noise), task.max_steps)
+            summary = run_episode(driver, pilot, record, source=EpisodeSource.DEMO, seed=start, listeners=listeners)
             if summary.success:
-                keep(chunks)
+                persist(chunks)
                 missing -= 1
                 yield summary
             chunks.clear()

@@ -6,26 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from user_sys.edge.driver import DriverPort, Tick
-from user_sys.edge.recorder import Decision, Recorder, Verdict
-from user_sys.episode import Phase, Source
+from user_sys.edge.environment import Environment, TimeStep
+from user_sys.edge.recorder import Recorder, SelectedAction, StepOutcome
+from user_sys.episode import EpisodeSource, Phase
 
 
-class Pilot(Protocol):
+class Agent(Protocol):
     """Who drives: a policy, a scripted expert, or a session in which people may step in."""
 
-    def begin(self, tick: Tick) -> None:
+    def begin_episode(self, tick: TimeStep) -> None:
         """A new episode starts at `tick`."""
 
-    def decide(self, tick: Tick) -> Decision | None:
+    def select_action(self, tick: TimeStep) -> SelectedAction | None:
         """The next action; None asks the robot to hold for a control period, which is not a step."""
 
-    def judge(self, after: Tick, steps: int) -> Verdict:
+    def evaluate_step(self, after: TimeStep, steps: int) -> StepOutcome:
         """The verdict on the step, the `steps`-th of the episode, that led to `after`."""
 
 
 @dataclass(frozen=True)
-class EpisodeSummary:
+class EpisodeResult:
     """One finished episode."""
 
     episode: str
@@ -36,48 +36,48 @@ class EpisodeSummary:
     policy_version: int
 
 
-StepListener = Callable[[Tick, Decision | None], None]
+StepListener = Callable[[TimeStep, SelectedAction | None], None]
 
 
 def run_episode(
-    driver: DriverPort,
-    pilot: Pilot,
+    environment: Environment,
+    agent: Agent,
     recorder: Recorder | None,
     *,
-    source: Source,
+    source: EpisodeSource,
     seed: int,
     listeners: Sequence[StepListener] = (),
-) -> EpisodeSummary:
+) -> EpisodeResult:
     """Runs one episode to its end and returns what became of it.
 
     Raises:
         HalError: the driver's errors pass through; the episode stays open and is never sampled past its last step.
     """
-    tick = driver.reset(seed)
-    pilot.begin(tick)
-    episode = recorder.begin(source, seed) if recorder else ""
+    tick = environment.reset(seed)
+    agent.begin_episode(tick)
+    episode = recorder.begin_episode(source, seed) if recorder else ""
     steps, total, interventions, version = 0, 0.0, 0, -1
     while True:
-        decision = pilot.decide(tick)
+        decision = agent.select_action(tick)
         if decision is None:
-            held = driver.hold()
+            held = environment.hold()
             tick = replace(held, frames={**tick.frames, **held.frames})  # a step is to have each
-            _tell(listeners, held, None)
+            _notify(listeners, held, None)
             continue
-        after = driver.command(decision.action)
+        after = environment.step(decision.action)
         steps += 1
-        verdict = pilot.judge(after, steps)
+        verdict = agent.evaluate_step(after, steps)
         if recorder:
             recorder.record(tick, decision, after, verdict)
         total += verdict.reward
         interventions += decision.phase is not Phase.POLICY
         version = max(version, decision.policy_version)
-        _tell(listeners, after, decision)
-        if verdict.over:
-            return EpisodeSummary(episode, steps, verdict.success, total, interventions, version)
+        _notify(listeners, after, decision)
+        if verdict.is_last:
+            return EpisodeResult(episode, steps, verdict.success, total, interventions, version)
         tick = after
 
 
-def _tell(listeners: Sequence[StepListener], tick: Tick, decision: Decision | None) -> None:
+def _notify(listeners: Sequence[StepListener], tick: TimeStep, decision: SelectedAction | None) -> None:
     for listener in listeners:
         listener(tick, decision)

@@ -1,4 +1,8 @@
-"""The edge's durable queue of chunks: what was recorded here waits here until the gateway has it on disk.
+"""What a full outbox may give up, and its durable note of what it gave up.
+
+Each record of an outbox carries marks in its `schema`, so that episodes are told apart without reading their chunks.
+
+The edge's durable queue of chunks: what was recorded here waits here until the gateway has it on disk.
 
 Same log format as the store. What survives: a chunk counts as recorded once `append` (or, for several, the `sync` after
 them) has returned, and then survives ``kill -9`` and a power cut until it is acknowledged. The position up to which
@@ -21,34 +25,143 @@ import re
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
+import msgspec
 from crc32c import crc32c
 
+from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import decode_packet
-from user_sys.edge.dropped import WhenFull, mark, oldest_autonomous, read_dropped, write_dropped
-from user_sys.episode import ChunkHeader
-from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError, waiting_for_space
-from user_sys.store.files import NO_SPACE, REAL, Files, free_bytes, replace_durably, write_all
+from user_sys.episode import ChunkHeader, EpisodeSource, Phase, parse_chunk
+from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError, disk_full_message
+from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, write_all
 from user_sys.store.log import LogReader, LogWriter, RecordRef
-from user_sys.store.manifest import Entry
-from user_sys.store.segments import choose, list_segments
+from user_sys.store.manifest import SegmentEntry
+from user_sys.store.record_format import list_segments, resolve_generations
+from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
-from user_sys.tunnel.uplink import PendingChunk
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1
+WhenFull = Literal["pause", "drop_oldest_autonomous"]
+_FIRST, _LAST, _KEPT = 1, 2, 4
+_FLAGS = _FIRST | _LAST | _KEPT
+_CRC_BYTES = 4
+
+
+def record_flags(packet: bytes) -> int:
+    """What the outbox must know of a chunk: its episode's fingerprint, and the marks first, last, and to be kept.
+
+    Everything is kept but what a policy alone did online: demonstrations, evaluations, steps in which a person took
+    part, and chunks that do not say who was in control. Raises WireError for what is no chunk.
+    """
+    chunk = parse_chunk(packet)
+    header, phase = chunk.header, chunk.column("phase")
+    autonomous = header.source is EpisodeSource.ONLINE and phase is not None and bool((phase == Phase.POLICY).all())
+    marks = _FIRST * (header.index == 0) | _LAST * (header.end is not None) | _KEPT * (not autonomous)
+    return crc32c(header.episode.encode()) & ~_FLAGS | marks
+
+
+def select_droppable(
+    waiting: Sequence[RecordRef], offered: int, recording: Iterable[int], need_bytes: int
+) -> list[RecordRef]:
+    """The chunks of as many of the oldest episodes as free `need_bytes`, or of all that may go.
+
+    An episode may go when it is whole in `waiting`, a policy alone acted in it, and none of it was sent.
+
+    Args:
+        waiting: in order.
+        offered: chunks up to this sequence were handed to the tunnel.
+        recording: marks of chunks that are being recorded; their episodes stay.
+    """
+    episodes: dict[int, list[RecordRef]] = {}
+    for ref in waiting:
+        episodes.setdefault(ref.schema & ~_FLAGS, []).append(ref)
+    stay = {schema & ~_FLAGS for schema in recording}
+    if waiting and not waiting[-1].schema & _LAST:
+        stay.add(waiting[-1].schema & ~_FLAGS)
+    found: list[RecordRef] = []
+    freed = 0
+    for name, chunks in episodes.items():
+        whole = chunks[0].schema & _FIRST and chunks[0].sequence > offered
+        if freed < need_bytes and whole and name not in stay and not any(ref.schema & _KEPT for ref in chunks):
+            found += chunks
+            freed += sum(ref.length for ref in chunks)
+    return found
+
+
+class DropRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an outbox has dropped since it was made.
+
+    Attributes:
+        ranges: (first, last) sequence numbers of dropped chunks that its log may still hold; ascending.
+    """
+
+    episodes: int = 0
+    chunks: int = 0
+    size_bytes: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def sequences(self) -> Set[int]:
+        return {sequence for first, last in self.ranges for sequence in range(first, last + 1)}
+
+    def with_dropped(self, chunks: Sequence[RecordRef], unreclaimed: Set[int]) -> Self:
+        """With `chunks`; of those dropped before, the log still holds `unreclaimed`."""
+        return type(self)(
+            episodes=self.episodes + sum(ref.schema & _FIRST for ref in chunks),
+            chunks=self.chunks + len(chunks),
+            size_bytes=self.size_bytes + sum(ref.length for ref in chunks),
+            ranges=_ranges({ref.sequence for ref in chunks} | unreclaimed),
+        )
+
+
+def _ranges(sequences: Set[int]) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    for sequence in sorted(sequences):
+        if found and found[-1][1] == sequence - 1:
+            found[-1] = (found[-1][0], sequence)
+        else:
+            found.append((sequence, sequence))
+    return tuple(found)
+
+
+def read_drop_record(files: Files, path: Path) -> DropRecord:
+    """The note at `path`. One that is damaged counts as none: what it named and is still there is sent after all."""
+    try:
+        fd = files.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return DropRecord()
+    try:
+        raw = files.pread(fd, files.size(fd), 0)
+    finally:
+        files.close(fd)
+    body = raw[_CRC_BYTES:]
+    if body and crc32c(body) == int.from_bytes(raw[:_CRC_BYTES], "little"):  # of nothing it is 0
+        with contextlib.suppress(*DECODE_ERRORS):
+            return msgspec.msgpack.decode(body, type=DropRecord)
+    logger.error("outbox.note-damaged path=%s: chunks that were dropped may be sent", path)
+    return DropRecord()
+
+
+def write_drop_record(files: Files, path: Path, dropped: DropRecord) -> None:
+    """Replaces the note; it is durable on return, and after a crash the old one or the new. Raises OSError."""
+    body = msgspec.msgpack.encode(dropped)
+    replace_durably(files, path, crc32c(body).to_bytes(_CRC_BYTES, "little") + body)
+
+
+CHUNK_RECORD = 1
 MAX_BYTES = 4 << 30
 MAX_SEGMENT_BYTES = 16 << 20
 SEGMENTS_PER_OUTBOX = 8
 RESERVE_BYTES = 16 << 20
-SMALL = 16  # a rewritten segment this many times smaller than a full one is joined to the next one to be rewritten
-JOINTS = 1000
+MERGE_BELOW_FRACTION = (
+    16  # a rewritten segment this many times smaller than a full one is joined to the next one to be rewritten
+)
+MAX_MERGES = 1000
 STREAM_BYTES = 16
 _STREAM = re.compile(f"[0-9a-f]{{{2 * STREAM_BYTES}}}")
 _POSITION = struct.Struct("<qI")  # newest acknowledged sequence, CRC32C of its 8 bytes
@@ -100,7 +213,7 @@ class Outbox:
         self._write_lock, self._lock = threading.Lock(), threading.Lock()
         self._position = files.open(path / "acknowledged", os.O_RDWR | os.O_CREAT)
         self._acknowledged = _read_position(files, self._position)
-        self.dropped = read_dropped(files, path / "dropped")
+        self.dropped = read_drop_record(files, path / "dropped")
         gone, there = self.dropped.sequences(), reader.records()
         self._refs = [ref for ref in there if ref.sequence > self._acknowledged and ref.sequence not in gone]
         self._unreclaimed = {ref.sequence: ref.segment for ref in there if ref.sequence in gone}
@@ -112,7 +225,7 @@ class Outbox:
 
     @classmethod
     def open(
-        cls, path: Path, *, max_bytes: int = MAX_BYTES, when_full: WhenFull = "pause", files: Files = REAL
+        cls, path: Path, *, max_bytes: int = MAX_BYTES, when_full: WhenFull = "pause", files: Files = OS_FILES
     ) -> Self:
         """Opens or creates the outbox at `path` and finds what a predecessor, killed or not, left to be sent.
 
@@ -125,8 +238,8 @@ class Outbox:
             return cls(path, writer, LogReader.open(path, files=files), max_bytes, when_full, files)
         except BaseException as error:
             writer.close()
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise OutboxFull(waiting_for_space(path, 1 << 12, free_bytes(path))) from error
+            if isinstance(error, OSError) and error.errno in NO_SPACE_ERRNOS:
+                raise OutboxFull(disk_full_message(path, 1 << 12, free_bytes(path))) from error
             raise
 
     # The recording thread
@@ -134,7 +247,7 @@ class Outbox:
     @property
     def next_sequence(self) -> int:
         """The number that the next chunk gets; it only grows, over restarts too."""
-        return self._writer.sequence
+        return self._writer.next_sequence
 
     def append(self, packet: bytes, *, sync: bool = True) -> int:
         """Records an encoded chunk and returns its sequence number. Durable on return, or after `sync`.
@@ -151,10 +264,10 @@ class Outbox:
             )
         with self._write_lock:
             if packet != self._last_unsynced:  # else a sync had found no space, and this is the second attempt
-                marks = mark(packet)
+                marks = record_flags(packet)
                 try:
                     self._make_room(len(packet), marks)
-                    self._unsynced.append(self._writer.append(CHUNK, packet, schema=marks))
+                    self._unsynced.append(self._writer.append(CHUNK_RECORD, packet, schema=marks))
                 except OutboxFull:
                     raise
                 except StoreFull as error:
@@ -185,9 +298,9 @@ class Outbox:
             appended()
 
     def _disk_full(self, needed_bytes: int) -> OutboxFull:
-        return OutboxFull(waiting_for_space(self.path, needed_bytes, free_bytes(self.path)))
+        return OutboxFull(disk_full_message(self.path, needed_bytes, free_bytes(self.path)))
 
-    def set_reserve(self) -> None:
+    def allocate_reserve(self) -> None:
         """Sets `RESERVE_BYTES` of the disk aside, if it has them, for what must be recorded before a session ends."""
         try:
             fd = self._files.open(self._reserve, os.O_RDWR | os.O_CREAT)
@@ -200,8 +313,8 @@ class Outbox:
             logger.warning("outbox.no_reserve path=%s: %s", self._reserve, error.strerror)
             self._remove_reserve()
 
-    def use_reserve(self) -> None:
-        """Frees what `set_reserve` has set aside, for chunks beyond `max_bytes` too."""
+    def release_reserve(self) -> None:
+        """Frees what `allocate_reserve` has set aside, for chunks beyond `max_bytes` too."""
         self._remove_reserve()
         self.max_bytes += RESERVE_BYTES
 
@@ -244,16 +357,16 @@ class Outbox:
         """
         with self._lock:
             recording = [marks, *(ref.schema for ref in self._unsynced)]
-            doomed = oldest_autonomous(self._refs, self._offered, recording, need_bytes)
+            doomed = select_droppable(self._refs, self._offered, recording, need_bytes)
             gone = {ref.sequence for ref in doomed}
             self._refs = [ref for ref in self._refs if ref.sequence not in gone]
         if not doomed:
             return
-        dropped = self.dropped.and_also(doomed, self._unreclaimed.keys())
+        dropped = self.dropped.with_dropped(doomed, self._unreclaimed.keys())
         try:
-            write_dropped(self._files, self.path / "dropped", dropped)
+            write_drop_record(self._files, self.path / "dropped", dropped)
         except OSError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in NO_SPACE_ERRNOS:
                 raise StoreError(f"{self.path}: cannot note what is dropped: {error.strerror}") from error
             with self._lock:
                 self._refs = sorted([*self._refs, *doomed], key=lambda ref: ref.sequence)
@@ -278,10 +391,10 @@ class Outbox:
         if not self._unreclaimed:
             return
         touched = set(self._unreclaimed.values())
-        if not any(max(touched) < entry.name.stop for entry in self._writer.sealed()):
+        if not any(max(touched) < entry.name.stop for entry in self._writer.sealed_segments()):
             self._writer.rotate()
-        before: Entry | None = None
-        for entry in self._writer.sealed():
+        before: SegmentEntry | None = None
+        for entry in self._writer.sealed_segments():
             numbers = range(entry.number, entry.name.stop)
             if not touched.isdisjoint(numbers):
                 entry = self._rewrite(entry, before)
@@ -289,11 +402,11 @@ class Outbox:
             before = entry
         self._refresh_sizes()
 
-    def _rewrite(self, entry: Entry, before: Entry | None) -> Entry:
+    def _rewrite(self, entry: SegmentEntry, before: SegmentEntry | None) -> SegmentEntry:
         """Writes a segment anew without what nobody needs, joined to a small one before it, so that few files stay."""
         numbers = [entry.number]
-        small = _segment_bytes(self.max_bytes) // SMALL
-        if before and before.name.stop == entry.number and before.size_bytes < small and before.generation < JOINTS:
+        small = _segment_bytes(self.max_bytes) // MERGE_BELOW_FRACTION
+        if before and before.name.stop == entry.number and before.size_bytes < small and before.generation < MAX_MERGES:
             numbers = [before.number, entry.number]
         try:
             return self._writer.rewrite(numbers, self._is_needed)
@@ -311,7 +424,7 @@ class Outbox:
 
     def _measure(self) -> dict[int, int]:
         """The bytes of each segment's file."""
-        names = choose(list_segments(self.path, self._files))[0]
+        names = resolve_generations(list_segments(self.path, self._files))[0]
         return {name.number: _size(self._files, self.path / str(name)) for name in names}
 
     # The tunnel's thread
@@ -375,7 +488,7 @@ class Outbox:
                 try:
                     write_all(self._files, self._position, [_POSITION.pack(sequence, crc32c(body))], 0)
                 except OSError as error:  # likewise, should this process end before the next acknowledgement
-                    if error.errno not in NO_SPACE:
+                    if error.errno not in NO_SPACE_ERRNOS:
                         raise
 
     def set_aside(self, sequence: int, reason: str) -> None:
@@ -387,9 +500,9 @@ class Outbox:
         replace_durably(self._files, kept, bytes(chunk.packet))
         logger.error("outbox.refused sequence=%d episode=%s kept=%s: %s", sequence, chunk.episode, kept, reason)
 
-    def listen(self, appended: Callable[[], None] | None) -> None:
+    def set_on_append(self, on_append: Callable[[], None] | None) -> None:
         """Calls `appended` after each sync, from the recording thread; None ends that."""
-        self._appended = appended
+        self._appended = on_append
 
     # The end
 

@@ -8,16 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from user_sys.tunnel.scheduling import prefer_latency
+from user_sys.tunnel.sockets import request_short_time_slice
 
-PRIORITY = 20  # above everything ordinary, below the kernel's interrupt threads (50)
-LOOP_PRIORITY = 10  # of a session's control loop, which thinks: its driver keeps the time
-SWITCH_S = 0.0005  # how long another thread of the process may keep the interpreter from its loop
+DRIVER_PRIORITY = 20  # above everything ordinary, below the kernel's interrupt threads (50)
+CONTROL_LOOP_PRIORITY = 10  # of a session's control loop, which thinks: its driver keeps the time
+THREAD_SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from its loop
 _PR_SET_TIMERSLACK = 29
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
 
 
-def claim_realtime(cpus: Sequence[int]) -> str:
+def enable_realtime(cpus: Sequence[int]) -> str:
     """Has the calling thread, and those that it starts later, run before all others, with memory that stays resident.
 
     Args:
@@ -29,20 +29,20 @@ def claim_realtime(cpus: Sequence[int]) -> str:
     gc.freeze()  # what is there at the start is never looked at again
     if sys.platform != "linux":
         return f"real-time scheduling is not known on {sys.platform}"
-    if not_first := _go_first(PRIORITY):
-        prefer_latency()
-    refused = [*_stay_on(cpus), *not_first, *_lock_memory()]
+    if not_first := _set_fifo_priority(DRIVER_PRIORITY):
+        request_short_time_slice()
+    refused = [*_pin_to_cpus(cpus), *not_first, *_lock_memory()]
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of no effect once FIFO was granted; needs no permission
     return "; ".join(refused)
 
 
-def release_later_threads() -> None:
+def reset_priority_of_new_threads() -> None:
     """Lets threads that the calling one starts from now on be ordinary ones. Harmless if real time was refused."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_FIFO:
-        _go_first(PRIORITY, os.SCHED_RESET_ON_FORK)
+        _set_fifo_priority(DRIVER_PRIORITY, os.SCHED_RESET_ON_FORK)
 
 
-def _stay_on(cpus: Sequence[int]) -> list[str]:
+def _pin_to_cpus(cpus: Sequence[int]) -> list[str]:
     try:
         if cpus:
             os.sched_setaffinity(0, cpus)
@@ -51,7 +51,7 @@ def _stay_on(cpus: Sequence[int]) -> list[str]:
     return []
 
 
-def take_turns_first(priority: int, start: Callable[[], object]) -> str:
+def start_with_realtime_priority(priority: int, start: Callable[[], object]) -> str:
     """Has the calling thread, and those that `start` starts, but none later, run before all ordinary ones.
 
     Returns:
@@ -59,17 +59,17 @@ def take_turns_first(priority: int, start: Callable[[], object]) -> str:
     """
     if sys.platform != "linux":
         return f"real-time scheduling is not known on {sys.platform}"
-    if refused := _go_first(priority):
+    if refused := _set_fifo_priority(priority):
         return "; ".join(refused)
     start()
-    return "; ".join(_go_first(priority, os.SCHED_RESET_ON_FORK))
+    return "; ".join(_set_fifo_priority(priority, os.SCHED_RESET_ON_FORK))
 
 
-def _go_first(priority: int, flags: int = 0) -> list[str]:
+def _set_fifo_priority(priority: int, flags: int = 0) -> list[str]:
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | flags, os.sched_param(priority))
     except OSError as error:
-        return [f"SCHED_FIFO: {error.strerror} (allow it with rtprio {PRIORITY} in limits.conf, or LimitRTPRIO)"]
+        return [f"SCHED_FIFO: {error.strerror} (allow it with rtprio {DRIVER_PRIORITY} in limits.conf, or LimitRTPRIO)"]
     return []
 
 

@@ -20,33 +20,29 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from hal.discovery import DeviceMonitor
 from hal.errors import HalError, HardwareLost, LeaseError
 from hal.signals import stop_on_signals
 from hal.spec import RobotSpec
-from user_sys.compose import PolicyConfig, make_policy, policy_forms
+from user_sys.compose import PolicyConfig, make_policy, policy_precisions
 from user_sys.config import load
-from user_sys.edge.authority import Authority
-from user_sys.edge.driver import Tick
-from user_sys.edge.driver_client import RemoteDriver
-from user_sys.edge.lateness import LatenessLog
-from user_sys.edge.lease_keeper import LeaseKeeper
-from user_sys.edge.loop import EpisodeSummary, run_episode
+from user_sys.edge.agents import SharedControlAgent
+from user_sys.edge.control_authority import ControlAuthority
+from user_sys.edge.control_channel import EmergencyStopForwarder, LeaseClient
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.environment import LateCommandLogger, TimeStep
+from user_sys.edge.loop import EpisodeResult, run_episode
 from user_sys.edge.outbox import Outbox, OutboxConfig, OutboxFull
-from user_sys.edge.pilots import SessionPilot
-from user_sys.edge.publisher import StatusPublisher
-from user_sys.edge.realtime import LOOP_PRIORITY, SWITCH_S, take_turns_first
-from user_sys.edge.recorder import Decision, Recorder, RecorderConfig
-from user_sys.edge.scribe import Scribe
-from user_sys.edge.session_report import SessionReporter
-from user_sys.edge.stops import EmergencyStops
-from user_sys.episode import Source
+from user_sys.edge.realtime import CONTROL_LOOP_PRIORITY, THREAD_SWITCH_INTERVAL_S, start_with_realtime_priority
+from user_sys.edge.recorder import Recorder, RecorderConfig, SelectedAction, WriterThread
+from user_sys.edge.status import SessionReporter, StatusPublisher
+from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreFull, UserSysError
-from user_sys.hardware.devices import DeviceWatch
-from user_sys.inference.address import read_address
-from user_sys.inference.remote import PolicyLink
-from user_sys.inference.wire import POLICY
+from user_sys.inference.protocol import POLICY_NODE
+from user_sys.inference.remote_policy import PolicyClient, read_server_address
 from user_sys.logs import configure_logging
 from user_sys.messages import (
+    NO_VERSION,
     PROTOCOL_VERSION,
     DevicesReport,
     EpisodeReport,
@@ -54,23 +50,22 @@ from user_sys.messages import (
     LeaseGrant,
     LeaseRefusal,
     OperatorCommand,
+    PreviewRequest,
     StopRun,
-    WatchRequest,
 )
 from user_sys.tunnel.client import TunnelClient, TunnelState
 from user_sys.tunnel.keys import load_keypair, load_public_key
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.scheduling import prefer_latency
+from user_sys.tunnel.sockets import request_short_time_slice
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
 from user_sys.weights.governor import Governor
-from user_sys.weights.inlet import InletConfig, WeightsInlet
-from user_sys.weights.records import NO_VERSION
-from user_sys.weights.swap import PolicySwapper
+from user_sys.weights.receiver import ReceiverConfig, WeightsReceiver
 
 log = logging.getLogger(__name__)
 
 DRIVER_DEADLINE_S = 60.0  # a driver process may have to start first
 DRAIN_DEADLINE_S = 20.0
-HURRIED_DRAIN_S, DRAIN_LOOK_S = 2.0, 0.1  # after a signal
+URGENT_DRAIN_S, DRAIN_POLL_S = 2.0, 0.1  # after a signal
 SEEDS_PER_RUN = 1_000_003
 INBOX_WAIT_S = 0.02
 OUTBOX_RETRY_S = 0.5
@@ -109,11 +104,11 @@ class SessionConfig:
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    weights: InletConfig = field(default_factory=InletConfig)
+    weights: ReceiverConfig = field(default_factory=ReceiverConfig)
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
 
-class Session:
+class RobotSession:
     """Everything of one session between a connected tunnel and a robot. `run` blocks until the run is over."""
 
     def __init__(
@@ -121,25 +116,25 @@ class Session:
         config: SessionConfig,
         client: TunnelClient,
         outbox: Outbox,
-        driver: RemoteDriver,
-        leaving: threading.Event,
+        driver: DriverClient,
+        shutdown: threading.Event,
         reporter: SessionReporter,
-        stops: EmergencyStops,
-        lease: LeaseKeeper,
+        stops: EmergencyStopForwarder,
+        lease: LeaseClient,
     ) -> None:
-        self._lease, self._renewals = lease, RemoteDriver(config.robot)
+        self._lease, self._renewals = lease, DriverClient(config.robot)
         self._config, self._client, self._outbox, self._driver = config, client, outbox, driver
-        self.leaving = leaving
+        self.shutdown = shutdown
         self._fatal: Exception | None = None
         self._stops = stops
         spec, task = driver.spec, driver.task
         seeds = itertools.count(config.seed * SEEDS_PER_RUN)  # each version explores by draws of its own
-        self._link = _policy_link(config, spec)
-        make = partial(make_policy, config.policy, spec) if self._link is None else self._link.policy
-        self._swapper = PolicySwapper(lambda: make(next(seeds)))
+        self._link = _policy_client(config, spec)
+        make = partial(make_policy, config.policy, spec) if self._link is None else self._link.make_policy
+        self._swapper = DoubleBufferedPolicy(lambda: make(next(seeds)))
         self._governor = Governor(config.weights.governor)
         self._saying = threading.Lock()  # so that the last version that is said is the one that acts
-        self._weights = WeightsInlet(
+        self._weights = WeightsReceiver(
             client,
             self._swapper,
             config.weights,
@@ -148,8 +143,8 @@ class Session:
             self._governor,
             self._say_version,
         )
-        self._authority = Authority(config.robot, spec)
-        self._pilot = SessionPilot(
+        self._authority = ControlAuthority(config.robot, spec)
+        self._pilot = SharedControlAgent(
             spec,
             self._authority,
             self._swapper,
@@ -157,17 +152,17 @@ class Session:
             task.max_steps,
             reply=client.send,
             rearm=driver.rearm,
-            leaving=self.leaving.is_set,
+            leaving=self.shutdown.is_set,
             swapped=lambda version: self._say_version(),
             swap_at=config.weights.swap_at,
-            too_old=self._weights.too_old,
+            too_old=self._weights.is_too_stale,
             observe=self._governor.observe,
             explore=config.explore,
-            may_drive=lambda: not lease.is_over(),
+            may_drive=lambda: not lease.is_expired(),
         )
-        stops.on_press = self._pilot.press
-        self._scribe = Scribe(blocked=lambda: self._publisher.publish())
-        self._starts = (_start(config, outbox.next_sequence, count) for count in itertools.count())
+        stops.on_press = self._pilot.note_estop
+        self._scribe = WriterThread(on_blocked=lambda: self._publisher.publish())
+        self._starts = (_episode_seed(config, outbox.next_sequence, count) for count in itertools.count())
         self._recorder = Recorder(
             spec, config.robot, task.name, task.sentence, self._keep, config.recorder, self._scribe.put
         )
@@ -184,7 +179,7 @@ class Session:
         self._note = ""
         self._recording = ""  # why it is paused
         self._reserve_used = False
-        outbox.set_reserve()
+        outbox.allocate_reserve()
         self._waits, self._reporter = False, reporter  # for its first weights, as was told
         self._away = False  # the policy, as was told
         self._dropped_before = outbox.dropped.episodes
@@ -204,26 +199,26 @@ class Session:
                 for part in (self._link or nullcontext(), self._weights, self._scribe, self._publisher.previews):
                     stack.enter_context(part)
                 if self._link is not None:
-                    stack.callback(self._link.hang_up)  # first: what waits to be loaded there keeps nobody waiting
-                while not self.leaving.is_set():
+                    stack.callback(self._link.stop_loading)  # first: what waits to be loaded there keeps nobody waiting
+                while not self.shutdown.is_set():
                     self._episode()
         finally:
-            self.leaving.set()
+            self.shutdown.set()
             inbox.join(timeout=5)
         if self._fatal is not None:
             raise self._fatal
 
     def _episode(self) -> None:
-        if self._lease.is_over():  # the driver holds the robot, and would not bring it to a start
+        if self._lease.is_expired():  # the driver holds the robot, and would not bring it to a start
             self._publisher.publish()
-            self.leaving.wait(LEASE_RETRY_S)
+            self.shutdown.wait(LEASE_RETRY_S)
             return
         try:
             summary = run_episode(
-                LatenessLog(self._driver, self._config.robot),
+                LateCommandLogger(self._driver, self._config.robot),
                 self._pilot,
                 self._recorder,
-                source=Source.ONLINE,
+                source=EpisodeSource.ONLINE,
                 seed=next(self._starts),
                 listeners=[self._pace, self._publisher.on_step],
             )
@@ -231,7 +226,7 @@ class Session:
             raise
         except HalError as error:
             log.warning("driver.lost %s; the episode %s ends here", error, self._recorder.episode)
-            if self._lease.is_over():
+            if self._lease.is_expired():
                 return
             self._note = f"the robot is lost: {error}"
             self._publisher.faults += 1
@@ -244,7 +239,7 @@ class Session:
     def _attach_again(self) -> None:
         """Waits for the driver process, which may be starting again. Raises HardwareLost: it did not, in time."""
         deadline = time.monotonic() + DRIVER_DEADLINE_S
-        while not self.leaving.wait(DRIVER_RETRY_S):
+        while not self.shutdown.wait(DRIVER_RETRY_S):
             try:
                 self._driver.attach(DRIVER_RETRY_S)
                 return
@@ -252,11 +247,11 @@ class Session:
                 if time.monotonic() > deadline:
                     raise
 
-    def _report(self, summary: EpisodeSummary) -> EpisodeReport:
+    def _report(self, summary: EpisodeResult) -> EpisodeReport:
         return EpisodeReport(
             robot=self._config.robot,
             episode=summary.episode,
-            source=Source.ONLINE.value,
+            source=EpisodeSource.ONLINE.value,
             steps=summary.steps,
             success=summary.success,
             intervention_steps=summary.intervention_steps,
@@ -264,11 +259,11 @@ class Session:
             policy_version=summary.policy_version,
         )
 
-    def _pace(self, tick: Tick, decision: Decision | None) -> None:
+    def _pace(self, tick: TimeStep, decision: SelectedAction | None) -> None:
         waits = self._pilot.awaits_weights
-        away = self._pilot.away
-        self._driver.real_time = self._config.real_time or self._pilot.people_matter or waits or bool(away)
-        self._driver.reduced = self._pilot.people_matter
+        away = self._pilot.policy_error
+        self._driver.real_time = self._config.real_time or self._pilot.is_policy_suspended or waits or bool(away)
+        self._driver.reduced_speed = self._pilot.is_policy_suspended
         if waits != self._waits:
             self._waits = waits
             log.info("session.%s robot=%s", "awaits_weights" if waits else "has_weights", self._config.robot)
@@ -290,14 +285,14 @@ class Session:
                 if self._recording != str(error):
                     log.error("recording.paused robot=%s %s", self._config.robot, error)
                 self._recording = str(error)
-                if self.leaving.wait(OUTBOX_RETRY_S):
+                if self.shutdown.wait(OUTBOX_RETRY_S):
                     if self._reserve_used:
                         raise
                     self._reserve_used = True
-                    self._outbox.use_reserve()
+                    self._outbox.release_reserve()
         if self._recording:
             self._recording = ""
-            self._outbox.set_reserve()
+            self._outbox.allocate_reserve()
             log.warning("recording.goes_on robot=%s", self._config.robot)
 
     def _said(self) -> str:
@@ -305,13 +300,13 @@ class Session:
             return f"recording paused: {self._recording}"
         if self._note:
             return self._note
-        if self._lease.is_over():
+        if self._lease.is_expired():
             return "holds: its lease has run out, and the run is out of reach"
-        if not self._pilot.people_matter and self._pilot.awaits_weights:
+        if not self._pilot.is_policy_suspended and self._pilot.awaits_weights:
             return WAITING_FOR_WEIGHTS
-        if not self._pilot.people_matter and self._weights.too_old():
+        if not self._pilot.is_policy_suspended and self._weights.is_too_stale():
             return "holds: its weights are older than weights.hold_behind allows, and newer ones are awaited"
-        if away := self._pilot.away:
+        if away := self._pilot.policy_error:
             return away
         if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
             return ""
@@ -321,45 +316,45 @@ class Session:
 
     def _listen(self) -> None:
         try:
-            while not self.leaving.is_set():
+            while not self.shutdown.is_set():
                 self._take_messages()
                 self._weights.raise_failure()
                 if self._link is not None:
                     self._link.raise_failure()
-                self._lease.renew_when_due()
+                self._lease.renew_if_due()
                 self._report_doing()
                 self._stops.raise_failure()
         except Exception as error:  # of any kind: without this thread nobody could stop the robot; `run` raises it
             self._fatal = error
         finally:
-            self.leaving.set()
+            self.shutdown.set()
             self._renewals.close()
 
     def _report_doing(self) -> None:
-        if self._lease.is_over():
-            self._reporter.doing = "held without a lease"
+        if self._lease.is_expired():
+            self._reporter.activity = "held without a lease"
         else:
-            self._reporter.doing = "waiting for weights" if self._waits else "driving"
+            self._reporter.activity = "waiting for weights" if self._waits else "driving"
 
     def _take_messages(self) -> None:
         message = self._client.receive(INBOX_WAIT_S)
         match message:
             case OperatorCommand():
-                self._pilot.order(message, self._stops.next_turn())
+                self._pilot.submit(message, self._stops.next_sequence())
             case LeaseGrant() | LeaseRefusal():
                 self._lease.on_message(message)
                 self._driver.token, self._driver.lease_until_ns = self._lease.token, self._lease.until_ns
                 self._renew_at_driver()
-            case WatchRequest():
-                self._publisher.watch(message)
+            case PreviewRequest():
+                self._publisher.enable_previews(message)
             case StopRun():
                 log.info("run.stopped %s", message.reason)
-                self.leaving.set()
+                self.shutdown.set()
 
     def _renew_at_driver(self) -> None:
         """On a socket of its own: the loop may be busy with a reset, which lasts longer than a lease."""
         try:
-            self._renewals.renew(self._lease.token, self._lease.until_ns)
+            self._renewals.renew_lease(self._lease.token, self._lease.until_ns)
         except LeaseError:
             raise
         except HalError as error:
@@ -369,7 +364,7 @@ class Session:
         """Tells the gateway with which version the robot acts: at a swap, and when a session has begun."""
         with self._saying:
             if self._swapper.version != NO_VERSION:
-                self._client.send(self._weights.applied(self._config.robot))
+                self._client.send(self._weights.applied_report(self._config.robot))
 
 
 def main(argv: list[str]) -> int:
@@ -390,51 +385,51 @@ def _run(config: SessionConfig) -> None:
     keys, gateway_key = load_keypair(config.keys / f"{config.robot}.key"), load_public_key(config.keys / "gateway.pub")
     leaving, hurried = threading.Event(), threading.Event()
     stop_on_signals(leaving, hurried)
-    with RemoteDriver(config.robot, owner=str(config.state.resolve()), leaving=leaving) as driver:
-        _go_first(config, driver)
-        if not driver.await_turn(leaving, DRIVER_DEADLINE_S) or (outbox := _open_outbox(config, leaving)) is None:
+    with DriverClient(config.robot, owner=str(config.state.resolve()), shutdown=leaving) as driver:
+        _set_priority(config, driver)
+        if not driver.wait_until_free(leaving, DRIVER_DEADLINE_S) or (outbox := _open_outbox(config, leaving)) is None:
             return
         hello = Hello(
             protocol=PROTOCOL_VERSION, role="robot", name=config.robot, holder=config.holder, spec=driver.spec
         )
         tunnel = TunnelClient(config.endpoint, keys, gateway_key, hello, outbox=outbox, limits=config.tunnel)
         with outbox, tunnel as client:
-            lease = LeaseKeeper(config.robot, config.holder, client, driver.newest_token)
+            lease = LeaseClient(config.robot, config.holder, client, driver.newest_token)
             with (
-                EmergencyStops(config.robot, client, driver.latch) as stops,
+                EmergencyStopForwarder(config.robot, client, driver.latch_path) as stops,
                 SessionReporter(config.robot, client, outbox) as reporter,
-                DeviceWatch(lambda records: client.send(DevicesReport(records=records))),
+                DeviceMonitor(lambda records: client.send(DevicesReport(records=records))),
             ):
                 driver.token = lease.acquire(leaving)
                 try:
                     if driver.token and not leaving.is_set():
                         driver.lease_until_ns = lease.until_ns
                         driver.attach(DRIVER_DEADLINE_S)
-                        reporter.doing = "driving"
-                        sys.setswitchinterval(SWITCH_S)
+                        reporter.activity = "driving"
+                        sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
                         gc.collect()
                         gc.freeze()  # to look through all that is there by now stops the loop for 10 ms
-                        Session(config, client, outbox, driver, leaving, reporter, stops, lease).run()
+                        RobotSession(config, client, outbox, driver, leaving, reporter, stops, lease).run()
                 finally:
-                    reporter.doing = "delivering"
+                    reporter.activity = "delivering"
                     _drain(client, hurried)
                     lease.release()
 
 
-def _go_first(config: SessionConfig, driver: RemoteDriver) -> None:
+def _set_priority(config: SessionConfig, driver: DriverClient) -> None:
     """The control loop's thread goes before all that is not in real time, if it may; but not before its driver.
 
     So does libzmq's thread between the two: where it waits for its turn beside a learner, so does the robot.
     """
     if not config.real_time or config.realtime == "off":
-        prefer_latency()
-    elif refused := take_turns_first(LOOP_PRIORITY, driver.open):
+        request_short_time_slice()
+    elif refused := start_with_realtime_priority(CONTROL_LOOP_PRIORITY, driver.open):
         log.warning("realtime.refused robot=%s: %s; commands may come late under load", config.robot, refused)
-        prefer_latency()
+        request_short_time_slice()
     driver.open()
 
 
-def _policy_link(config: SessionConfig, spec: RobotSpec) -> PolicyLink | None:
+def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | None:
     """The way to the policy process where the policy acts in one; None where it acts here.
 
     Raises:
@@ -444,20 +439,20 @@ def _policy_link(config: SessionConfig, spec: RobotSpec) -> PolicyLink | None:
     policy = config.policy
     if policy.at == "edge":
         return None
-    return PolicyLink(
+    return PolicyClient(
         spec,
         policy.kind,
         policy.features,
-        policy_forms(policy),
+        policy_precisions(policy),
         load_keypair(config.keys / f"{config.robot}.key"),
-        load_public_key(config.keys / f"{POLICY}.pub"),
-        lambda: policy.endpoint or read_address(config.policy_address),
+        load_public_key(config.keys / f"{POLICY_NODE}.pub"),
+        lambda: policy.endpoint or read_server_address(config.policy_address),
         policy.answer_within,
     )
 
 
 def _open_outbox(config: SessionConfig, leaving: threading.Event) -> Outbox | None:
-    """Opens the outbox as soon as its disk has room; None: `leaving` was set first. Raises as `Outbox.open`."""
+    """Opens the outbox as soon as its disk has room; None: `shutdown` was set first. Raises as `Outbox.open`."""
     said = ""
     while not leaving.is_set():
         try:
@@ -471,7 +466,7 @@ def _open_outbox(config: SessionConfig, leaving: threading.Event) -> Outbox | No
     return None
 
 
-def _start(config: SessionConfig, recorded: int, count: int) -> int:
+def _episode_seed(config: SessionConfig, recorded: int, count: int) -> int:
     """The seed of an episode's start: every robot has starts of its own, apart from those of evaluation.
 
     Args:
@@ -488,10 +483,10 @@ def _drain(client: TunnelClient, hurried: threading.Event) -> None:
         log.info("outbox.waiting chunks=%d, %g s at most for the link: %s", waiting, DRAIN_DEADLINE_S, down)
     deadline = time.monotonic() + DRAIN_DEADLINE_S
     refused = TunnelState.REFUSED
-    while (left := client.drain(DRAIN_LOOK_S)) and time.monotonic() < deadline and client.state is not refused:
+    while (left := client.drain(DRAIN_POLL_S)) and time.monotonic() < deadline and client.state is not refused:
         if hurried.is_set():
             hurried.clear()
-            deadline = min(deadline, time.monotonic() + HURRIED_DRAIN_S)
+            deadline = min(deadline, time.monotonic() + URGENT_DRAIN_S)
     if left:
         log.warning("outbox.undelivered chunks=%d: they are kept and sent when the session starts again", left)
 

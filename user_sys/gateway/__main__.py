@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from hal.decode_errors import DECODE_ERRORS
 from hal.errors import HalError
 from hal.signals import stop_on_signals
-from hal.undecodable import UNDECODABLE
 from user_sys.errors import RunError, StoreFull, UserSysError
 from user_sys.gateway.config import GatewayConfig
-from user_sys.gateway.service import Gateway
+from user_sys.gateway.gateway import Gateway
 from user_sys.logs import configure_logging
 
 logger = logging.getLogger("user_sys.gateway")
@@ -32,7 +32,7 @@ def _config(path: Path) -> GatewayConfig:
         return GatewayConfig()
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=_RunFile).gateway
-    except (OSError, *UNDECODABLE) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise RunError(f"{path}: {error}") from None
 
 

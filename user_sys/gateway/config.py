@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from user_sys.store.retention import Retention
+from user_sys.store.maintenance import Retention
+from user_sys.tunnel.endpoint import check_listen_endpoint
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.local import require_listening
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,4 @@ class GatewayConfig:
     tunnel: TunnelLimits = field(default_factory=TunnelLimits)
 
     def __post_init__(self) -> None:
-        require_listening(self.endpoint)
+        check_listen_endpoint(self.endpoint)

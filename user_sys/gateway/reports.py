@@ -1,4 +1,6 @@
-"""What a robot reports about itself, bounded before people and programs use it.
+"""What people order of robots, on its way to the audit log: one entry an order, with the robot's answer.
+
+What a robot reports about itself, bounded before people and programs use it.
 
 A report with a value that no robot can have is left out. A metric that is not finite, or one too many, is left out of
 its report. What is left out is counted and logged sparingly; the session goes on.
@@ -7,18 +9,93 @@ its report. What is left out is counted and logged sparingly; the session goes o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 
 import msgspec
 
+from hal.audit import AuditSink
+from hal.discovery import DEVICE_KINDS
 from hal.resource import Health, ResourceRecord
-from user_sys.edge.authority import State
-from user_sys.episode import Phase, Source
-from user_sys.hardware.devices import KINDS
-from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
-from user_sys.tunnel.gatekeeper import SparingLog
+from user_sys.edge.control_authority import ControlState
+from user_sys.episode import EpisodeSource, Phase
+from user_sys.messages import NO_VERSION, EpisodeReport, MetricsReport, OperatorCommand, OperatorReply, RobotStatus
 from user_sys.tunnel.keys import Role
-from user_sys.weights.records import NO_VERSION
+from user_sys.tunnel.session import RateLimitedLog
+
+REPLY_TIMEOUT_S = 5.0
+MAX_PENDING = 1024
+ACCEPTED_OUTCOME = "done"
+
+MAX_PRESSES = 256
+
+_Key = tuple[str, str, str, int]  # robot, person, order, press of the e-stop
+
+
+class OperatorAudit:
+    """Any thread may call it. A person's ``drive`` inputs are no orders here: taking over and handing back are.
+
+    The repeats of one press of the e-stop are one order, with an entry for each new outcome.
+    """
+
+    def __init__(self, audit: AuditSink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._audit, self._clock = audit, clock
+        self._lock = threading.Lock()
+        self._pending: dict[_Key, tuple[float, str]] = {}  # since when, and from which address
+        self._presses: dict[_Key, str] = {}  # the last outcome
+        self._authority: dict[str, tuple[str, str]] = {}
+
+    def on_command(self, order: OperatorCommand, address: str) -> None:
+        """An order came from a console at `address`, which may name the person's own."""
+        if order.order == "drive":
+            return
+        key, address = (order.robot, order.operator, order.order, order.press), order.address or address
+        with self._lock:
+            if follows := len(self._pending) < MAX_PENDING:
+                self._pending.setdefault(key, (self._clock(), address))
+        if not follows:
+            self._write(key, address, "passed on")
+
+    def on_reply(self, reply: OperatorReply) -> None:
+        """A robot accepted or refused an order."""
+        key = (reply.robot, reply.operator, reply.order, reply.press)
+        if reply.order != "drive":
+            with self._lock:
+                _, address = self._pending.pop(key, (0.0, ""))
+            self._write(key, address, ACCEPTED_OUTCOME if reply.accepted else f"refused: {reply.reason}")
+
+    def on_status(self, status: RobotStatus) -> None:
+        """Audits a change of who drives a robot, or stopped it, also by a device or program beside the robot."""
+        now = (status.authority, status.operator)
+        if now == self._authority.get(status.robot, ("policy", "")):
+            return
+        self._authority[status.robot] = now
+        self._audit("authority", robot=status.robot, person=status.operator, order=status.authority)
+
+    def expire(self) -> None:
+        """Audits the orders that no robot has answered within `REPLY_TIMEOUT_S`."""
+        now = self._clock()
+        with self._lock:
+            late = {
+                key: address for key, (since_s, address) in self._pending.items() if now - since_s > REPLY_TIMEOUT_S
+            }
+            for key in late:
+                del self._pending[key]
+        for key, address in late.items():
+            self._write(key, address, f"no answer within {REPLY_TIMEOUT_S:g} s")
+
+    def _write(self, key: _Key, address: str, outcome: str) -> None:
+        robot, person, order, press = key
+        if press:
+            with self._lock:
+                before, self._presses[key] = self._presses.get(key), outcome
+                if len(self._presses) > MAX_PRESSES:
+                    del self._presses[next(iter(self._presses))]
+            if before == outcome:
+                return
+        self._audit("order", robot=robot, person=person, address=address, order=order, outcome=outcome)
+
 
 MAX_COUNT = 1 << 53
 MAX_STEPS = 10_000_000  # of an episode
@@ -26,41 +103,41 @@ MAX_HZ = 10_000.0
 MAX_VALUE = 1e15
 MAX_METRICS = 256  # names of one robot, in a gateway's life
 MAX_DEVICES = 256  # names of one peer, in a gateway's life
-MAX_DEVICE_WORDS = 64
+MAX_DEVICE_FIELDS = 64
 MAX_NAME_CHARS = 256
-MAX_WORDS_CHARS = 1000
+MAX_TEXT_CHARS = 1000
 
-_AUTHORITIES = frozenset(str(state) for state in State)
+_AUTHORITIES = frozenset(str(state) for state in ControlState)
 _PHASES = frozenset(phase.name.lower() for phase in Phase)
-_SOURCES = frozenset(str(source) for source in Source)
+_SOURCES = frozenset(str(source) for source in EpisodeSource)
 
 Report = RobotStatus | EpisodeReport | MetricsReport
 
 
-class ReportBounds:
+class ReportValidator:
     """One thread calls it.
 
     Attributes:
-        refused: reports and values that were left out.
+        rejected: reports and values that were left out.
     """
 
     def __init__(self) -> None:
-        self.refused = 0
+        self.rejected = 0
         self._names: dict[str, set[str]] = {}
         self._devices: dict[str, set[str]] = {}
-        self._log = SparingLog()
+        self._log = RateLimitedLog()
 
-    def bounded(self, report: Report, role: Role) -> Report | None:
+    def validate(self, report: Report, role: Role) -> Report | None:
         """The report without what is out of bounds; None if nothing is left. A learner may report any metric."""
         match report:
             case RobotStatus():
-                return self._unless(_status_objection(report), report.robot, report)
+                return self._unless(_status_error(report), report.robot, report)
             case EpisodeReport():
-                return self._unless(_episode_objection(report), report.robot, report)
+                return self._unless(_episode_error(report), report.robot, report)
             case MetricsReport():
                 return report if role == "learner" else self._metrics(report)
 
-    def devices(self, peer: str, records: Iterable[ResourceRecord]) -> tuple[ResourceRecord, ...]:
+    def validate_devices(self, peer: str, records: Iterable[ResourceRecord]) -> tuple[ResourceRecord, ...]:
         """Those of `records` that can be devices of a computer, named after it. Robots report themselves."""
         names, found = self._devices.setdefault(peer, set()), []
         for record in records:
@@ -86,7 +163,7 @@ class ReportBounds:
         for name, value in report.scalars.items():
             if not abs(value) <= MAX_VALUE:  # nor is a NaN
                 self._refuse(report.node, f"metric {name[:80]!r} with value {value}")
-            elif name not in names and (len(names) >= MAX_METRICS or not _is_word(name)):
+            elif name not in names and (len(names) >= MAX_METRICS or not _is_short_text(name)):
                 self._refuse(report.node, f"metric {name[:80]!r}: at most {MAX_METRICS} printable names are kept")
             else:
                 names.add(name)
@@ -94,7 +171,7 @@ class ReportBounds:
         return msgspec.structs.replace(report, scalars=scalars) if scalars else None
 
     def _refuse(self, robot: str, what: str) -> None:
-        self.refused += 1
+        self.rejected += 1
         self._log.warn(f"report:{robot}", f"gateway.report_refused robot={robot} {what}")
 
 
@@ -102,56 +179,56 @@ def _is_device(record: ResourceRecord) -> bool:
     words = (record.name, record.model, record.node, record.found_by, *record.capabilities, *record.labels)
     notes = (record.trouble, record.note, *record.labels.values())
     return (
-        record.kind in KINDS
+        record.kind in DEVICE_KINDS
         and record.name.startswith(f"{record.node}/")
-        and len(words) <= MAX_DEVICE_WORDS
-        and all(map(_is_word, words))
-        and all(len(note) <= MAX_WORDS_CHARS for note in notes)
+        and len(words) <= MAX_DEVICE_FIELDS
+        and all(map(_is_short_text, words))
+        and all(len(note) <= MAX_TEXT_CHARS for note in notes)
         and min(record.memory_bytes, record.sm_count, record.cores) >= 0
         and math.isfinite(record.load)
         and record.health is Health.READY
     )
 
 
-def _status_objection(status: RobotStatus) -> str:
+def _status_error(status: RobotStatus) -> str:
     counts = {
         name: getattr(status, name)
         for name in ("step", "outbox_chunks", "safety_interventions", "dropped_episodes", "faults")
     }
     return (
-        _count_objection(counts, MAX_COUNT)
-        or _count_objection({"policy_version": status.policy_version - NO_VERSION}, MAX_COUNT)
-        or _unless_in("authority", status.authority, _AUTHORITIES)
-        or _unless_in("phase", status.phase, _PHASES)
+        _count_error(counts, MAX_COUNT)
+        or _count_error({"policy_version": status.policy_version - NO_VERSION}, MAX_COUNT)
+        or _choice_error("authority", status.authority, _AUTHORITIES)
+        or _choice_error("phase", status.phase, _PHASES)
         or ("" if 0 <= status.control_hz <= MAX_HZ else f"control_hz {status.control_hz}")
-        or _words_objection(operator=status.operator, episode=status.episode)
-        or ("" if len(status.note) <= MAX_WORDS_CHARS else f"a note of {len(status.note)} characters")
-        or ("" if len(status.refused_realtime) <= MAX_WORDS_CHARS else "too long a refused_realtime")
+        or _text_error(operator=status.operator, episode=status.episode)
+        or ("" if len(status.note) <= MAX_TEXT_CHARS else f"a note of {len(status.note)} characters")
+        or ("" if len(status.refused_realtime) <= MAX_TEXT_CHARS else "too long a refused_realtime")
     )
 
 
-def _episode_objection(report: EpisodeReport) -> str:
+def _episode_error(report: EpisodeReport) -> str:
     return (
-        _count_objection({"steps": report.steps}, MAX_STEPS)
-        or _count_objection({"intervention_steps": report.intervention_steps}, report.steps)
-        or _count_objection({"policy_version": report.policy_version - NO_VERSION}, MAX_COUNT)
+        _count_error({"steps": report.steps}, MAX_STEPS)
+        or _count_error({"intervention_steps": report.intervention_steps}, report.steps)
+        or _count_error({"policy_version": report.policy_version - NO_VERSION}, MAX_COUNT)
         or ("" if abs(report.episode_return) <= MAX_VALUE else f"episode_return {report.episode_return}")
-        or _unless_in("source", report.source, _SOURCES)
-        or _words_objection(episode=report.episode)
+        or _choice_error("source", report.source, _SOURCES)
+        or _text_error(episode=report.episode)
     )
 
 
-def _count_objection(counts: dict[str, int], most: int) -> str:
+def _count_error(counts: dict[str, int], most: int) -> str:
     return next((f"{name} {count}" for name, count in counts.items() if not 0 <= count <= most), "")
 
 
-def _unless_in(name: str, value: str, known: frozenset[str]) -> str:
+def _choice_error(name: str, value: str, known: frozenset[str]) -> str:
     return "" if value in known else f"{name} {value[:80]!r}"
 
 
-def _words_objection(**words: str) -> str:
-    return next((f"{name} {word[:80]!r}" for name, word in words.items() if word and not _is_word(word)), "")
+def _text_error(**words: str) -> str:
+    return next((f"{name} {word[:80]!r}" for name, word in words.items() if word and not _is_short_text(word)), "")
 
 
-def _is_word(text: str) -> bool:
+def _is_short_text(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable()

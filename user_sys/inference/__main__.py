@@ -19,23 +19,23 @@ import sys
 import threading
 from pathlib import Path
 
+from hal.discovery import probe_gpus
 from hal.durable import replace_durably
 from hal.errors import HalError
-from hal.probes import probe_gpus
 from hal.resource import local_node
 from hal.signals import stop_on_signals
-from user_sys.compose import Device, policy_maker
+from user_sys.compose import Device, policy_factory
 from user_sys.errors import ConfigError, UserSysError
-from user_sys.inference.server import PolicyServer
-from user_sys.inference.wire import POLICY
+from user_sys.inference.policy_server import PolicyServer
+from user_sys.inference.protocol import POLICY_NODE
 from user_sys.logs import configure_logging
+from user_sys.tunnel.endpoint import check_listen_endpoint
 from user_sys.tunnel.keys import Keyring, load_keypair
-from user_sys.tunnel.local import require_listening
 
 log = logging.getLogger("user_sys.inference")
 
 
-def chosen_device(wanted: Device) -> str:
+def select_device(wanted: Device) -> str:
     """The name of torch's device, or ``cpu``, for which torch is not imported.
 
     Raises:
@@ -44,9 +44,9 @@ def chosen_device(wanted: Device) -> str:
     if wanted == "cpu" or (wanted == "auto" and not any(True for _ in probe_gpus())):
         return "cpu"
     if importlib.util.find_spec("torch") is not None:
-        from user_sys.policies.mlp_torch import start_gpu
+        from user_sys.policies.mlp_torch import warm_up_gpu
 
-        if start_gpu():
+        if warm_up_gpu():
             return "cuda"
     why = f"torch, on {local_node()}, is not installed or finds no GPU"
     if wanted == "cuda":
@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
             replace_durably(args.announce, endpoint.encode())
 
     try:
-        require_listening(args.listen)
-        device = chosen_device(args.device)
-        keys = load_keypair(args.keys / f"{POLICY}.key")
-        PolicyServer(args.listen, keys, Keyring(args.keys), policy_maker(device), device).run(stop, listening)
+        check_listen_endpoint(args.listen)
+        device = select_device(args.device)
+        keys = load_keypair(args.keys / f"{POLICY_NODE}.key")
+        PolicyServer(args.listen, keys, Keyring(args.keys), policy_factory(device), device).run(stop, listening)
     except (UserSysError, HalError, OSError) as error:
         log.error("policy.failed %s: %s", type(error).__name__, error)
         return 2

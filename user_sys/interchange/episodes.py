@@ -1,27 +1,43 @@
-"""Whole episodes out of a store: which are chosen, what they hold, one in memory at a time."""
+"""A progress bar over steps, for exports and imports.
+
+Whole episodes out of a store: which are chosen, what they hold, one in memory at a time.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import BESIDE_FRAMES, CAPTURED, IMAGES, ChunkHeader, Source
+from user_sys.episode import CAPTURE_TIME_SUFFIX, FRAME_SUFFIXES, IMAGE_PREFIX, ChunkHeader, EpisodeSource
 from user_sys.errors import DataSetError
 from user_sys.interchange.frames import Frame, frame_size, frames_of
-from user_sys.robot_cards import cards_beside
-from user_sys.store.index import LABELLED
+from user_sys.robot_records import robot_records_of_store
+from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary
 from user_sys.store.store import StoreReader
-from user_sys.store.summary import EpisodeSummary
+
+Advance = Callable[[int], object]  # told how many more steps are done
 
 
-class Driven(enum.StrEnum):
+@contextmanager
+def step_bar(what: str, steps: int) -> Iterator[Advance]:
+    """Shows a bar on standard error while the body runs; where that is no terminal, nothing moves."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda done: progress.advance(task, done)
+
+
+class ControlledBy(enum.StrEnum):
     """Who drove an episode, by its steps' phases: in TELEOP and CORRECTION a person did, or the scripted expert."""
 
     POLICY = "policy"
@@ -29,13 +45,13 @@ class Driven(enum.StrEnum):
     BOTH = "both"
 
     @classmethod
-    def of(cls, episode: EpisodeSummary) -> Driven:
+    def of(cls, episode: EpisodeSummary) -> ControlledBy:
         if not episode.intervention_steps:
             return cls.POLICY
         return cls.PERSON if episode.intervention_steps == episode.steps else cls.BOTH
 
 
-class Selection(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which episodes leave the store; an empty tuple, or None, does not choose.
 
     Attributes:
@@ -43,24 +59,24 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     episodes: tuple[str, ...] = ()
-    sources: tuple[Source, ...] = ()
+    sources: tuple[EpisodeSource, ...] = ()
     tasks: tuple[str, ...] = ()
-    driven: tuple[Driven, ...] = ()
+    driven: tuple[ControlledBy, ...] = ()
     success: bool | None = None
     incomplete: bool = False
 
-    def takes(self, episode: EpisodeSummary) -> bool:
+    def matches(self, episode: EpisodeSummary) -> bool:
         return (
             (not self.episodes or episode.episode in self.episodes)
             and (not self.sources or episode.source in self.sources)
             and (not self.tasks or episode.task in self.tasks)
-            and (not self.driven or Driven.of(episode) in self.driven)
+            and (not self.driven or ControlledBy.of(episode) in self.driven)
             and (self.success is None or episode.success is self.success)
             and (self.incomplete or episode.complete)
         )
 
 
-class Layout(msgspec.Struct, frozen=True):
+class StepLayout(msgspec.Struct, frozen=True):
     """What each step of an episode holds.
 
     Attributes:
@@ -107,7 +123,7 @@ class EpisodeReader:
         self._order = np.lexsort((chunks.index, chunks.episode))
         self._starts = np.searchsorted(chunks.episode[self._order], np.arange(len(self._index.episodes) + 1))
 
-    def select(self, selection: Selection) -> list[EpisodeSummary]:
+    def select(self, selection: EpisodeFilter) -> list[EpisodeSummary]:
         """What `selection` takes, in the order of storage.
 
         Raises:
@@ -117,7 +133,7 @@ class EpisodeReader:
         missing = set(selection.episodes) - {episode.episode for episode in known}
         if missing:
             raise DataSetError(f"the store has no episode {min(missing)!r}; `user-sys store inspect` lists what it has")
-        chosen = [episode for episode in known if selection.takes(episode) and self.steps(episode.episode)]
+        chosen = [episode for episode in known if selection.matches(episode) and self.steps(episode.episode)]
         if not chosen:
             raise DataSetError(f"none of the store's {len(known)} episodes is chosen; loosen the filters")
         return chosen
@@ -133,7 +149,7 @@ class EpisodeReader:
         said: str = episodes.sentences.names[episodes.sentence[row]] or episodes.tasks.names[episodes.task[row]]
         return said
 
-    def layout(self, episode: str) -> Layout:
+    def layout(self, episode: str) -> StepLayout:
         """What a step of `episode` holds; reads no further than the first frame of each camera."""
         cameras: dict[str, tuple[int, int]] = {}
         columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -149,7 +165,7 @@ class EpisodeReader:
                     cameras[name] = frame_size(first)
             if len(cameras) == len(names):
                 break
-        return Layout(columns, tuple((name, *size) for name, size in sorted(cameras.items())))
+        return StepLayout(columns, tuple((name, *size) for name, size in sorted(cameras.items())))
 
     def read(self, episode: str) -> StoredEpisode:
         """All of `episode` up to its first missing chunk.
@@ -171,7 +187,9 @@ class EpisodeReader:
             columns=columns | self._labelled(rows, columns),
             final=chunks[-1].final,
             frames={name: [frame for chunk in chunks for frame in frames_of(chunk, name)] for name in cameras},
-            captured_ns={n: np.concatenate([chunk.columns[n + CAPTURED] for chunk in chunks]) for n in cameras},
+            captured_ns={
+                n: np.concatenate([chunk.columns[n + CAPTURE_TIME_SUFFIX] for chunk in chunks]) for n in cameras
+            },
         )
 
     def _labelled(self, chunk_rows: Array, columns: Mapping[str, Array]) -> dict[str, Array]:
@@ -179,7 +197,7 @@ class EpisodeReader:
         chunks, steps = self._index.chunks, self._index.steps
         first, count = chunks.first_row[chunk_rows], chunks.steps[chunk_rows]
         rows = np.concatenate([np.arange(start, start + n) for start, n in zip(first, count, strict=True)])
-        return {name: getattr(steps, name)[rows] for name in LABELLED if name in columns}
+        return {name: getattr(steps, name)[rows] for name in LABELLED_COLUMNS if name in columns}
 
     def _whole(self, episode: str) -> Array:
         """The rows of the chunks before the first one that is missing."""
@@ -192,13 +210,13 @@ class EpisodeReader:
 
 
 def _visual(name: str) -> bool:
-    return name.startswith(IMAGES)
+    return name.startswith(IMAGE_PREFIX)
 
 
 def _camera(name: str) -> bool:
-    return _visual(name) and not name.endswith(BESIDE_FRAMES)
+    return _visual(name) and not name.endswith(FRAME_SUFFIXES)
 
 
-def specs_beside(store: Path) -> dict[str, RobotSpec]:
+def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
     """The specs of the robots that are known beside `store`, by embodiment."""
-    return {card.spec.embodiment: card.spec for card in cards_beside(store)}
+    return {card.spec.embodiment: card.spec for card in robot_records_of_store(store)}

@@ -8,20 +8,19 @@ import zlib
 
 import numpy as np
 
-from user_sys.codec import Array
-from user_sys.episode import LENGTH, Chunk
+from user_sys.codec import Array, check_jpeg_size, jpeg_size
+from user_sys.episode import LENGTH_SUFFIX, Chunk
 from user_sys.errors import DataSetError, WireError
-from user_sys.jpeg import jpeg_size, require_size
 
 Frame = bytes | Array  # a JPEG file, or uint8 (h, w, 3) RGB
-JPEG_QUALITY = 95
+EXPORT_JPEG_QUALITY = 95
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)  # Pillow, on damaged files
 
 
 def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
     """Each step's frame of one camera; None where the frame before still stands."""
-    joined, lengths = chunk.columns[feature], chunk.columns[feature + LENGTH]
+    joined, lengths = chunk.columns[feature], chunk.columns[feature + LENGTH_SUFFIX]
     if joined.ndim == 4:
         pictures = iter(joined)
         return [next(pictures) if length else None for length in lengths]
@@ -33,7 +32,7 @@ def frame_size(frame: Frame) -> tuple[int, int]:
     """Height and width in pixels, without decoding the picture.
 
     Raises:
-        DataSetError: a JPEG file is damaged, or claims more than `user_sys.jpeg.MAX_PIXELS`.
+        DataSetError: a JPEG file is damaged, or claims more than `user_sys.codec.MAX_JPEG_PIXELS`.
     """
     if not isinstance(frame, bytes):
         return frame.shape[0], frame.shape[1]
@@ -43,7 +42,7 @@ def frame_size(frame: Frame) -> tuple[int, int]:
         raise DataSetError(str(error)) from None
 
 
-def decode(frame: Frame) -> Array:
+def decode_frame(frame: Frame) -> Array:
     """uint8 (h, w, 3), RGB. Raises as `frame_size`, before memory is taken for the picture."""
     import simplejpeg
 
@@ -58,10 +57,10 @@ def decode(frame: Frame) -> Array:
 
 
 def encode_jpeg(picture: Array) -> bytes:
-    """`picture`, uint8 (h, w, 3) RGB, as a JPEG file of `JPEG_QUALITY`."""
+    """`picture`, uint8 (h, w, 3) RGB, as a JPEG file of `EXPORT_JPEG_QUALITY`."""
     import simplejpeg
 
-    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(picture), quality=JPEG_QUALITY, colorspace="RGB"))
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(picture), quality=EXPORT_JPEG_QUALITY, colorspace="RGB"))
 
 
 def encode_png(picture: Array) -> bytes:
@@ -73,17 +72,18 @@ def encode_png(picture: Array) -> bytes:
     return target.getvalue()
 
 
-def decode_file(content: bytes) -> Frame:
+def decode_image_file(content: bytes) -> Frame:
     """The frame in a picture file: a colour JPEG stays as it is, anything else becomes uint8 (h, w, 3).
 
     Raises:
-        DataSetError: neither a JPEG nor a PNG file, a damaged one, or one of more than `user_sys.jpeg.MAX_PIXELS`.
+        DataSetError: neither a JPEG nor a PNG file, a damaged one, or one of more than
+            `user_sys.codec.MAX_JPEG_PIXELS`.
     """
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as picture:  # reads the header alone
-            require_size(picture.height, picture.width)
+            check_jpeg_size(picture.height, picture.width)
             if picture.format == "JPEG" and picture.mode == "RGB":
                 return content
             return np.asarray(picture.convert("RGB"))

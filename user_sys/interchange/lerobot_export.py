@@ -1,51 +1,346 @@
-"""A store as LeRobot data sets, one for each embodiment.
+"""One file of a LeRobot data set with what belongs to it: its steps, its videos, its rows of the episodes' table.
 
-What is to be done is written down first (`Plan`): which episode goes into which file. Each file is then written aside
-and put in its place whole, its row in the episodes' table last, so that an export that was killed goes on behind the
-last file that is whole and ends with the same bytes as one that was not. ``meta/info.json`` comes at the very end: a
-data set without it is unfinished, and no reader takes it.
+A store as LeRobot data sets, one for each embodiment.
+
+What is to be done is written down first (`ExportPlan`): which episode goes into which file. Each file is then written
+aside and put in its place whole, its row in the episodes' table last, so that an export that was killed goes on behind
+the last file that is whole and ends with the same bytes as one that was not. ``meta/info.json`` comes at the very end:
+a data set without it is unfinished, and no reader takes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hal.durable import replace_durably
+from hal.decode_errors import DECODE_ERRORS
+from hal.durable import replace_durably, sync_folder
 from hal.spec import RobotSpec
-from hal.undecodable import UNDECODABLE
+from user_sys.codec import Array
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import EpisodeReader, Layout, Selection, specs_beside
+from user_sys.interchange import statistics
+from user_sys.interchange.episodes import (
+    Advance,
+    EpisodeFilter,
+    EpisodeReader,
+    StepLayout,
+    StoredEpisode,
+    load_robot_specs,
+)
+from user_sys.interchange.frames import Frame, decode_frame, encode_png
 from user_sys.interchange.lerobot_format import (
     DATA_FILE_MB,
+    DATA_PATH,
+    DONE,
     EPISODES_PATH,
+    FILES_PER_CHUNK,
+    FINAL_PREFIX,
+    INDEX_FEATURES,
     INFO,
+    LEROBOT_NAMES,
+    LEROBOT_VERSION,
     STATS,
+    SUCCESS,
     TASK_INDEX_NAME,
     TASKS,
-    VERSION,
-    Feature,
-    Info,
+    TEXT_FEATURES,
+    USER_PREFIX,
+    VIDEO_PATH,
+    DatasetFeature,
+    DatasetInfo,
+    capture_feature,
     features_of,
-    place,
+    file_path,
 )
-from user_sys.interchange.lerobot_part import ROWS_HELD, PartWriter, statistics_name
-from user_sys.interchange.progress import Advance
-from user_sys.interchange.statistics import NAMES, RunningStatistics
-from user_sys.interchange.video import ENCODERS
+from user_sys.interchange.statistics import STATISTIC_NAMES, RunningStatistics
+from user_sys.interchange.video import ENCODERS, VideoWriter
+from user_sys.store.index import EpisodeSummary
 from user_sys.store.store import StoreReader
-from user_sys.store.summary import EpisodeSummary
+
+ROWS_HELD = 64  # of the episodes' table, before they are written
+
+_UNFINISHED = ".unfinished"  # added to the name of a file that is being written
+
+_OUR_COLUMNS = {
+    "episode": pa.string(),
+    "task": pa.string(),
+    "sentence": pa.string(),
+    "seed": pa.int64(),
+    "started_unix_ns": pa.int64(),
+    "unix_offset_ns": pa.int64(),
+    "complete": pa.bool_(),
+    "success": pa.bool_(),
+    "reward_source": pa.string(),
+    "chunk_steps": pa.list_(pa.int64()),
+}
+
+
+def statistics_name(feature: str, statistic: str) -> str:
+    """The column of the episodes' table that holds it."""
+    return f"stats/{feature}/{statistic}"
+
+
+class DatasetFileWriter:
+    """Writes file number `number` of a data set; leaving the context without an error puts it in its place."""
+
+    def __init__(
+        self,
+        root: Path,
+        number: int,
+        features: Mapping[str, DatasetFeature],
+        tasks: Sequence[str],
+        fps: float,
+        codec: str | None,
+    ) -> None:
+        self._root, self._number, self._features, self._fps = root, number, features, fps
+        self._task_index = {task: index for index, task in enumerate(tasks)}
+        self._data = root / file_path(DATA_PATH, number)
+        self._episodes = root / file_path(EPISODES_PATH, number)
+        self._schema = data_schema(features)
+        self._rows: list[dict[str, object]] = []
+        self._episode = self._row = self._video_steps = 0
+        _unfinished_path(self._data).parent.mkdir(parents=True, exist_ok=True)
+        texts = [name for name, feature in features.items() if feature.dtype == "string"]
+        self._writer = pq.ParquetWriter(_unfinished_path(self._data), self._schema, use_dictionary=texts)
+        self._episodes.parent.mkdir(parents=True, exist_ok=True)
+        self._episodes_schema = episodes_schema(features)
+        self._episodes_writer = pq.ParquetWriter(_unfinished_path(self._episodes), self._episodes_schema)
+        self._videos = {
+            name: self._open_video(name, each, codec) for name, each in features.items() if codec and each.is_visual
+        }
+
+    def _open_video(self, name: str, feature: DatasetFeature, codec: str) -> VideoWriter:
+        path = _unfinished_path(self._video_path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        height, width, _ = feature.shape
+        return VideoWriter(path, height, width, self._fps, codec)
+
+    def _video_path(self, name: str) -> Path:
+        return self._root / file_path(VIDEO_PATH, self._number, name)
+
+    def start(self, episode: int, row: int) -> None:
+        """Says which numbers the part's first episode and first step have in the data set."""
+        self._episode, self._row = episode, row
+
+    def add(self, episode: StoredEpisode, steps: int) -> None:
+        """Adds a whole episode, of which `steps` are expected.
+
+        Raises:
+            DataSetError: it has another number of steps, or frames of another size.
+        """
+        if episode.steps != steps:
+            raise DataSetError(
+                f"episode {episode.header.episode} has {episode.steps} steps, not {steps} as at the start; export anew"
+            )
+        columns = self._numeric(episode)
+        self._writer.write_table(self._table(episode, columns))
+        stats = {name: statistics.column_statistics(column) for name, column in columns.items()}
+        for name, frames in _displayed_frames(episode, self._features):
+            stats[name] = statistics.frame_statistics(
+                [frame for frame in episode.frames[name] if frame is not None] or frames
+            )
+            if name in self._videos:
+                for frame in frames:
+                    self._videos[name].write(decode_frame(frame))
+        self._rows.append(self._episode_row(episode) | _flat_statistics(stats))
+        if len(self._rows) == ROWS_HELD:
+            self._write_rows()
+        self._episode += 1
+        self._row += steps
+        self._video_steps += steps
+
+    def _write_rows(self) -> None:
+        self._episodes_writer.write_table(pa.Table.from_pylist(self._rows, self._episodes_schema))
+        self._rows = []
+
+    def _numeric(self, episode: StoredEpisode) -> dict[str, Array]:
+        header, steps = episode.header, episode.steps
+        frame_index = np.arange(steps)
+        counters: dict[str, Array] = {
+            "timestamp": (frame_index / self._fps).astype(np.float32),
+            "frame_index": frame_index,
+            "episode_index": np.full(steps, self._episode),
+            "index": self._row + frame_index,
+            "task_index": np.full(steps, self._task_index[header.sentence or header.task]),
+        }
+        last = frame_index == steps - 1
+        never = np.zeros(steps, bool)
+        over = episode.columns.get("terminated", never) | episode.columns.get("truncated", never)
+        success = header.end is not None and header.end.success is True
+        columns = {LEROBOT_NAMES.get(name, name): column for name, column in episode.columns.items()}
+        columns |= {capture_feature(n): times for n, times in episode.captured_ns.items() if n in self._features}
+        return {**columns, DONE: over, SUCCESS: last & success, **{name: counters[name] for name in INDEX_FEATURES}}
+
+    def _table(self, episode: StoredEpisode, columns: Mapping[str, Array]) -> pa.Table:
+        texts = dict(
+            zip(TEXT_FEATURES, (episode.header.source, episode.header.robot, episode.header.embodiment), strict=True)
+        )
+        arrays: dict[str, pa.Array] = {name: _vector(column) for name, column in columns.items()}
+        arrays |= {name: pa.repeat(str(text), episode.steps) for name, text in texts.items()}
+        if not self._videos:
+            arrays |= {name: _images(frames) for name, frames in _displayed_frames(episode, self._features)}
+        return pa.table({name: arrays[name] for name in self._schema.names}, schema=self._schema)
+
+    def _episode_row(self, episode: StoredEpisode) -> dict[str, object]:
+        header = episode.header
+        chunk, file = divmod(self._number, FILES_PER_CHUNK)
+        row: dict[str, object] = {
+            "episode_index": self._episode,
+            "tasks": [header.sentence or header.task],
+            "length": episode.steps,
+            "data/chunk_index": chunk,
+            "data/file_index": file,
+            "dataset_from_index": self._row,
+            "dataset_to_index": self._row + episode.steps,
+            "meta/episodes/chunk_index": chunk,
+            "meta/episodes/file_index": file,
+        }
+        for name in self._videos:
+            row |= {f"videos/{name}/chunk_index": chunk, f"videos/{name}/file_index": file}
+            row[f"videos/{name}/from_timestamp"] = self._video_steps / self._fps
+            row[f"videos/{name}/to_timestamp"] = (self._video_steps + episode.steps) / self._fps
+        return row | _our_row(episode)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None and self._rows:
+            self._write_rows()
+        self._writer.close()
+        self._episodes_writer.close()
+        for video in self._videos.values():
+            video.close() if error is None else video.abort()
+        if error is None:
+            self._put_in_place()
+
+    def _put_in_place(self) -> None:
+        """The episodes' rows last: where they are, the rest is whole."""
+        for path in (self._data, *map(self._video_path, self._videos)):
+            _finish_file(path)
+        _finish_file(self._episodes)
+
+
+def data_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
+    """The columns of a data file: every feature but videos."""
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    fields: list[tuple[str, Any]] = []
+    for name, feature in features.items():
+        if feature.dtype == "video":
+            continue
+        scalar = pa.type_for_alias(feature.dtype) if not feature.is_visual else image
+        vector = not feature.is_visual and feature.shape != (1,)
+        fields.append((name, pa.list_(scalar, feature.shape[0]) if vector else scalar))
+    return pa.schema(fields)
+
+
+def _vector(column: Array) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(column).reshape(-1))
+    width = column.size // len(column)
+    return flat if width == 1 else pa.FixedSizeListArray.from_arrays(flat, width)
+
+
+def _displayed_frames(
+    episode: StoredEpisode, features: Mapping[str, DatasetFeature]
+) -> Iterator[tuple[str, list[Frame]]]:
+    """Each camera with a frame for every step: the newest there was, and black before the first."""
+    for name, feature in features.items():
+        if feature.is_visual:
+            standing: Frame = np.zeros(feature.shape, np.uint8)
+            frames = []
+            for frame in episode.frames[name]:
+                standing = standing if frame is None else frame
+                frames.append(standing)
+            yield name, frames
+
+
+def _images(frames: Sequence[Frame]) -> pa.Array:
+    files: list[bytes] = []
+    for number, frame in enumerate(frames):
+        again = number > 0 and frame is frames[number - 1]
+        files.append(files[-1] if again else frame if isinstance(frame, bytes) else encode_png(frame))
+    suffix = ["jpg" if isinstance(frame, bytes) else "png" for frame in frames]
+    paths = [f"frame-{number:06d}.{kind}" for number, kind in enumerate(suffix)]
+    return pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(paths)], ["bytes", "path"])
+
+
+def _our_row(episode: StoredEpisode) -> dict[str, object]:
+    header = episode.header
+    end = header.end
+    ours: dict[str, object] = {
+        "episode": header.episode,
+        "task": header.task,
+        "sentence": header.sentence,
+        "seed": header.seed,
+        "started_unix_ns": header.started_unix_ns,
+        "unix_offset_ns": header.unix_offset_ns,
+        "complete": end is not None,
+        "success": end.success if end else None,
+        "reward_source": end.reward_source if end else "",
+        "chunk_steps": list(episode.chunk_steps),
+    }
+    final = {FINAL_PREFIX + name: value.tolist() for name, value in episode.final.items()}
+    return {USER_PREFIX + name: value for name, value in ours.items()} | final
+
+
+def _flat_statistics(stats: Mapping[str, statistics.Statistics | None]) -> dict[str, object]:
+    return {
+        statistics_name(feature, name): None if each is None else each[name].tolist()
+        for feature, each in stats.items()
+        for name in statistics.STATISTIC_NAMES
+    }
+
+
+def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
+    """The columns of the episodes' table."""
+    whole, text, vector = pa.int64(), pa.string(), pa.list_(pa.float64())
+    counters = ("length", *(f"{kind}_index" for kind in ("data/chunk", "data/file", "dataset_from", "dataset_to")))
+    fields: list[tuple[str, Any]] = [("episode_index", whole), ("tasks", pa.list_(text))]
+    fields += [(name, whole) for name in (*counters, "meta/episodes/chunk_index", "meta/episodes/file_index")]
+    for name, feature in features.items():
+        if feature.dtype == "video":
+            fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
+            fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
+    fields += [(USER_PREFIX + name, kind) for name, kind in _OUR_COLUMNS.items()]
+    fields += [(FINAL_PREFIX + n, pa.list_(pa.float32())) for n, f in features.items() if _observed(n, f)]
+    for name, feature in features.items():
+        if feature.dtype != "string":
+            shaped = pa.list_(pa.list_(vector)) if feature.is_visual else vector
+            fields += [(statistics_name(name, each), shaped) for each in statistics.STATISTIC_NAMES if each != "count"]
+            fields.append((statistics_name(name, "count"), pa.list_(whole)))
+    return pa.schema(fields)
+
+
+def _observed(name: str, feature: DatasetFeature) -> bool:
+    return name.startswith("observation.") and not feature.is_visual
+
+
+def _unfinished_path(path: Path) -> Path:
+    return path.with_name(path.name + _UNFINISHED)
+
+
+def _finish_file(path: Path) -> None:
+    """Puts what was written aside in its place, durably."""
+    aside = _unfinished_path(path)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
 
 PLAN = "export.json"
 
 
-class LerobotOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LerobotExportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to export.
 
     Attributes:
@@ -54,7 +349,7 @@ class LerobotOptions(msgspec.Struct, frozen=True, kw_only=True):
         file_mb: about how much experience goes into one file.
     """
 
-    selection: Selection = Selection()
+    selection: EpisodeFilter = EpisodeFilter()
     codec: str | None = None
     fps: float | None = None
     file_mb: float = DATA_FILE_MB
@@ -65,14 +360,14 @@ class PlannedEpisode(msgspec.Struct, frozen=True, array_like=True):
     steps: int
 
 
-class DataSetPlan(msgspec.Struct, frozen=True):
+class DatasetPlan(msgspec.Struct, frozen=True):
     """One data set: `parts` are its files, each with the episodes that it holds, in order."""
 
     folder: str
     embodiment: str
     robot_type: str | None
     fps: float
-    features: dict[str, Feature]
+    features: dict[str, DatasetFeature]
     tasks: list[str]
     parts: list[list[PlannedEpisode]]
 
@@ -85,19 +380,19 @@ class DataSetPlan(msgspec.Struct, frozen=True):
         return sum(each.steps for part in self.parts for each in part)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ExportPlan(msgspec.Struct, frozen=True):
     """What an export was asked for and how it is divided; ``export.json`` in the output folder."""
 
     store: str
-    options: LerobotOptions
-    data_sets: list[DataSetPlan]
+    options: LerobotExportOptions
+    data_sets: list[DatasetPlan]
 
     @property
     def steps(self) -> int:
         return sum(data_set.steps for data_set in self.data_sets)
 
 
-def open_plan(store: Path, output: Path, options: LerobotOptions) -> Plan:
+def open_plan(store: Path, output: Path, options: LerobotExportOptions) -> ExportPlan:
     """The plan that `output` has from an earlier, interrupted run; otherwise a new one, which is written down.
 
     Raises:
@@ -112,15 +407,15 @@ def open_plan(store: Path, output: Path, options: LerobotOptions) -> Plan:
     if output.exists() and any(output.iterdir()):
         raise DataSetError(f"{output} is not empty and holds no export to go on with; choose another --output")
     with StoreReader.open(store) as reader:
-        plan = make_plan(EpisodeReader(reader), store, options, specs_beside(store))
+        plan = make_plan(EpisodeReader(reader), store, options, load_robot_specs(store))
     replace_durably(path, msgspec.json.encode(plan))
     return plan
 
 
-def _earlier_plan(path: Path, store: Path, options: LerobotOptions) -> Plan:
+def _earlier_plan(path: Path, store: Path, options: LerobotExportOptions) -> ExportPlan:
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
-    except UNDECODABLE as error:
+        plan = msgspec.json.decode(path.read_bytes(), type=ExportPlan)
+    except DECODE_ERRORS as error:
         raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export anew") from None
     if plan.options != options or plan.store != str(store.resolve()):
         raise DataSetError(
@@ -129,13 +424,15 @@ def _earlier_plan(path: Path, store: Path, options: LerobotOptions) -> Plan:
     return plan
 
 
-def make_plan(reader: EpisodeReader, store: Path, options: LerobotOptions, specs: Mapping[str, RobotSpec]) -> Plan:
+def make_plan(
+    reader: EpisodeReader, store: Path, options: LerobotExportOptions, specs: Mapping[str, RobotSpec]
+) -> ExportPlan:
     """Divides what is chosen into data sets of one embodiment and one layout, and those into files."""
-    groups: dict[tuple[str, Layout], list[EpisodeSummary]] = {}
+    groups: dict[tuple[str, StepLayout], list[EpisodeSummary]] = {}
     for episode in reader.select(options.selection):
         groups.setdefault((episode.embodiment, reader.layout(episode.episode)), []).append(episode)
     folders = _folders([embodiment for embodiment, _ in groups])
-    return Plan(
+    return ExportPlan(
         store=str(store.resolve()),
         options=options,
         data_sets=[
@@ -160,13 +457,13 @@ def _folders(embodiments: list[str]) -> list[str]:
 def _plan_data_set(
     reader: EpisodeReader,
     folder: str,
-    layout: Layout,
+    layout: StepLayout,
     episodes: list[EpisodeSummary],
-    options: LerobotOptions,
+    options: LerobotExportOptions,
     spec: RobotSpec | None,
-) -> DataSetPlan:
+) -> DatasetPlan:
     fps = options.fps or (spec.rate_hz if spec else _recorded_rate(reader, episodes[0].episode))
-    return DataSetPlan(
+    return DatasetPlan(
         folder=folder,
         embodiment=episodes[0].embodiment,
         robot_type=spec.model if spec else None,
@@ -198,7 +495,7 @@ def _parts(reader: EpisodeReader, episodes: list[EpisodeSummary], part_bytes: fl
     yield part
 
 
-def export_lerobot(plan: Plan, output: Path, advance: Advance) -> None:
+def export_lerobot(plan: ExportPlan, output: Path, advance: Advance) -> None:
     """Carries `plan` out in `output`, going on behind what is there whole; never more than an episode in memory.
 
     `advance` is told the steps that are done, those of earlier runs included.
@@ -218,14 +515,14 @@ def export_lerobot(plan: Plan, output: Path, advance: Advance) -> None:
             _finish(data_set, root)
 
 
-def _write_parts(reader: EpisodeReader, data_set: DataSetPlan, root: Path, codec: str | None, advance: Advance) -> None:
+def _write_parts(reader: EpisodeReader, data_set: DatasetPlan, root: Path, codec: str | None, advance: Advance) -> None:
     first_episode = first_row = 0
     for number, part in enumerate(data_set.parts):
         steps = sum(each.steps for each in part)
-        if (root / place(EPISODES_PATH, number)).exists():
+        if (root / file_path(EPISODES_PATH, number)).exists():
             advance(steps)
         else:
-            with PartWriter(root, number, data_set.features, data_set.tasks, data_set.fps, codec) as writer:
+            with DatasetFileWriter(root, number, data_set.features, data_set.tasks, data_set.fps, codec) as writer:
                 writer.start(first_episode, first_row)
                 for each in part:
                     writer.add(reader.read(each.episode), each.steps)
@@ -234,16 +531,16 @@ def _write_parts(reader: EpisodeReader, data_set: DataSetPlan, root: Path, codec
         first_row += steps
 
 
-def _finish(data_set: DataSetPlan, root: Path) -> None:
+def _finish(data_set: DatasetPlan, root: Path) -> None:
     """Statistics over all episodes, tasks, and at last the file that makes the folder a data set."""
-    statistics = _merged(data_set.features, (root / place(EPISODES_PATH, n) for n in range(len(data_set.parts))))
+    statistics = _merged(data_set.features, (root / file_path(EPISODES_PATH, n) for n in range(len(data_set.parts))))
     replace_durably(root / STATS, json.dumps(statistics, indent=1).encode())
     sink = pa.BufferOutputStream()
     pq.write_table(_tasks(data_set.tasks), sink)
     replace_durably(root / TASKS, sink.getvalue().to_pybytes())
     video = any(feature.dtype == "video" for feature in data_set.features.values())
-    info = Info(
-        codebase_version=VERSION,
+    info = DatasetInfo(
+        codebase_version=LEROBOT_VERSION,
         robot_type=data_set.robot_type,
         fps=int(data_set.fps) if data_set.fps.is_integer() else data_set.fps,
         features=data_set.features,
@@ -273,12 +570,12 @@ def _merged(features: Iterable[str], files: Iterable[Path]) -> dict[str, dict[st
 
 def _merge(batch: pa.RecordBatch, features: Iterable[str], running: dict[str, RunningStatistics]) -> None:
     for feature in features:
-        names = [statistics_name(feature, name) for name in NAMES]
+        names = [statistics_name(feature, name) for name in STATISTIC_NAMES]
         if names[0] not in batch.schema.names:
             continue
         for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
             if values[0] is not None:
-                new = {name: np.array(value) for name, value in zip(NAMES, values, strict=True)}
+                new = {name: np.array(value) for name, value in zip(STATISTIC_NAMES, values, strict=True)}
                 running.setdefault(feature, RunningStatistics()).add(new)
 
 

@@ -9,8 +9,9 @@ A data set is a folder::
     data/chunk-000/file-000.parquet                   a row a step
     videos/<feature>/chunk-000/file-000.mp4           frames, where they are kept as video
 
-What a store knows and the format has no place for stands in further features (`RENAMED`, `TEXTS`, ``next.success``),
-and in further columns of the episodes' table, which begin with `OURS`. LeRobot's own reader passes over the latter.
+What a store knows and the format has no place for stands in further features (`LEROBOT_NAMES`, `TEXT_FEATURES`,
+``next.success``), and in further columns of the episodes' table, which begin with `USER_PREFIX`. LeRobot's own reader
+passes over the latter.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from hal.spec import RobotSpec
-from user_sys.episode import APPLIED, IMAGES
+from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import Layout
+from user_sys.interchange.episodes import StepLayout
 from user_sys.interchange.video import pixel_format
 
-VERSION = "v3.0"
+LEROBOT_VERSION = "v3.0"
 FILES_PER_CHUNK = 1000
 DATA_FILE_MB, VIDEO_FILE_MB = 100, 200
 
@@ -38,27 +39,27 @@ TASK_INDEX_NAME = "__index_level_0__"  # what pandas calls a nameless index in P
 
 # Our columns under LeRobot's names, where it has one. An applied action must not begin with "action": its policies
 # would take it for one more thing to predict.
-RENAMED: Mapping[str, str] = {
+LEROBOT_NAMES: Mapping[str, str] = {
     "reward": "next.reward",
     "terminated": "next.terminated",
     "truncated": "next.truncated",
-    APPLIED: "applied_action",
+    APPLIED_ACTION: "applied_action",
 }
-ORIGINAL: Mapping[str, str] = {theirs: ours for ours, theirs in RENAMED.items()}
+STORE_NAMES: Mapping[str, str] = {theirs: ours for ours, theirs in LEROBOT_NAMES.items()}
 DONE, SUCCESS = "next.done", "next.success"
-TEXTS = ("source", "robot", "embodiment")
-COUNTERS: Mapping[str, str] = {
+TEXT_FEATURES = ("source", "robot", "embodiment")
+INDEX_FEATURES: Mapping[str, str] = {
     "timestamp": "float32",
     "frame_index": "int64",
     "episode_index": "int64",
     "index": "int64",
     "task_index": "int64",
 }
-OURS = "user/"
-FINAL_PREFIX = OURS + "final/"
+USER_PREFIX = "user/"
+FINAL_PREFIX = USER_PREFIX + "final/"
 
 
-class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
+class DatasetFeature(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of ``features``; `info` describes a video."""
 
     dtype: str
@@ -67,16 +68,16 @@ class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
     info: dict[str, object] | None = None
 
     @property
-    def visual(self) -> bool:
+    def is_visual(self) -> bool:
         return self.dtype in ("image", "video")
 
 
-class Info(msgspec.Struct, frozen=True):
+class DatasetInfo(msgspec.Struct, frozen=True):
     """``meta/info.json``."""
 
     codebase_version: str
     fps: float
-    features: dict[str, Feature]
+    features: dict[str, DatasetFeature]
     total_episodes: int
     total_frames: int
     total_tasks: int = 0
@@ -89,7 +90,7 @@ class Info(msgspec.Struct, frozen=True):
     video_path: str | None = VIDEO_PATH
 
 
-def place(template: str, number: int, video_key: str = "") -> Path:
+def file_path(template: str, number: int, video_key: str = "") -> Path:
     """The path, within the data set, of the file with running number `number`."""
     chunk, file = divmod(number, FILES_PER_CHUNK)
     return Path(template.format(chunk_index=chunk, file_index=file, video_key=video_key))
@@ -100,10 +101,10 @@ def capture_feature(camera: str) -> str:
 
     Its name must not begin with "observation": policies would take it for something to look at.
     """
-    return "t_capture_ns." + camera.removeprefix(IMAGES)
+    return "t_capture_ns." + camera.removeprefix(IMAGE_PREFIX)
 
 
-def features_of(layout: Layout, codec: str | None, fps: float, spec: RobotSpec | None) -> dict[str, Feature]:
+def features_of(layout: StepLayout, codec: str | None, fps: float, spec: RobotSpec | None) -> dict[str, DatasetFeature]:
     """The features of a data set whose steps look like `layout`.
 
     Args:
@@ -118,22 +119,22 @@ def features_of(layout: Layout, codec: str | None, fps: float, spec: RobotSpec |
     for name, dtype, shape in layout.columns:
         if len(shape) > 1:
             raise DataSetError(f"column {name!r} holds {shape} a step; a data set takes numbers and vectors")
-        features[RENAMED.get(name, name)] = Feature(dtype, shape or (1,), labels.get(name))
-    features |= {name: Feature("bool", (1,)) for name in (DONE, SUCCESS)}
-    features |= {name: Feature("string", (1,)) for name in TEXTS}
-    features |= {capture_feature(name): Feature("int64", (1,)) for name, _, _ in layout.cameras}
+        features[LEROBOT_NAMES.get(name, name)] = DatasetFeature(dtype, shape or (1,), labels.get(name))
+    features |= {name: DatasetFeature("bool", (1,)) for name in (DONE, SUCCESS)}
+    features |= {name: DatasetFeature("string", (1,)) for name in TEXT_FEATURES}
+    features |= {capture_feature(name): DatasetFeature("int64", (1,)) for name, _, _ in layout.cameras}
     for name, height, width in layout.cameras:
         told = None if codec is None else _video_info(codec, height, width, fps)
         dtype = "image" if codec is None else "video"
-        features[name] = Feature(dtype, (height, width, 3), ("height", "width", "channels"), told)
-    return features | {name: Feature(dtype, (1,)) for name, dtype in COUNTERS.items()}
+        features[name] = DatasetFeature(dtype, (height, width, 3), ("height", "width", "channels"), told)
+    return features | {name: DatasetFeature(dtype, (1,)) for name, dtype in INDEX_FEATURES.items()}
 
 
 def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
     if spec is None:
         return {}
     labels = {array.name: array.labels for array in spec.observation}
-    return {**labels, spec.action.name: spec.action.labels, APPLIED: spec.action.labels}
+    return {**labels, spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}
 
 
 def _video_info(codec: str, height: int, width: int, fps: float) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""A LeRobot data set into a store.
+"""Reads LeRobot data sets v3, ours and others', an episode at a time.
+
+A LeRobot data set into a store.
 
 What we exported comes back step by step as it was, under the same names. A foreign data set becomes demonstrations:
 what it does not say is filled in as `ImportOptions` tells. An episode's identifier is the one it had, or is made of its
@@ -10,30 +12,335 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from user_sys.codec import Array
-from user_sys.episode import APPLIED, IMAGES, SCALARS, Chunk, ChunkHeader, EpisodeEnd, Phase, Source, frame_columns
+from hal.decode_errors import DECODE_ERRORS
+from user_sys.codec import DTYPES, Array
+from user_sys.episode import (
+    APPLIED_ACTION,
+    IMAGE_PREFIX,
+    SCALAR_DTYPES,
+    Chunk,
+    ChunkHeader,
+    EpisodeEnd,
+    EpisodeSource,
+    Phase,
+    frame_columns,
+)
 from user_sys.errors import DataSetError
-from user_sys.interchange.frames import Frame, decode, encode_jpeg, same_frame
+from user_sys.interchange.episodes import Advance
+from user_sys.interchange.frames import Frame, decode_frame, decode_image_file, encode_jpeg, frame_size, same_frame
 from user_sys.interchange.lerobot_format import (
-    COUNTERS,
     DONE,
     FINAL_PREFIX,
+    INDEX_FEATURES,
     INFO,
-    ORIGINAL,
-    OURS,
+    STORE_NAMES,
     SUCCESS,
-    TEXTS,
-    Info,
+    TASKS,
+    TEXT_FEATURES,
+    USER_PREFIX,
+    DatasetFeature,
+    DatasetInfo,
     capture_feature,
 )
-from user_sys.interchange.lerobot_read import ForeignEpisode, LerobotDataSet
-from user_sys.interchange.progress import Advance
+from user_sys.interchange.video import VideoReader
 from user_sys.store.store import StoreReader, StoreWriter
+
+READ_ROWS = 256  # decoded from Parquet at a time
+_BROKEN = (pa.ArrowException, OSError)  # what pyarrow raises
+_NUMBER = re.compile(r"(0?\d?d)?")  # how a path may write a number: a width of many digits would fill the memory
+
+
+@dataclass(frozen=True)
+class LerobotEpisode:
+    """An episode of T steps as the data set has it.
+
+    Attributes:
+        metadata: its row of the episodes' table, statistics left out.
+        columns: numeric features, (T,) where one number is declared, otherwise (T, ...).
+        texts: text features, T each.
+        sentence: its task.
+    """
+
+    metadata: Mapping[str, Any]
+    columns: Mapping[str, Array]
+    texts: Mapping[str, list[str]]
+    sentence: str
+    _table: pa.Table
+    _source: LerobotDataset
+
+    @property
+    def steps(self) -> int:
+        return int(self._table.num_rows)
+
+    @property
+    def index(self) -> int:
+        return int(self.metadata["episode_index"])
+
+    def frames(self, feature: str) -> Iterator[Frame]:
+        """T frames of a camera, each decoded only when it is drawn; JPEG files stay files. Raises DataSetError."""
+        return self._source.frames(feature, self._table, self.metadata)
+
+
+class LerobotDataset:
+    """A data set in the folder `root`. One thread reads it, from the first episode to the last."""
+
+    def __init__(self, root: Path, info: DatasetInfo, tasks: Mapping[int, str]) -> None:
+        self._root, self.info, self._tasks = root, info, tasks
+        self._rows: _RowReader | None = None
+        self._videos: dict[str, tuple[Path, VideoReader]] = {}
+
+    @classmethod
+    def open(cls, root: Path) -> LerobotDataset:
+        """Reads what the data set says of itself.
+
+        Raises:
+            DataSetError: `root` is no data set, or of another version.
+        """
+        info = _read_info(root)
+        if not info.codebase_version.startswith("v3."):
+            raise DataSetError(
+                f"{root} is a LeRobot data set {info.codebase_version}, and v3 is needed; LeRobot converts it: "
+                "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+            )
+        if info.fps <= 0:
+            raise DataSetError(f"{root / INFO} says {info.fps} frames a second")
+        for template in (info.data_path, info.video_path or ""):
+            _require_template(root, template)
+        return cls(root, info, _read_tasks(root / TASKS))
+
+    def cameras(self) -> list[str]:
+        return [name for name, feature in self.info.features.items() if feature.is_visual]
+
+    def episodes(self) -> Iterator[LerobotEpisode]:
+        """Every episode in order, each valid until the next is drawn.
+
+        Raises:
+            DataSetError: a file is missing or broken, or does not hold what ``meta/info.json`` says.
+        """
+        for facts in self._facts():
+            table = self._rows_of(facts)
+            yield LerobotEpisode(
+                metadata=facts,
+                columns=self._columns(table),
+                texts={n: table[n].to_pylist() for n, f in self.info.features.items() if f.dtype == "string"},
+                sentence=self._sentence(facts, table),
+                _table=table,
+                _source=self,
+            )
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+        for _, video in self._videos.values():
+            video.close()
+
+    def _facts(self) -> Iterator[dict[str, Any]]:
+        files = sorted((self._root / "meta/episodes").glob("*/*.parquet"))
+        if not files:
+            raise DataSetError(f"{self._root / 'meta/episodes'} has no file; the data set is not whole")
+        for path in files:
+            try:
+                names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
+                rows = pq.read_table(path, columns=names).to_pylist()
+            except _BROKEN as error:
+                raise _broken(path, error) from None
+            for row in rows:
+                missing = {"episode_index", "length", "data/chunk_index", "data/file_index"} - row.keys()
+                if missing:
+                    raise DataSetError(f"{path} has no column {min(missing)!r}; the data set is not v3 or not whole")
+                if not row["length"] or row["length"] < 1:
+                    raise DataSetError(f"{path}: episode {row['episode_index']} has {row['length']} steps")
+                yield row
+
+    def _rows_of(self, facts: Mapping[str, Any]) -> pa.Table:
+        numbers = {"chunk_index": facts["data/chunk_index"], "file_index": facts["data/file_index"]}
+        path = self._inside(self.info.data_path, numbers | {"video_key": ""})
+        if self._rows is None or self._rows.path != path:
+            if self._rows is not None:
+                self._rows.close()
+            self._rows = _RowReader(path, self._stored_features())
+        return self._rows.take(facts["episode_index"], facts["length"])
+
+    def _stored_features(self) -> list[str]:
+        return [name for name, feature in self.info.features.items() if feature.dtype != "video"]
+
+    def _columns(self, table: pa.Table) -> dict[str, Array]:
+        return {
+            name: _numeric(name, feature, table[name])
+            for name, feature in self.info.features.items()
+            if not feature.is_visual and feature.dtype != "string"
+        }
+
+    def _sentence(self, facts: Mapping[str, Any], table: pa.Table) -> str:
+        number = table["task_index"][0].as_py() if "task_index" in table.column_names else 0
+        if number not in self._tasks:
+            raise DataSetError(f"episode {facts['episode_index']} has task {number}, which {TASKS} does not list")
+        return self._tasks[number]
+
+    def frames(self, feature: str, table: pa.Table, facts: Mapping[str, Any]) -> Iterator[Frame]:
+        """As `LerobotEpisode.frames`."""
+        declared = self.info.features[feature]
+        video = declared.dtype == "video"
+        frames: Iterator[Frame] = (
+            self._video_frames(feature, table.num_rows, facts) if video else _images(feature, table[feature])
+        )
+        known: Frame | None = None
+        for frame in frames:
+            if frame is not known and frame_size(frame) != declared.shape[:2]:
+                raise DataSetError(
+                    f"episode {facts['episode_index']}: {feature!r} has a frame of {frame_size(frame)}; "
+                    f"meta/info.json says {declared.shape[:2]}"
+                )
+            known = frame
+            yield frame
+
+    def _video_frames(self, feature: str, count: int, facts: Mapping[str, Any]) -> Iterator[Array]:
+        try:
+            numbers = {kind: facts[f"videos/{feature}/{kind}"] for kind in ("chunk_index", "file_index")}
+            path = self._inside(str(self.info.video_path), numbers | {"video_key": feature})
+            start_s = float(facts[f"videos/{feature}/from_timestamp"])
+        except KeyError as error:
+            raise DataSetError(f"the episodes' table of {self._root} has no column {error}") from None
+        known = self._videos.get(feature)
+        if known is None or known[0] != path:
+            if known is not None:
+                known[1].close()
+            known = self._videos[feature] = (path, VideoReader(path))
+        return known[1].read(start_s, count, self.info.fps)
+
+    def _inside(self, template: str, fields: Mapping[str, Any]) -> Path:
+        """The file that `template` names. Raises DataSetError: it would not lie in the data set."""
+        try:
+            path = Path(template.format(**fields))
+        except (ValueError, TypeError) as error:
+            raise DataSetError(f"{self._root / INFO}: {template!r} names no file for {fields}: {error}") from None
+        if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+            raise DataSetError(f"{self._root / INFO}: {str(path)!r} lies outside the data set")
+        return self._root / path
+
+
+class _RowReader:
+    """The rows of one data file, in order; holds little more than the episode that is asked for."""
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path)
+            missing = set(columns) - set(self._file.schema_arrow.names)
+            if missing:
+                raise DataSetError(f"{path} has no column {min(missing)!r}, which meta/info.json declares")
+            self._batches = self._file.iter_batches(READ_ROWS, columns=columns)
+        except _BROKEN as error:
+            raise _broken(path, error) from None
+        self._left: pa.Table | None = None
+
+    def take(self, episode: int, steps: int) -> pa.Table:
+        """The next `steps` rows of `episode`; rows of episodes before it are passed over."""
+        found: list[pa.Table] = []
+        missing = steps
+        while missing:
+            rows = self._next()
+            numbers = rows["episode_index"].to_numpy()
+            start = int(np.argmax(numbers == episode)) if (numbers == episode).any() else len(numbers)
+            taken = rows.slice(start, missing)
+            if (taken["episode_index"].to_numpy() != episode).any():
+                raise DataSetError(f"{self.path} holds fewer than the {steps} steps that episode {episode} should have")
+            found.append(taken)
+            missing -= taken.num_rows
+            self._left = rows.slice(start + taken.num_rows)
+        return pa.concat_tables(found).combine_chunks()
+
+    def _next(self) -> pa.Table:
+        if self._left is not None and self._left.num_rows:
+            return self._left
+        try:
+            return pa.Table.from_batches([next(self._batches)])
+        except StopIteration:
+            raise DataSetError(f"{self.path} ends before the steps that meta/episodes promises") from None
+        except _BROKEN as error:
+            raise _broken(self.path, error) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read_info(root: Path) -> DatasetInfo:
+    path = root / INFO
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DatasetInfo)
+    except FileNotFoundError:
+        inside = sorted(each.parent.parent.name for each in root.glob(f"*/{INFO}"))
+        hint = f"; it holds the data sets {', '.join(inside)}: import each" if inside else ""
+        raise DataSetError(f"{root} is no LeRobot data set, or an unfinished one: it has no {INFO}{hint}") from None
+    except DECODE_ERRORS as error:
+        raise DataSetError(f"{path} is not what LeRobot v3 writes: {error}") from None
+
+
+def _require_template(root: Path, template: str) -> None:
+    """Raises DataSetError: more than plain numbers and names stands in the braces."""
+    try:
+        parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise DataSetError(f"{root / INFO}: the path {template!r} is none: {error}") from None
+    for field, form, conversion in parts:
+        if field not in ("chunk_index", "file_index", "video_key") or conversion or not _NUMBER.fullmatch(form or ""):
+            raise DataSetError(f"{root / INFO}: the path {template!r} has an unknown field {field!r}")
+
+
+def _read_tasks(path: Path) -> dict[int, str]:
+    """Numbers to sentences; the column of sentences has no fixed name."""
+    try:
+        table = pq.read_table(path)
+        names = [name for name in table.column_names if name != "task_index"]
+        return dict(zip(table["task_index"].to_pylist(), table[names[0]].to_pylist(), strict=True))
+    except (*_BROKEN, KeyError, IndexError, TypeError) as error:
+        raise _broken(path, error) from None
+
+
+def _broken(path: Path, error: Exception) -> DataSetError:
+    reason = "it is missing" if isinstance(error, FileNotFoundError) else error
+    return DataSetError(f"{path} cannot be read: {reason}; fetch or export the data set again")
+
+
+def _numeric(name: str, feature: DatasetFeature, column: pa.ChunkedArray) -> Array:
+    array: Any = column.combine_chunks()
+    while hasattr(array, "storage") or hasattr(array, "flatten") and pa.types.is_nested(array.type):
+        array = array.storage if hasattr(array, "storage") else array.flatten()
+    if array.null_count:
+        raise DataSetError(f"feature {name!r} has missing values")
+    if feature.dtype not in DTYPES:
+        raise DataSetError(f"feature {name!r} has the dtype {feature.dtype!r}; a store takes {sorted(DTYPES)}")
+    shape = (len(column),) if feature.shape == (1,) else (len(column), *feature.shape)
+    try:
+        return np.asarray(array.to_numpy(zero_copy_only=False), feature.dtype).reshape(shape)
+    except (ValueError, TypeError):
+        raise DataSetError(
+            f"feature {name!r} does not hold {feature.dtype} {feature.shape} a step, as meta/info.json says"
+        ) from None
+
+
+def _images(feature: str, column: pa.ChunkedArray) -> Iterator[Frame]:
+    files = pc.struct_field(column, "bytes").to_pylist() if pa.types.is_struct(column.type) else []
+    if len(files) != len(column) or None in files:
+        raise DataSetError(f"feature {feature!r} does not hold its pictures; LeRobot embeds them when it saves")
+    known = b""
+    frame: Frame = b""
+    for content in files:
+        frame = frame if content == known else decode_image_file(content)
+        known = content
+        yield frame
+
 
 CHUNK_STEPS = 32  # of episodes that do not say how they were divided
 
@@ -52,7 +359,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
             make all frames the one or the other, save that JPEG files stay.
     """
 
-    source: Source | None = None
+    source: EpisodeSource | None = None
     robot: str = ""
     task: str = ""
     embodiment: str = ""
@@ -60,18 +367,18 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     frames: str = "auto"
 
 
-class Imported(msgspec.Struct, kw_only=True):
-    """What an import did; `left_out` are features that a store has no column for."""
+class ImportReport(msgspec.Struct, kw_only=True):
+    """What an import did; `skipped_features` are features that a store has no column for."""
 
     episodes: int = 0
     steps: int = 0
-    known: int = 0
-    left_out: tuple[str, ...] = ()
+    already_stored: int = 0
+    skipped_features: tuple[str, ...] = ()
 
 
 def import_lerobot(
-    data_set: LerobotDataSet, root: Path, store: Path, options: ImportOptions, advance: Advance
-) -> Imported:
+    data_set: LerobotDataset, root: Path, store: Path, options: ImportOptions, advance: Advance
+) -> ImportReport:
     """Adds the episodes of `data_set`, which lies in `root`, to the store at `store`, each durable before the next.
 
     Raises:
@@ -80,13 +387,13 @@ def import_lerobot(
         StoreError: the store cannot be written.
     """
     convert = _Converter(data_set.info, options, (root / INFO).stat().st_mtime_ns)
-    done = Imported(left_out=convert.left_out)
+    done = ImportReport(skipped_features=convert.left_out)
     with StoreWriter.open(store) as writer:
         complete = _complete_episodes(store)
         for episode in data_set.episodes():
             header = convert.header(episode)
             if header.episode in complete:
-                done.known += 1
+                done.already_stored += 1
             else:
                 for chunk in convert.chunks(episode, header):
                     writer.append(chunk.encode())
@@ -106,48 +413,48 @@ def _complete_episodes(store: Path) -> set[str]:
 class _Converter:
     """Makes chunks of a data set's episodes."""
 
-    def __init__(self, info: Info, options: ImportOptions, written_unix_ns: int) -> None:
+    def __init__(self, info: DatasetInfo, options: ImportOptions, written_unix_ns: int) -> None:
         self._info, self._options, self._written_unix_ns = info, options, written_unix_ns
-        described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in COUNTERS}
+        described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in INDEX_FEATURES}
         told = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
         self._fingerprint = hashlib.blake2b(told, digest_size=8).hexdigest()
-        self._ours = info.features.keys() >= {*TEXTS, "phase"}  # otherwise such names may mean anything
-        kept = {SUCCESS, DONE, *COUNTERS, *ORIGINAL, "reward", "action"}
-        self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.visual]
-        self._cameras = {n: IMAGES + _camera_name(n) for n, f in info.features.items() if f.visual}
+        self._ours = info.features.keys() >= {*TEXT_FEATURES, "phase"}  # otherwise such names may mean anything
+        kept = {SUCCESS, DONE, *INDEX_FEATURES, *STORE_NAMES, "reward", "action"}
+        self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.is_visual]
+        self._cameras = {n: IMAGE_PREFIX + _camera_name(n) for n, f in info.features.items() if f.is_visual}
         if self._ours:
-            kept |= {*TEXTS, *SCALARS, *map(capture_feature, self._cameras.values())}
+            kept |= {*TEXT_FEATURES, *SCALAR_DTYPES, *map(capture_feature, self._cameras.values())}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
         if "action" not in info.features:
             raise DataSetError("the data set has no feature 'action'; a store's steps need one")
 
-    def header(self, episode: ForeignEpisode) -> ChunkHeader:
+    def header(self, episode: LerobotEpisode) -> ChunkHeader:
         """The header of the episode's first chunk."""
-        facts, options = episode.facts, self._options
+        facts, options = episode.metadata, self._options
         texts = episode.texts if self._ours else {}
         robot = _first(texts, "robot") or _name(options.robot or self._info.robot_type or "imported")
         return ChunkHeader(
-            episode=facts.get(OURS + "episode") or f"{robot}-{episode.index:06d}-{_digest(episode)}",
+            episode=facts.get(USER_PREFIX + "episode") or f"{robot}-{episode.index:06d}-{_digest(episode)}",
             index=0,
             first_step=0,
             steps=episode.steps,
             robot=robot,
             embodiment=_first(texts, "embodiment") or options.embodiment or self._fingerprint,
-            task=facts.get(OURS + "task") or _name(options.task or episode.sentence),
-            sentence=facts.get(OURS + "sentence", episode.sentence),
-            source=options.source or _source(_first(texts, "source") or Source.DEMO),
-            seed=facts.get(OURS + "seed", 0),
-            started_unix_ns=facts.get(OURS + "started_unix_ns", self._written_unix_ns),
-            unix_offset_ns=facts.get(OURS + "unix_offset_ns", self._written_unix_ns),
+            task=facts.get(USER_PREFIX + "task") or _name(options.task or episode.sentence),
+            sentence=facts.get(USER_PREFIX + "sentence", episode.sentence),
+            source=options.source or _source(_first(texts, "source") or EpisodeSource.DEMO),
+            seed=facts.get(USER_PREFIX + "seed", 0),
+            started_unix_ns=facts.get(USER_PREFIX + "started_unix_ns", self._written_unix_ns),
+            unix_offset_ns=facts.get(USER_PREFIX + "unix_offset_ns", self._written_unix_ns),
         )
 
-    def chunks(self, episode: ForeignEpisode, header: ChunkHeader) -> Iterator[Chunk]:
+    def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
         """The episode as chunks, divided as it was recorded or else into `CHUNK_STEPS`."""
         end = self._end(episode)
         columns = self._columns(episode, end, header.source)
         frames = {ours: self._frames(episode, theirs) for theirs, ours in self._cameras.items()}
         captured_ns = {ours: self._captured_ns(episode, ours, columns) for ours in frames}
-        division = episode.facts.get(OURS + "chunk_steps") or _even(episode.steps)
+        division = episode.metadata.get(USER_PREFIX + "chunk_steps") or _even(episode.steps)
         if sum(division) != episode.steps:
             raise DataSetError(f"episode {episode.index}: its chunks {division} do not add up to {episode.steps} steps")
         first = 0
@@ -164,43 +471,45 @@ class _Converter:
             )
             first += steps
 
-    def _end(self, episode: ForeignEpisode) -> EpisodeEnd | None:
-        facts = episode.facts
-        if OURS + "complete" in facts:
-            if not facts[OURS + "complete"]:
+    def _end(self, episode: LerobotEpisode) -> EpisodeEnd | None:
+        facts = episode.metadata
+        if USER_PREFIX + "complete" in facts:
+            if not facts[USER_PREFIX + "complete"]:
                 return None
             return EpisodeEnd(
-                steps=episode.steps, success=facts[OURS + "success"], reward_source=facts[OURS + "reward_source"]
+                steps=episode.steps,
+                success=facts[USER_PREFIX + "success"],
+                reward_source=facts[USER_PREFIX + "reward_source"],
             )
         told = episode.columns.get(SUCCESS)
         success = self._options.success if told is None else bool(told.any())
         return EpisodeEnd(steps=episode.steps, success=success, reward_source="import")
 
-    def _columns(self, episode: ForeignEpisode, end: EpisodeEnd | None, source: Source) -> dict[str, Array]:
-        found = {ORIGINAL.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
+    def _columns(self, episode: LerobotEpisode, end: EpisodeEnd | None, source: EpisodeSource) -> dict[str, Array]:
+        found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
         columns = {name: _as_vectors(found[name]) for name in (*self._observations, "action")}
-        columns[APPLIED] = _as_vectors(found.get(APPLIED, found["action"]))
+        columns[APPLIED_ACTION] = _as_vectors(found.get(APPLIED_ACTION, found["action"]))
         known = _filled_in(episode, found, end, source)
-        for name, dtype in SCALARS.items():
+        for name, dtype in SCALAR_DTYPES.items():
             column = found.get(name, known.get(name))
             if column is None:
                 column = np.full(episode.steps, UNKNOWN.get(name, 0))
             columns[name] = column.astype(dtype)
         return columns
 
-    def _final(self, episode: ForeignEpisode) -> dict[str, Array]:
+    def _final(self, episode: LerobotEpisode) -> dict[str, Array]:
         """The observation after the last step; where the data set has none, the last one stands in."""
-        told = {n: v for n, v in episode.facts.items() if n.startswith(FINAL_PREFIX) and v is not None}
+        told = {n: v for n, v in episode.metadata.items() if n.startswith(FINAL_PREFIX) and v is not None}
         if told:
             return {name.removeprefix(FINAL_PREFIX): np.array(value, np.float32) for name, value in told.items()}
         return {name: _as_vectors(episode.columns[name])[-1] for name in self._observations}
 
-    def _captured_ns(self, episode: ForeignEpisode, camera: str, columns: Mapping[str, Array]) -> Array:
+    def _captured_ns(self, episode: LerobotEpisode, camera: str, columns: Mapping[str, Array]) -> Array:
         """When the frames were captured: with the rest of the observation, where the data set does not say."""
         told = episode.columns.get(capture_feature(camera)) if self._ours else None
         return columns["t_capture_ns"] if told is None else told
 
-    def _frames(self, episode: ForeignEpisode, feature: str) -> list[Frame]:
+    def _frames(self, episode: LerobotEpisode, feature: str) -> list[Frame]:
         wanted = self._options.frames
         if wanted == "auto":
             wanted = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
@@ -208,18 +517,18 @@ class _Converter:
             return [_as_jpeg(frame) for frame in episode.frames(feature)]
         frames = list(episode.frames(feature))
         if any(isinstance(frame, bytes) for frame in frames) and not all(isinstance(f, bytes) for f in frames):
-            return [decode(frame) for frame in frames]  # a camera is of one kind
+            return [decode_frame(frame) for frame in frames]  # a camera is of one kind
         return frames
 
 
 def _filled_in(
-    episode: ForeignEpisode, found: Mapping[str, Array], end: EpisodeEnd | None, source: Source
+    episode: LerobotEpisode, found: Mapping[str, Array], end: EpisodeEnd | None, source: EpisodeSource
 ) -> dict[str, Array]:
     """What follows for a foreign data set: times by its frame rate, an end, a reward for a success at the end."""
     last = np.arange(episode.steps) == episode.steps - 1
     success = end is not None and end.success is True
     times = np.round(found["timestamp"].astype(np.float64) * 1e9) if "timestamp" in found else np.zeros(episode.steps)
-    phase = Phase.TELEOP if source is Source.DEMO else Phase.POLICY
+    phase = Phase.TELEOP if source is EpisodeSource.DEMO else Phase.POLICY
     ended = end is not None
     return {
         "reward": last * np.float32(success),
@@ -236,11 +545,13 @@ def _first(texts: Mapping[str, Sequence[str]], name: str) -> str:
     return texts[name][0] if name in texts else ""
 
 
-def _source(text: str) -> Source:
+def _source(text: str) -> EpisodeSource:
     try:
-        return Source(text)
+        return EpisodeSource(text)
     except ValueError:
-        raise DataSetError(f"the data set says its source is {text!r}; give --source {'|'.join(Source)}") from None
+        raise DataSetError(
+            f"the data set says its source is {text!r}; give --source {'|'.join(EpisodeSource)}"
+        ) from None
 
 
 def _name(text: str) -> str:
@@ -249,14 +560,14 @@ def _name(text: str) -> str:
 
 
 def _camera_name(feature: str) -> str:
-    return feature.removeprefix(IMAGES).removeprefix("observation.")
+    return feature.removeprefix(IMAGE_PREFIX).removeprefix("observation.")
 
 
-def _digest(episode: ForeignEpisode) -> str:
+def _digest(episode: LerobotEpisode) -> str:
     """Of what the episode holds, wherever it lies and whatever number its steps have."""
     content = hashlib.blake2b(episode.sentence.encode(), digest_size=6)
     for name, column in sorted(episode.columns.items()):
-        if name not in COUNTERS:
+        if name not in INDEX_FEATURES:
             content.update(name.encode() + np.ascontiguousarray(column).tobytes())
     return content.hexdigest()
 

@@ -31,14 +31,13 @@ from mcap_protobuf.schema import register_schema
 from hal.durable import sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.episode import APPLIED, IMAGES, Phase
-from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
+from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Phase
+from user_sys.interchange.episodes import Advance, EpisodeReader, StoredEpisode
 from user_sys.interchange.frames import Frame, encode_png
-from user_sys.interchange.progress import Advance
-from user_sys.store.summary import EpisodeSummary
+from user_sys.store.index import EpisodeSummary
 
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_ASIDE = ".unfinished"
+_UNFINISHED = ".unfinished"
 
 
 def export_mcap(
@@ -58,19 +57,19 @@ def export_mcap(
         path = output / summary.robot / f"{summary.episode}.mcap"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_episode(reader.read(summary.episode), specs.get(summary.embodiment), path)
+            write_mcap(reader.read(summary.episode), specs.get(summary.embodiment), path)
             written += 1
         advance(summary.steps)
     return written
 
 
-def write_episode(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
+def write_mcap(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
     """Writes `episode` to `path`, which then holds all of it, durably."""
-    aside = path.with_name(path.name + _ASIDE)
+    aside = path.with_name(path.name + _UNFINISHED)
     with aside.open("wb") as file:
         writer = Writer(file, compression=CompressionType.ZSTD)
         writer.start(profile="", library="user-sys")
-        writer.add_metadata("episode", _about(episode))
+        writer.add_metadata("episode", _episode_metadata(episode))
         _EpisodeWriter(writer, episode, spec).write()
         writer.finish()  # type: ignore[no-untyped-call]  # the library leaves it untyped
         file.flush()
@@ -79,7 +78,7 @@ def write_episode(episode: StoredEpisode, spec: RobotSpec | None, path: Path) ->
     sync_folder(path.parent)
 
 
-def _about(episode: StoredEpisode) -> dict[str, str]:
+def _episode_metadata(episode: StoredEpisode) -> dict[str, str]:
     header = episode.header
     success = None if header.end is None else header.end.success
     return {
@@ -105,7 +104,7 @@ class _EpisodeWriter:
         self._times_ns = _unix_times_ns(episode)
         self._frame_times_ns = {name: _unix(times, episode) for name, times in episode.captured_ns.items()}
         self._vectors = {
-            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED)
+            n: c for n, c in episode.columns.items() if n.startswith("observation.") or n in ("action", APPLIED_ACTION)
         }
         self._scalars = {n: c for n, c in episode.columns.items() if n not in self._vectors and c.ndim == 1}
         self._channels: dict[str, int] = {}
@@ -202,7 +201,7 @@ def _unix(monotonic_ns: Array, episode: StoredEpisode) -> list[int]:
 
 def _image(frame: Frame, camera: str, captured_ns: int) -> CompressedImage:
     content, kind = (frame, "jpeg") if isinstance(frame, bytes) else (encode_png(frame), "png")
-    message = CompressedImage(frame_id=camera.removeprefix(IMAGES), data=content, format=kind)
+    message = CompressedImage(frame_id=camera.removeprefix(IMAGE_PREFIX), data=content, format=kind)
     message.timestamp.FromNanoseconds(captured_ns)
     return message
 
@@ -211,7 +210,7 @@ def _labels(spec: RobotSpec | None) -> dict[str, Sequence[str]]:
     if spec is None:
         return {}
     observed: dict[str, Sequence[str]] = {each.name: each.labels for each in spec.observation}
-    return observed | {spec.action.name: spec.action.labels, APPLIED: spec.action.labels}
+    return observed | {spec.action.name: spec.action.labels, APPLIED_ACTION: spec.action.labels}
 
 
 def _element_names(column: Array, labels: Sequence[str] | None) -> Sequence[str]:

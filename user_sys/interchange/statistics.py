@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.interchange.frames import Frame, decode
+from user_sys.interchange.frames import Frame, decode_frame
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
-NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
+STATISTIC_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
 MAX_FRAMES = 24  # looked at in an episode
 MAX_PIXELS = 96  # looked at along a side of a frame
 
 Statistics = Mapping[str, Array]
 
 
-def of_column(column: Array) -> Statistics | None:
+def column_statistics(column: Array) -> Statistics | None:
     """Of a column (T, d) or (T,); None where it holds something that is not finite, as a log-probability may."""
     values = np.ascontiguousarray(column.reshape(len(column), -1).T, np.float64)  # sums run along memory
     if not np.isfinite(values).all():
@@ -38,15 +38,15 @@ def of_column(column: Array) -> Statistics | None:
     }
 
 
-def of_frames(frames: Sequence[Frame]) -> Statistics:
+def frame_statistics(frames: Sequence[Frame]) -> Statistics:
     """Of some of `frames`, evenly spread over the episode and thinned out; at least one is needed."""
     chosen = np.unique(np.linspace(0, len(frames) - 1, MAX_FRAMES).round().astype(int))
     thinned = []
     for number in chosen:
-        picture = decode(frames[number])
+        picture = decode_frame(frames[number])
         stride = -(-max(picture.shape[:2]) // MAX_PIXELS)
         thinned.append(picture[::stride, ::stride].reshape(-1, 3))
-    statistics = of_column(np.concatenate(thinned))
+    statistics = column_statistics(np.concatenate(thinned))
     assert statistics is not None  # bytes are finite
     shaped = {name: (value / 255.0).reshape(3, 1, 1) for name, value in statistics.items() if name != "count"}
     return {**shaped, "count": np.array([len(chosen)])}

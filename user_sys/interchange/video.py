@@ -83,7 +83,7 @@ class VideoWriter:
         self._container.mux(self._stream.encode(None))
         self._container.close()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Lets go of the file, which is then no video."""
         self._container.close()
 

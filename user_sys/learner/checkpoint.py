@@ -28,20 +28,20 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from hal.decode_errors import DECODE_ERRORS
 from hal.durable import sync_folder
-from hal.undecodable import UNDECODABLE
 from user_sys.codec import Array
 from user_sys.errors import DiskFull, RunError, WireError
 
 FORMAT_VERSION = 2
 SHARD_BYTES = 1 << 30
-WRITE_DEADLINE_S = 60.0
-TURN_EVERY_S = 0.5
+WRITE_TIMEOUT_S = 60.0
+LOCK_POLL_S = 0.5
 RESTART_FLAG = "--restart-if-unreadable"
 _INDEX = "index.json"
-_SUFFIX, _UNFINISHED = ".checkpoint", ".tmp"
+_SUFFIX, _PARTIAL_SUFFIX = ".checkpoint", ".tmp"
 _NAME = re.compile(rf"(\d+)(?:-\d+)?{re.escape(_SUFFIX)}")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger(__name__)
 
 Scalars = dict[str, int | float | str]
@@ -66,7 +66,7 @@ class _Shard(msgspec.Struct, frozen=True):
     blake2b: str
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _CheckpointIndex(msgspec.Struct, frozen=True):
     updates: int
     scalars: Scalars
     shards: tuple[_Shard, ...]
@@ -80,13 +80,13 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
-class _Sealed(_Format, frozen=True):
+class _SealedIndex(_Format, frozen=True):
     blake2b: str
     index: msgspec.Raw
 
 
 @dataclass(frozen=True)
-class Survey:
+class CheckpointScan:
     """The checkpoints of a folder, from the newest to the newest readable one.
 
     Attributes:
@@ -98,7 +98,7 @@ class Survey:
     unreadable: Mapping[Path, str]
 
     @property
-    def lost(self) -> bool:
+    def is_all_unreadable(self) -> bool:
         """There are checkpoints, and none can be read."""
         return self.readable is None and bool(self.unreadable)
 
@@ -106,31 +106,31 @@ class Survey:
         return "; ".join(f"{path}: {reason}" for path, reason in self.unreadable.items())
 
 
-def survey(folder: Path) -> Survey:
+def scan_checkpoints(folder: Path) -> CheckpointScan:
     """Reads the checkpoints of `folder`, each file whole, until one is sound."""
     unreadable: dict[Path, str] = {}
-    for path in _checkpoints(folder):
-        if not (reason := _fault(path)):
-            return Survey(path, unreadable)
+    for path in _list_checkpoints(folder):
+        if not (reason := _read_error(path)):
+            return CheckpointScan(path, unreadable)
         unreadable[path] = reason
-    return Survey(None, unreadable)
+    return CheckpointScan(None, unreadable)
 
 
-def latest(folder: Path) -> Checkpoint | None:
+def load_latest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest readable checkpoint of `folder`; newer ones are named in the log. None if the folder has none.
 
     Raises:
         RunError: there are checkpoints, and none can be read.
     """
-    found = survey(folder)
-    if found.lost:
-        raise RunError(lost_message(folder, found))
+    found = scan_checkpoints(folder)
+    if found.is_all_unreadable:
+        raise RunError(unreadable_message(folder, found))
     for path, reason in found.unreadable.items():
         _log.error("checkpoint.unreadable path=%s: %s; going on from %s", path, reason, found.readable)
     return None if found.readable is None else read_checkpoint(found.readable)
 
 
-def lost_message(folder: Path, found: Survey) -> str:
+def unreadable_message(folder: Path, found: CheckpointScan) -> str:
     """What to tell a person if no checkpoint of `folder` can be read."""
     return (
         f"no checkpoint in {folder} can be read, so its training would be lost: {found}. Put back a copy of one, or "
@@ -148,7 +148,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     from safetensors import SafetensorError  # the learner's computer alone has it
     from safetensors.numpy import load_file
 
-    if reason := _fault(path):
+    if reason := _read_error(path):
         raise WireError(f"{path}: {reason}")
     try:
         index = _read_index(path)
@@ -160,7 +160,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(index.updates, index.scalars, arrays)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHARD_BYTES) -> Path:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHARD_BYTES) -> Path:
     """Writes `checkpoint` durably, then removes those older than the newest `keep` readable ones; blocks for the disk.
 
     Raises:
@@ -169,24 +169,24 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, shard_bytes: int = SHA
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob(f"*{_UNFINISHED}"):  # of a writer that was killed
+        for unfinished in folder.glob(f"*{_PARTIAL_SUFFIX}"):  # of a writer that was killed
             shutil.rmtree(unfinished)
-        older = _checkpoints(folder)
+        older = _list_checkpoints(folder)
         path = folder / f"{_number(older[0]) + 1 if older else 0:06d}-{checkpoint.updates:012d}{_SUFFIX}"
         _write_atomically(path, checkpoint, shard_bytes)
         _prune(older, keep - 1)
     except OSError as error:
-        if error.errno in _NO_SPACE:
+        if error.errno in _NO_SPACE_ERRNOS:
             raise DiskFull(folder, checkpoint.size_bytes, shutil.disk_usage(folder).free) from error
         raise RunError(f"a checkpoint cannot be written to {folder}: {error.strerror or error}") from error
     return path
 
 
-def set_aside(folder: Path) -> Path:
+def quarantine_checkpoints(folder: Path) -> Path:
     """Moves the checkpoints of `folder` into a new folder in it, which is returned. Raises OSError."""
     aside = next(path for n in itertools.count(1) if not (path := folder / f"unreadable-{n}").exists())
     aside.mkdir()
-    for path in _checkpoints(folder):
+    for path in _list_checkpoints(folder):
         path.rename(aside / path.name)
     sync_folder(aside)
     sync_folder(folder)
@@ -194,7 +194,7 @@ def set_aside(folder: Path) -> Path:
 
 
 @contextmanager
-def sole_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
+def exclusive_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
     """Keeps a second learner off `folder`, be it on another computer that shares the storage: one that is cut off, and
     has been replaced, may be alive still. Blocks while another has it, and says so once; ends with the process.
 
@@ -210,10 +210,10 @@ def sole_writer(folder: Path, stop: threading.Event) -> Iterator[bool]:
     except OSError as error:
         raise RunError(f"checkpoints cannot be written to {folder}: {error.strerror}; free some space") from error
     with handle:
-        yield _locked(handle, stop)
+        yield _lock(handle, stop)
 
 
-def _locked(handle: BinaryIO, stop: threading.Event) -> bool:
+def _lock(handle: BinaryIO, stop: threading.Event) -> bool:
     said = False
     while not stop.is_set():
         try:
@@ -223,7 +223,7 @@ def _locked(handle: BinaryIO, stop: threading.Event) -> bool:
             if not said:
                 said = True
                 _log.warning("learner.waiting another process has %s", handle.name)
-            stop.wait(TURN_EVERY_S)
+            stop.wait(LOCK_POLL_S)
     return False
 
 
@@ -239,12 +239,12 @@ class CheckpointWriter:
         self._error: RunError | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether one is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the former could not be written, which `finish` and `write` raise."""
         return self._error is not None
 
@@ -254,7 +254,7 @@ class CheckpointWriter:
         Raises:
             RunError: the former could not be written.
         """
-        if self.busy:
+        if self.is_busy:
             return False
         self.finish()
         self._thread = threading.Thread(target=self._save, args=(checkpoint,), name="checkpoint", daemon=True)
@@ -266,25 +266,25 @@ class CheckpointWriter:
 
         Raises:
             DiskFull: there was no room for it.
-            RunError: it could not be written, or the disk did not answer within `WRITE_DEADLINE_S`.
+            RunError: it could not be written, or the disk did not answer within `WRITE_TIMEOUT_S`.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(WRITE_DEADLINE_S)
+            thread.join(WRITE_TIMEOUT_S)
             if thread.is_alive():
-                raise RunError(f"the disk of {self._folder} took longer than {WRITE_DEADLINE_S:.0f} s for a checkpoint")
+                raise RunError(f"the disk of {self._folder} took longer than {WRITE_TIMEOUT_S:.0f} s for a checkpoint")
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _save(self, checkpoint: Checkpoint) -> None:
         try:
-            save(self._folder, checkpoint, self._keep)
+            save_checkpoint(self._folder, checkpoint, self._keep)
         except RunError as error:
             self._error = error
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def _list_checkpoints(folder: Path) -> list[Path]:
     """Newest first."""
     named = [path for path in folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.name)]
     return sorted(named, key=lambda path: (_number(path), path.name), reverse=True)
@@ -292,7 +292,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
-    assert match is not None  # `_checkpoints` lists no others
+    assert match is not None  # `_list_checkpoints` lists no others
     return int(match[1])
 
 
@@ -301,7 +301,7 @@ def _prune(older: list[Path], keep: int) -> None:
     for path in older:
         if keep <= 0:
             _remove(path)
-        elif not _fault(path):
+        elif not _read_error(path):
             keep -= 1
 
 
@@ -309,13 +309,13 @@ def _remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    doomed = path.with_suffix(_UNFINISHED)  # in one step: half a checkpoint would look like a damaged one
+    doomed = path.with_suffix(_PARTIAL_SUFFIX)  # in one step: half a checkpoint would look like a damaged one
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def _write_atomically(path: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
-    beside = path.with_suffix(_UNFINISHED)
+    beside = path.with_suffix(_PARTIAL_SUFFIX)
     try:
         beside.mkdir()
         _write_files(beside, checkpoint, shard_bytes)
@@ -331,7 +331,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None
     from safetensors.numpy import save as encode
 
     parts = list(_split(checkpoint.arrays, shard_bytes))
-    index = _Index(checkpoint.updates, checkpoint.scalars, tuple(_Shard(0, "") for _ in parts))
+    index = _CheckpointIndex(checkpoint.updates, checkpoint.scalars, tuple(_Shard(0, "") for _ in parts))
     written = []
     for part, (name, _) in zip(parts, index.files(), strict=True):
         content = encode({key: np.asarray(checkpoint.arrays[key], order="C") for key in part})
@@ -340,11 +340,11 @@ def _write_files(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None
     index = msgspec.structs.replace(index, shards=tuple(written))
     encoded = msgspec.json.encode(index)
     try:
-        msgspec.json.decode(encoded, type=_Index)
-    except UNDECODABLE as error:
+        msgspec.json.decode(encoded, type=_CheckpointIndex)
+    except DECODE_ERRORS as error:
         raise RunError(f"a checkpoint with these scalars could not be read again: {error}") from None
     _write_durably(
-        folder / _INDEX, msgspec.json.encode(_Sealed(FORMAT_VERSION, _digest(encoded), msgspec.Raw(encoded)))
+        folder / _INDEX, msgspec.json.encode(_SealedIndex(FORMAT_VERSION, _digest(encoded), msgspec.Raw(encoded)))
     )
 
 
@@ -370,19 +370,21 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _fault(path: Path) -> str:
+def _read_error(path: Path) -> str:
     """Why the checkpoint at `path` cannot be read; empty if it can. Reads all of it, unless it was read before."""
     try:
         if not path.is_dir():
             return f"it is of another format version; this program reads {FORMAT_VERSION}"
         stats = ((file.name, file.stat()) for file in sorted(path.iterdir()))
-        return _fault_of(path, tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+        return _cached_read_error(
+            path, tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        )
     except OSError as error:
         return f"{error.filename or path} cannot be read: {error.strerror}"
 
 
 @lru_cache(maxsize=64)
-def _fault_of(path: Path, _state: tuple[tuple[str, int, int, int], ...]) -> str:
+def _cached_read_error(path: Path, _state: tuple[tuple[str, int, int, int], ...]) -> str:
     try:
         for name, shard in _read_index(path).files():
             if not (path / name).exists():
@@ -397,19 +399,19 @@ def _fault_of(path: Path, _state: tuple[tuple[str, int, int, int], ...]) -> str:
     return ""
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Path) -> _CheckpointIndex:
     """Raises WireError: it is missing, torn, damaged, or of another format version; OSError: the disk failed."""
     try:
         raw = (path / _INDEX).read_bytes()
         if (found := msgspec.json.decode(raw, type=_Format).format) != FORMAT_VERSION:
             raise WireError(f"its format version is {found}; this program reads {FORMAT_VERSION}")
-        sealed = msgspec.json.decode(raw, type=_Sealed)
+        sealed = msgspec.json.decode(raw, type=_SealedIndex)
         if _digest(sealed.index) != sealed.blake2b:
             raise WireError(f"its file {_INDEX} is damaged: the digest is wrong")
-        return msgspec.json.decode(sealed.index, type=_Index)
+        return msgspec.json.decode(sealed.index, type=_CheckpointIndex)
     except FileNotFoundError:
         raise WireError(f"its file {_INDEX} is missing") from None
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"its file {_INDEX} is torn or damaged: {error}") from None
 
 

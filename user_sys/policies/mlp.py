@@ -24,7 +24,7 @@ from user_sys.policies.policy import ActionChunk, Policy
 
 INPUT_CLIP = 5.0
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
-EXPLORATION_MEMORY = 0.7
+EXPLORATION_CORRELATION = 0.7
 """How much of its direction an untrained policy keeps from one step to the next: white noise would go nowhere."""
 
 
@@ -70,7 +70,7 @@ def require_features(specs: Sequence[ArraySpec], observation: Mapping[str, Array
 class MlpPolicy(Policy):
     """Draws actions; until the first `load` it explores uniformly within the action bounds, smoothly over time."""
 
-    forms = ("exact", "bf16", "int8")
+    precisions = ("exact", "bf16", "int8")
 
     def __init__(self, spec: RobotSpec, *, features: Sequence[str] = (), seed: int = 0) -> None:
         """Acts on the robot described by `spec`, from `features` (default: all its vectors), drawing with `seed`."""
@@ -118,7 +118,7 @@ class MlpPolicy(Policy):
             return self._chunk(self._centre, np.nan)
         # A stationary Gaussian walk, mapped through its own distribution function, is uniform at every step.
         fresh = self._rng.standard_normal(self._centre.size)
-        self._wander = EXPLORATION_MEMORY * self._wander + np.sqrt(1 - EXPLORATION_MEMORY**2) * fresh
+        self._wander = EXPLORATION_CORRELATION * self._wander + np.sqrt(1 - EXPLORATION_CORRELATION**2) * fresh
         return self._chunk(self._centre + self._scale * _gaussian_to_uniform(self._wander), np.nan)
 
     def _chunk(self, action: Array, log_prob: float) -> ActionChunk:

@@ -17,7 +17,7 @@ from hal.spec import Array, RobotSpec
 from user_sys.policies.mlp import INPUT_CLIP, LOG_STD_MAX, LOG_STD_MIN, MlpPolicy
 
 
-class Streams(NamedTuple):
+class CudaStreams(NamedTuple):
     """Of a GPU: what acts goes before what others compute there, and does not queue behind a load."""
 
     acting: torch.cuda.Stream | None = None
@@ -69,7 +69,7 @@ class TorchMlpPolicy(MlpPolicy):
         return torch.tensor(array, device=self._device)
 
 
-def start_gpu() -> bool:
+def warm_up_gpu() -> bool:
     """Readies the calling thread, which is to act, for products of matrices. False: no GPU."""
     if not torch.cuda.is_available():
         return False
@@ -81,8 +81,8 @@ def start_gpu() -> bool:
 
 
 @cache
-def _streams(device: torch.device) -> Streams:
+def _streams(device: torch.device) -> CudaStreams:
     """One of each: the library of matrix products takes its time to start on a stream, and 8 to 32 MB that it keeps."""
     if device.type != "cuda":
-        return Streams()
-    return Streams(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return CudaStreams()
+    return CudaStreams(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

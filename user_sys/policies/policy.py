@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hal.spec import Array
-from user_sys.weights.records import Form
+from user_sys.messages import Precision
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Policy(ABC):
     in another process.
 
     Attributes:
-        forms: of weights that it acts well with, the most exact first; rounded ones come to `load` as float32.
+        precisions: of weights that it acts well with, the most exact first; rounded ones come to `load` as float32.
     """
 
-    forms: tuple[Form, ...] = ("exact",)
+    precisions: tuple[Precision, ...] = ("exact",)
 
     @abstractmethod
     def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:

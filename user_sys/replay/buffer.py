@@ -11,20 +11,17 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
-from user_sys.replay.cache import HotCache
-from user_sys.replay.cold import ColdReader, Missing
-from user_sys.replay.features import Features
-from user_sys.replay.filler import Filler
-from user_sys.replay.shapes import Fetch
-from user_sys.replay.timeline import Timeline
-from user_sys.replay.where import Filter, Where
-from user_sys.store.index import Change
+from user_sys.replay.batches import ObservationFeatures, ObservationIndex, ReadPlan
+from user_sys.replay.cache import CacheWarmer, HotCache
+from user_sys.replay.reader import CacheMiss, DiskReader
+from user_sys.replay.selectors import AnyStepFilter, StepFilter
+from user_sys.store.index import IndexChange
 from user_sys.store.store import StoreReader
 
 COLD_THREADS = 16
 VECTORS_SHARE = 0.25  # of the cache, where there are cameras; vectors take far less than frames
 
-Listener = Callable[[Timeline, Change], None]
+ChangeListener = Callable[[ObservationIndex, IndexChange], None]
 
 
 class CacheReport(NamedTuple):
@@ -33,15 +30,15 @@ class CacheReport(NamedTuple):
     Attributes:
         observations, cold: observations that were fetched; those of them that were not in the cache.
         damaged: chunks and frames that could not be used.
-        held: observations in the cache now (with their frames, where there are cameras).
-        waiting: chunks that are still to come into it.
+        cached: observations in the cache now (with their frames, where there are cameras).
+        pending: chunks that are still to come into it.
     """
 
     observations: int
-    cold: int
+    misses: int
     damaged: int
-    held: int
-    waiting: int
+    cached: int
+    pending: int
 
 
 class ReplayBuffer:
@@ -52,16 +49,16 @@ class ReplayBuffer:
 
     Attributes:
         features: what an observation holds.
-        timeline: the steps stored, as of the last refresh.
+        observation_index: the steps stored, as of the last refresh.
     """
 
     def __init__(
         self,
         reader: StoreReader,
-        features: Features,
+        features: ObservationFeatures,
         *,
         cache_bytes: int,
-        where: Filter = Where(),  # noqa: B008  # frozen
+        step_filter: AnyStepFilter = StepFilter(),  # noqa: B008  # frozen
         fill_threads: int = 1,
         cold_threads: int = COLD_THREADS,
     ) -> None:
@@ -77,14 +74,14 @@ class ReplayBuffer:
         """
         if min(fill_threads, cold_threads) < 1:
             raise ConfigError("a replay buffer needs a thread to fill the cache and one to read what it lacks")
-        self.features, self._reader, self._where = features, reader, where
-        self.timeline = Timeline(reader.index)
+        self.features, self._reader, self._where = features, reader, step_filter
+        self.observation_index = ObservationIndex(reader.index)
         of_vectors = int(cache_bytes * VECTORS_SHARE) if features.cameras else cache_bytes
         self._vectors = HotCache.of_vectors(features, of_vectors)
         self._frames = HotCache.of_frames(features, cache_bytes - of_vectors) if features.cameras else None
-        self._cold = ColdReader(reader, self.timeline, features, self._vectors, self._frames, cold_threads)
-        self._filler = Filler(self._load, fill_threads, most=self._rows.capacity)
-        self._listeners: list[Listener] = []
+        self._cold = DiskReader(reader, self.observation_index, features, self._vectors, self._frames, cold_threads)
+        self._filler = CacheWarmer(self._load, fill_threads, most=self._rows.capacity)
+        self._listeners: list[ChangeListener] = []
         self._refreshed = False
         self._fetched = self._missed = 0
         self._counting = threading.Lock()
@@ -94,30 +91,33 @@ class ReplayBuffer:
         """The cache that decides what fits."""
         return self._vectors if self._frames is None else self._frames
 
-    def listen(self, listener: Listener) -> None:
+    def subscribe(self, listener: ChangeListener) -> None:
         """Has `listener` told of each change, and of everything that is there already."""
-        index, nothing = self.timeline.index, np.empty(0, np.int64)
-        listener(self.timeline, Change(range(len(index.steps)), range(len(index.chunks)), nothing, nothing, nothing))
+        index, nothing = self.observation_index.index, np.empty(0, np.int64)
+        listener(
+            self.observation_index,
+            IndexChange(range(len(index.steps)), range(len(index.chunks)), nothing, nothing, nothing),
+        )
         self._listeners.append(listener)
 
-    def refresh(self) -> Change:
+    def refresh(self) -> IndexChange:
         """Takes in what was stored since the last call; never waits.
 
         Raises:
             StoreError: the store cannot be read.
         """
         change = self._reader.refresh()
-        self.timeline.extend()
+        self.observation_index.extend()
         self._cold.extend()
         self._have_loaded(change)
         for listener in self._listeners:
-            listener(self.timeline, change)
+            listener(self.observation_index, change)
         return change
 
-    def _have_loaded(self, change: Change) -> None:
+    def _have_loaded(self, change: IndexChange) -> None:
         if len(change.rows):
-            wanted = self._where.fits(self.timeline, change.rows.start)
-            chunks = np.unique(self.timeline.index.steps.chunk[change.rows.start :][wanted])
+            wanted = self._where.matches(self.observation_index, change.rows.start)
+            chunks = np.unique(self.observation_index.index.steps.chunk[change.rows.start :][wanted])
             self._filler.add(chunks, fresh=self._refreshed)
         self._refreshed = True
 
@@ -126,7 +126,7 @@ class ReplayBuffer:
             return False
         return self._cold.load(chunk, fresh=fresh) > 0 or fresh
 
-    def fetch(self, fetches: Sequence[Fetch]) -> list[Array]:
+    def read(self, fetches: Sequence[ReadPlan]) -> list[Array]:
         """Fills in observations; blocks for those that are cold. Any thread may call it.
 
         Returns the places of each fetch that could not be read: damaged, dropped, or without the features wanted.
@@ -143,7 +143,7 @@ class ReplayBuffer:
             bad = [np.union1d(*both) for both in zip(bad, self._cold.frames(frames), strict=True)]
         return bad
 
-    def _count(self, fetches: Sequence[Fetch], *missing: Sequence[Missing]) -> None:
+    def _count(self, fetches: Sequence[ReadPlan], *missing: Sequence[CacheMiss]) -> None:
         cold = 0
         if any(len(each.places) for part in missing for each in part):
             cold = sum(len(np.union1d(*(each.places for each in both))) for both in zip(*missing, strict=True))
@@ -153,7 +153,7 @@ class ReplayBuffer:
 
     def report(self) -> CacheReport:
         """How the cache did so far."""
-        return CacheReport(self._fetched, self._missed, self._cold.damaged, len(self._rows), self._filler.waiting)
+        return CacheReport(self._fetched, self._missed, self._cold.damaged, len(self._rows), self._filler.pending)
 
     def close(self) -> None:
         """Ends the threads. Calling it twice is harmless."""
@@ -167,7 +167,7 @@ class ReplayBuffer:
         self.close()
 
 
-def _copy(cache: HotCache | None, numbers: Array, out: dict[str, Array]) -> Missing:
+def _copy(cache: HotCache | None, numbers: Array, out: dict[str, Array]) -> CacheMiss:
     """Copies what `cache` holds of the observations `numbers`; returns the others."""
     places = np.flatnonzero(cache.copy(numbers, out)) if cache is not None and out else np.empty(0, np.int64)
-    return Missing(numbers[places], places, out)
+    return CacheMiss(numbers[places], places, out)

@@ -7,6 +7,6 @@ import torch
 from user_sys.codec import Array
 
 
-def pinned(shape: tuple[int, ...], dtype: str) -> Array:
+def allocate_pinned(shape: tuple[int, ...], dtype: str) -> Array:
     """An uninitialised page-locked array. Needs a GPU: torch raises RuntimeError without one."""
     return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()

@@ -1,4 +1,6 @@
-"""Prioritized sampling after Schaul, Quan, Antonoglou and Silver, "Prioritized Experience Replay", ICLR 2016
+"""Sums of many weights that change, for drawing in proportion to them.
+
+Prioritized sampling after Schaul, Quan, Antonoglou and Silver, "Prioritized Experience Replay", ICLR 2016
 (arXiv 1511.05952), the proportional variant:
 
     p_i  = |delta_i| + epsilon                          (the greatest p so far until a row is drawn with its reward)
@@ -16,23 +18,93 @@ import numpy as np
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, WireError
-from user_sys.replay.choosers import Choice, Chooser, State, column
-from user_sys.replay.sum_tree import SumTree
-from user_sys.replay.timeline import Timeline
-from user_sys.replay.where import Candidates, Filter, Where
-from user_sys.store.index import Change, Index
+from user_sys.replay.batches import ObservationIndex
+from user_sys.replay.selectors import (
+    AnyStepFilter,
+    EligibleSteps,
+    Selection,
+    Selector,
+    SelectorState,
+    StepFilter,
+    state_column,
+)
+from user_sys.store.index import Index, IndexChange
+
+FAN = 16
+
+
+class SumTree:
+    """Weights in a tree of fan-out `FAN`: setting and finding m of N costs O(m log N), whole arrays at a time.
+
+    Each sum is always added up anew from what it sums, so that the tree is a function of its weights alone, and errors
+    never add up. Memory: 4 bytes a weight and half a byte for the sums.
+    """
+
+    def __init__(self) -> None:
+        self._levels: list[Array] = [np.zeros(FAN, np.float32), np.zeros(1)]  # weights first, the total last
+
+    def __len__(self) -> int:
+        """How many weights there is room for; those never set are 0."""
+        return len(self._levels[0])
+
+    @property
+    def total(self) -> float:
+        return float(self._levels[-1][0])
+
+    def grow(self, size: int) -> None:
+        """Makes room for `size` weights at least, by doubling."""
+        if size <= len(self):
+            return
+        leaves = np.zeros(-(-max(size, 2 * len(self)) // FAN) * FAN, np.float32)
+        leaves[: len(self)] = self._levels[0]
+        self._levels = [leaves]
+        while len(self._levels[-1]) > 1:
+            below = self._levels[-1]
+            if len(below) % FAN:  # only where one node is left above
+                below = self._levels[-1] = np.append(below, np.zeros(-len(below) % FAN))
+            self._levels.append(below.reshape(-1, FAN).sum(1, dtype=np.float64))
+
+    def __getitem__(self, places: Array | slice) -> Array:
+        """Weights, float32."""
+        weights: Array = self._levels[0][places]
+        return weights
+
+    def set(self, places: Array, weights: Array) -> None:
+        """Sets weights, none below 0; of equal places the last counts."""
+        self._levels[0][places] = weights
+        for below, above in zip(self._levels, self._levels[1:], strict=False):
+            places = np.unique(places // FAN)
+            above[places] = below.reshape(-1, FAN)[places].sum(1, dtype=np.float64)
+
+    def find(self, heights: Array) -> Array:
+        """For each height in [0, total) the place at which the weights so far add up beyond it, int64.
+
+        It is a place whose weight is above 0, whatever the rounding.
+        """
+        places = np.zeros(len(heights), np.int64)
+        heights = heights.copy()
+        for level in reversed(self._levels[:-1]):
+            weights = level.reshape(-1, FAN)[places].astype(np.float64)
+            ends = np.cumsum(weights, axis=1)
+            last = FAN - 1 - (weights[:, ::-1] > 0).argmax(1)
+            child = np.minimum((ends <= heights[:, None]).sum(1), last)
+            rows = np.arange(len(child))
+            heights -= ends[rows, child] - weights[rows, child]
+            places = places * FAN + child
+        return places
+
 
 EPSILON = 1e-6
 
 
-class Prioritized(Chooser):
+class PrioritizedSelector(Selector):
     """See the file's head. Memory: about 17 bytes a row of the store."""
 
-    hears = True
+    uses_feedback = True
 
     def __init__(
         self,
-        where: Filter = Where(),  # noqa: B008  # frozen
+        step_filter: AnyStepFilter = StepFilter(),  # noqa: B008  # frozen
         *,
         alpha: float = 0.6,
         beta: float = 0.4,
@@ -41,7 +113,12 @@ class Prioritized(Chooser):
         """Raises ConfigError: `alpha` or `beta` is not between 0 and 1, or `beta_draws` below 1."""
         if not 0 <= alpha <= 1 or not 0 <= beta <= 1 or beta_draws < 1:
             raise ConfigError(f"alpha {alpha} and beta {beta} must lie in 0..1, beta_draws {beta_draws} be at least 1")
-        self._candidates, self._alpha, self._beta, self._beta_draws = Candidates(where), alpha, beta, beta_draws
+        self._candidates, self._alpha, self._beta, self._beta_draws = (
+            EligibleSteps(step_filter),
+            alpha,
+            beta,
+            beta_draws,
+        )
         self._powers = np.empty(0, np.float32)  # p^alpha of each row, whether it is a candidate or not
         self._rewards = np.empty(0, np.float32)  # of each row, for which its power holds
         self._tree = SumTree()
@@ -50,8 +127,8 @@ class Prioritized(Chooser):
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def update(self, timeline: Timeline, change: Change) -> None:
-        """See `Chooser.update`."""
+    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
+        """See `Selector.update`."""
         total = len(timeline.index.steps)
         if total > len(self._powers):
             self._tree.grow(total)
@@ -79,17 +156,17 @@ class Prioritized(Chooser):
         self._powers[changed] = self._greatest**self._alpha
         self._rewards[changed] = index.steps.reward[changed]
 
-    def choose(self, n: int, rng: np.random.Generator) -> Choice:
-        """See `Chooser.choose`."""
+    def select(self, n: int, rng: np.random.Generator) -> Selection:
+        """See `Selector.choose`."""
         total = self._tree.total
         rows = self._tree.find((np.arange(n) + rng.random(n)) * (total / n))
         beta = min(1.0, self._beta + (1.0 - self._beta) * self._draws / self._beta_draws)
         self._draws += n
         weights = (len(self) / total * self._tree[rows].astype(np.float64)) ** -beta
-        return Choice(rows, (weights / weights.max()).astype(np.float32), np.zeros(n, np.int32))
+        return Selection(rows, (weights / weights.max()).astype(np.float32), np.zeros(n, np.int32))
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
-        """See `Chooser.feedback`: TD errors, of any sign. Those that are not finite are left out."""
+        """See `Selector.feedback`: TD errors, of any sign. Those that are not finite are left out."""
         p = np.abs(np.asarray(losses, np.float64)) + EPSILON
         rows, p = rows[np.isfinite(p)], p[np.isfinite(p)]
         if not len(rows):
@@ -99,8 +176,8 @@ class Prioritized(Chooser):
         inside = rows[self._tree[rows] > 0]  # others have gone meanwhile
         self._tree.set(inside, self._powers[inside])
 
-    def state_dict(self, timeline: Timeline) -> State:
-        """See `Chooser.state_dict`. Priorities stand by the sequence number of their chunk's record, which lasts."""
+    def state_dict(self, timeline: ObservationIndex) -> SelectorState:
+        """See `Selector.state_dict`. Priorities stand by the sequence number of their chunk's record, which lasts."""
         chunks = timeline.index.chunks
         return {
             "greatest": np.array([self._greatest]),
@@ -111,14 +188,14 @@ class Prioritized(Chooser):
             "rewards": self._rewards[: len(timeline.index.steps)].copy(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Array], timeline: Timeline) -> None:
-        """See `Chooser.load_state_dict`. Rows that are new to the state, or relabelled since, count as new."""
-        sequence, steps = column(state, "sequence"), column(state, "steps")
-        powers, rewards = column(state, "powers"), column(state, "rewards")
+    def load_state_dict(self, state: Mapping[str, Array], timeline: ObservationIndex) -> None:
+        """See `Selector.load_state_dict`. Rows that are new to the state, or relabelled since, count as new."""
+        sequence, steps = state_column(state, "sequence"), state_column(state, "steps")
+        powers, rewards = state_column(state, "powers"), state_column(state, "rewards")
         if len(sequence) != len(steps) or not int(steps.sum()) == len(powers) == len(rewards):
             raise WireError("the priorities of a sampler's state contradict one another")
-        self._greatest = float(column(state, "greatest")[0])
-        self._draws = int(column(state, "draws")[0])
+        self._greatest = float(state_column(state, "greatest")[0])
+        self._draws = int(state_column(state, "draws")[0])
         index, total = timeline.index, len(timeline.index.steps)
         self._powers[:total] = self._greatest**self._alpha
         rows, saved = match_rows(index, sequence, steps)

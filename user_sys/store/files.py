@@ -22,7 +22,7 @@ MAX_BUFFERS = 1024  # IOV_MAX
 WRITE_BYTES = 256 << 10
 
 # A write that fails with one of these took nothing that a later attempt could not take.
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def free_bytes(path: Path) -> int:
@@ -126,7 +126,7 @@ class Files:
         return True
 
 
-REAL = Files()
+OS_FILES = Files()
 
 
 def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> int:
@@ -138,7 +138,7 @@ def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> 
     while queue:
         written = files.pwritev(fd, next_buffers(queue), offset)
         offset += written
-        consume(queue, written)
+        drop_written(queue, written)
     return offset
 
 
@@ -176,7 +176,7 @@ def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
     return buffers
 
 
-def consume(queue: deque[Buffer], count: int) -> None:
+def drop_written(queue: deque[Buffer], count: int) -> None:
     """Takes `count` written bytes off `queue`; a buffer written in part stays in part. Raises OSError for none."""
     if count <= 0:
         raise OSError(errno.EIO, "the disk took no bytes and gave no reason")

@@ -1,32 +1,107 @@
-"""The index of a store in memory: numpy columns of its steps, chunks and episodes, and how they hang together.
+"""Tables of numpy columns that grow.
+
+The index of a store in memory: numpy columns of its steps, chunks and episodes, and how they hang together.
 
 Rows are numbered in order of storage and keep their number for the index's life; a row that is deleted or gone is no
 longer ``alive``. The steps of a chunk stand side by side: step row r of chunk row c is step
 ``chunks.first_step[c] + r - chunks.first_row[c]`` of its episode. Memory: about 31 bytes a step, 70 a chunk.
 
-The index is built of blocks (`user_sys.store.block`) alone, so that one loaded from footers equals one rebuilt from the
-log. One thread changes it; others may read rows that they were told of.
+The index is built of blocks (`user_sys.store.index_block`) alone, so that one loaded from footers equals one rebuilt
+from the log. One thread changes it; others may read rows that they were told of.
+
+What an index says about each episode as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.store.block import CHUNK, CHUNK_COLUMNS, STEP_DTYPES, Block, EndRecord, EpisodeRecord
-from user_sys.store.columns import Names, Table
-from user_sys.store.frame import RecordRef
-from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, in_effect
+from user_sys.episode import EpisodeSource, Phase
+from user_sys.store.index_block import CHUNK_COLUMNS, CHUNK_KIND, STEP_DTYPES, EndRecord, EpisodeRecord, IndexBlock
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, SuccessLabel, effective_labels
+from user_sys.store.record_format import RecordRef
 
-NONE = -1  # no row; of `success`: nobody knows
+INITIAL_ROWS = 1024
+
+
+class ColumnTable:
+    """Columns of one length. Each is an attribute: a view of the rows there are, writable, replaced when rows come.
+
+    Rows are appended in O(1) amortised: the arrays behind double. A view that somebody still holds keeps the rows that
+    it had; it sees later changes of their values only until the arrays behind are next replaced.
+    """
+
+    DTYPES: ClassVar[Mapping[str, str]]
+
+    def __init__(self) -> None:
+        self._behind = {name: np.empty(0, dtype) for name, dtype in self.DTYPES.items()}
+        self._rows = 0
+        self._bind()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that the columns take, room to grow included."""
+        return sum(column.nbytes for column in self._behind.values())
+
+    def extend(self, rows: int, columns: Mapping[str, Array | int | bool]) -> range:
+        """Appends `rows` rows and returns their numbers; `columns` names every column."""
+        new = range(self._rows, self._rows + rows)
+        if new.stop > len(next(iter(self._behind.values()))):
+            self._grow(max(INITIAL_ROWS, new.stop, 2 * self._rows))
+        for name, behind in self._behind.items():
+            behind[new.start : new.stop] = columns[name]
+        self._rows = new.stop
+        self._bind()
+        return new
+
+    def _grow(self, capacity: int) -> None:
+        for name, behind in self._behind.items():
+            grown = np.empty(capacity, behind.dtype)
+            grown[: self._rows] = behind[: self._rows]
+            self._behind[name] = grown
+
+    def _bind(self) -> None:
+        for name, behind in self._behind.items():
+            setattr(self, name, behind[: self._rows])
+
+
+class StringTable:
+    """Strings and their codes, 0, 1, 2, ... in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._codes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def code(self, name: str) -> int:
+        """The code of `name`, a new one if need be."""
+        code = self._codes.setdefault(name, len(self.names))
+        if code == len(self.names):
+            self.names.append(name)
+        return code
+
+    def find(self, name: str) -> int:
+        """The code of `name`; -1 where it never came."""
+        return self._codes.get(name, -1)
+
+
+NO_ROW = -1  # no row; of `success`: nobody knows
 PERSON = "person"
-LABELLED = ("reward", "terminated", "truncated", "phase")  # the columns of steps that labels change
+LABELLED_COLUMNS = ("reward", "terminated", "truncated", "phase")  # the columns of steps that labels change
 
 
-class Steps(Table):
+class StepTable(ColumnTable):
     """One row a step: what was recorded, or what a label says instead.
 
     Attributes:
@@ -47,7 +122,7 @@ class Steps(Table):
     alive: Array
 
 
-class Chunks(Table):
+class ChunkTable(ColumnTable):
     """One row a chunk.
 
     Attributes:
@@ -86,7 +161,7 @@ class Chunks(Table):
     alive: Array
 
 
-class Episodes(Table):
+class EpisodeTable(ColumnTable):
     """One row an episode. Names are codes into `robots`, `embodiments` and so on.
 
     Attributes:
@@ -128,9 +203,9 @@ class Episodes(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids = Names()
-        self.robots, self.embodiments, self.tasks = Names(), Names(), Names()
-        self.sentences, self.sources, self.reward_sources = Names(), Names(), Names()
+        self.ids = StringTable()
+        self.robots, self.embodiments, self.tasks = StringTable(), StringTable(), StringTable()
+        self.sentences, self.sources, self.reward_sources = StringTable(), StringTable(), StringTable()
 
     def find(self, episode: str) -> int:
         """The row of `episode`; -1 where it is not stored."""
@@ -148,19 +223,19 @@ class Episodes(Table):
             "seed": np.array([r.seed for r in records], np.int64),
             "started_unix_ns": np.array([r.started_unix_ns for r in records], np.int64),
             **dict.fromkeys(("steps", "size_bytes", "chunks", "next_index", "complete", "deleted"), 0),
-            **dict.fromkeys(("last_chunk", "end_index", "success"), NONE),
+            **dict.fromkeys(("last_chunk", "end_index", "success"), NO_ROW),
         }
         self.extend(len(records), columns)
 
 
 @dataclass(frozen=True)
-class Change:
+class IndexChange:
     """What came to an index between two moments.
 
     Attributes:
         rows: new steps.
         chunks: new chunks.
-        relabelled: int64, older rows of episodes that got labels, whose `LABELLED` columns may have changed.
+        relabelled: int64, older rows of episodes that got labels, whose `LABELLED_COLUMNS` columns may have changed.
         dropped: int64, older rows that are no longer alive.
         revived: int64, older rows that are alive again.
     """
@@ -173,10 +248,10 @@ class Change:
 
 
 class Index:
-    """Steps, chunks and episodes of a store; `take` adds blocks in order of storage."""
+    """Steps, chunks and episodes of a store; `apply` adds blocks in order of storage."""
 
     def __init__(self) -> None:
-        self.steps, self.chunks, self.episodes = Steps(), Chunks(), Episodes()
+        self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
         self._labels: dict[str, list[Label]] = {}
         self._recorded: dict[int, dict[str, Array]] = {}  # of labelled episodes: what their steps' records say
         self._ends: dict[int, EndRecord] = {}
@@ -184,11 +259,11 @@ class Index:
 
     # Finding one's way
 
-    def record(self, chunk: int) -> RecordRef:
+    def record_ref(self, chunk: int) -> RecordRef:
         """Where the record of a chunk row is, as of when it was found."""
         c = self.chunks
         segment, offset, length = (int(column[chunk]) for column in (c.segment, c.offset, c.length))
-        return RecordRef(segment, offset, length, CHUNK, int(c.sequence[chunk]), int(c.schema[chunk]))
+        return RecordRef(segment, offset, length, CHUNK_KIND, int(c.sequence[chunk]), int(c.schema[chunk]))
 
     def successor(self, rows: Array) -> Array:
         """Row of the next step of the same episode, int64; -1 at the episode's end and where it is not stored yet."""
@@ -196,7 +271,7 @@ class Index:
         chunk = self.steps.chunk[rows]
         at_end = rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1
         following = chunks.next_chunk[chunk]
-        after: Array = np.where(following >= 0, chunks.first_row[following], NONE)
+        after: Array = np.where(following >= 0, chunks.first_row[following], NO_ROW)
         return np.where(at_end, after, np.asarray(rows, np.int64) + 1)
 
     def is_last(self, rows: Array) -> Array:
@@ -223,7 +298,7 @@ class Index:
 
     # Growing
 
-    def take(self, blocks: Sequence[Block], gone: Sequence[Array] = ()) -> Change:
+    def apply(self, blocks: Sequence[IndexBlock], dropped: Sequence[Array] = ()) -> IndexChange:
         """Adds blocks that follow in order of storage. A chunk that the index has already is left out.
 
         Args:
@@ -236,11 +311,11 @@ class Index:
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
                 touched.add(label.episode)
-        lost = self._drop_records(gone)
+        lost = self._drop_records(dropped)
         relabelled, before, after = self._relabel(touched)
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
-        return Change(
+        return IndexChange(
             range(old_rows, len(self.steps)),
             range(old_chunks, len(self.chunks)),
             rows,
@@ -248,7 +323,7 @@ class Index:
             rows[~was & now],
         )
 
-    def _take_chunks(self, block: Block, touched: set[str]) -> None:
+    def _take_chunks(self, block: IndexBlock, touched: set[str]) -> None:
         if not len(block.chunks["steps"]):
             return
         touched.update(self._labels.keys() & {record.episode for record in block.episodes})
@@ -270,7 +345,7 @@ class Index:
         first_row = len(self.steps) + np.cumsum(chunks["steps"], dtype=np.int64) - chunks["steps"]
         end = chunks.pop("end")
         chunks |= {"first_row": first_row, "has_final": end >= 0}
-        rows = self.chunks.extend(len(end), {**chunks, "next_chunk": NONE, "gone": False, "alive": True})
+        rows = self.chunks.extend(len(end), {**chunks, "next_chunk": NO_ROW, "gone": False, "alive": True})
         of_chunk = np.repeat(np.arange(rows.start, rows.stop, dtype=np.int32), chunks["steps"])
         self.steps.extend(len(of_chunk), {**steps, "chunk": of_chunk, "alive": True})
         episodes = self.episodes
@@ -291,7 +366,7 @@ class Index:
         self._set_outcome(episode, end.success, end.reward_source)
 
     def _set_outcome(self, episode: int, success: bool | None, source: str) -> None:
-        self.episodes.success[episode] = NONE if success is None else success
+        self.episodes.success[episode] = NO_ROW if success is None else success
         self.episodes.reward_source[episode] = self.episodes.reward_sources.code(source)
 
     # Order within episodes
@@ -318,7 +393,7 @@ class Index:
         in_order = np.logical_and.reduceat(index == expected, starts)
         if self._strays:
             in_order &= ~np.isin(episode[starts], [stray[0] for stray in self._strays])
-        previous = np.r_[NONE, order[:-1]]
+        previous = np.r_[NO_ROW, order[:-1]]
         previous[starts] = episodes.last_chunk[episode[starts]]
         plain = np.repeat(in_order, sizes)
         self._join(previous[plain], order[plain])
@@ -370,7 +445,7 @@ class Index:
         Each column is assigned once: threads that read meanwhile see no recorded value of what stays labelled.
         """
         steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
-        valid = in_effect(labels)
+        valid = effective_labels(labels)
         deleted = next((label.deleted for label in reversed(valid) if isinstance(label, DeleteLabel)), False)
         self.episodes.deleted[episode] = deleted
         self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not deleted)
@@ -405,10 +480,12 @@ class Index:
             getattr(self.steps, name)[steps] = column
 
     def _recorded_of(self, episode: int, steps: Array) -> dict[str, Array]:
-        """The `LABELLED` columns of an episode's rows `steps` as recorded; new rows stand behind those known before."""
-        known = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED})
+        """The `LABELLED_COLUMNS` columns of an episode's rows `steps` as recorded; new rows stand behind those known
+        before.
+        """
+        known = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED_COLUMNS})
         new = steps[len(known["reward"]) :]
-        recorded = {name: np.concatenate([known[name], getattr(self.steps, name)[new]]) for name in LABELLED}
+        recorded = {name: np.concatenate([known[name], getattr(self.steps, name)[new]]) for name in LABELLED_COLUMNS}
         self._recorded[episode] = recorded
         return recorded
 
@@ -423,9 +500,9 @@ class Index:
         sequences = np.concatenate(gone) if gone else np.empty(0, np.int64)
         if not len(sequences):
             return sequences
-        return self.drop(np.flatnonzero(np.isin(self.chunks.sequence, sequences) & ~self.chunks.gone))
+        return self.mark_gone(np.flatnonzero(np.isin(self.chunks.sequence, sequences) & ~self.chunks.gone))
 
-    def drop(self, chunks: Array) -> Array:
+    def mark_gone(self, chunks: Array) -> Array:
         """Marks chunk rows as gone for good, e.g. when their records cannot be read; returns the step rows that die."""
         steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         steps = steps[self.steps.alive[steps]]
@@ -433,7 +510,7 @@ class Index:
         self.chunks.alive[chunks] = False
         self.steps.alive[steps] = False
         leading = np.isin(self.chunks.next_chunk, chunks)
-        self.chunks.next_chunk[leading] = NONE
+        self.chunks.next_chunk[leading] = NO_ROW
         return steps
 
 
@@ -443,3 +520,82 @@ def _spans(starts: Array, sizes: Array) -> Array:
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     spans: Array = np.repeat(np.asarray(starts, np.int64), sizes) + within
     return spans
+
+
+class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode as far as it is stored.
+
+    Attributes:
+        success: what a person said last, else what the episode's end says; None where nobody knows.
+        episode_return: sum of the rewards stored.
+        intervention_steps: steps in phase TELEOP or CORRECTION.
+        policy_versions: lowest and highest version that acted; (-1, -1) where no policy did.
+        complete: its end and all chunks before it are stored.
+        labelled_by: the person whose label decided `success`; empty where none did.
+        deleted: a label says that it is not to be used; its space may be taken.
+    """
+
+    episode: str
+    robot: str
+    embodiment: str
+    task: str
+    source: EpisodeSource
+    started_unix_ns: int
+    steps: int
+    chunks: int
+    size_bytes: int
+    success: bool | None
+    episode_return: float
+    intervention_steps: int
+    policy_versions: tuple[int, int]
+    complete: bool
+    labelled_by: str = ""
+    deleted: bool = False
+
+
+def summarise_episodes(index: Index) -> list[EpisodeSummary]:
+    """Every episode of `index`, in the order of their first chunks. Looks at each step once."""
+    episodes, steps = index.episodes, index.steps
+    owner = index.episode_of(np.arange(len(steps)))
+    returns = np.bincount(owner, steps.reward, len(episodes))
+    by_hand = np.bincount(owner, is_intervention(steps.phase), len(episodes))
+    low, high = _version_range(owner, steps.policy_version, len(episodes))
+    return [
+        EpisodeSummary(
+            episode=name,
+            robot=episodes.robots.names[episodes.robot[row]],
+            embodiment=episodes.embodiments.names[episodes.embodiment[row]],
+            task=episodes.tasks.names[episodes.task[row]],
+            source=EpisodeSource(episodes.sources.names[episodes.source[row]]),
+            started_unix_ns=int(episodes.started_unix_ns[row]),
+            steps=int(episodes.steps[row]),
+            chunks=int(episodes.chunks[row]),
+            size_bytes=int(episodes.size_bytes[row]),
+            success=None if episodes.success[row] < 0 else bool(episodes.success[row]),
+            episode_return=float(returns[row]),
+            intervention_steps=int(by_hand[row]),
+            policy_versions=(int(low[row]), int(high[row])),
+            complete=bool(episodes.complete[row]),
+            labelled_by=_labeller(index.labels(name)),
+            deleted=bool(episodes.deleted[row]),
+        )
+        for row, name in enumerate(episodes.ids.names)
+    ]
+
+
+def is_intervention(phase: Array) -> Array:
+    """Whether a person had the robot to show how it is done: bool, as `phase`."""
+    shown: Array = np.isin(phase, (Phase.TELEOP, Phase.CORRECTION))
+    return shown
+
+
+def _version_range(owner: Array, versions: Array, episodes: int) -> tuple[Array, Array]:
+    acted = versions >= 0
+    low, high = np.full(episodes, np.iinfo(np.int64).max), np.full(episodes, -1)
+    np.minimum.at(low, owner[acted], versions[acted])
+    np.maximum.at(high, owner[acted], versions[acted])
+    return np.minimum(low, high), high
+
+
+def _labeller(labels: Sequence[Label]) -> str:
+    return next((label.labeller for label in reversed(effective_labels(labels)) if isinstance(label, SuccessLabel)), "")

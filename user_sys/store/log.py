@@ -23,24 +23,21 @@ number, and deleted again.
 
 from __future__ import annotations
 
-from user_sys.store.footer import Records
-from user_sys.store.frame import Damage, RecordRef
-from user_sys.store.log_reader import Batch, LogReader
+from user_sys.store.log_reader import LogReader, RecordBatch
 from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
-from user_sys.store.sealing import Summarise
-from user_sys.store.segments import segment_numbers, segment_path
-from user_sys.store.tail import Ticket
+from user_sys.store.record_format import Damage, RecordRef, RecordTable, segment_numbers, segment_path
+from user_sys.store.segment_writer import Summarise, SyncPoint
 
 __all__ = [
     "SEGMENT_BYTES",
-    "Batch",
+    "RecordBatch",
     "Damage",
     "LogReader",
     "LogWriter",
     "RecordRef",
-    "Records",
+    "RecordTable",
     "Summarise",
-    "Ticket",
+    "SyncPoint",
     "segment_numbers",
     "segment_path",
 ]

@@ -1,4 +1,7 @@
-"""The log's reader: follows the log while another process writes, rotates, seals, compacts and drops."""
+"""The segment files that a reader has open: the ones used last, mapped and by descriptor.
+
+The log's reader: follows the log while another process writes, rotates, seals, compacts and drops.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import logging
 import os
 import sys
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +21,81 @@ from typing import Self, TypeVar
 import numpy as np
 from crc32c import crc32c
 
-from user_sys.errors import StoreCorrupt, StoreError, StoreGone
+from user_sys.errors import StoreCorrupt, StoreError, StoreRecordGone
 from user_sys.store import manifest
-from user_sys.store.files import REAL, Files
-from user_sys.store.footer import Column, Footer, Records, read_footer, read_footer_copy
-from user_sys.store.frame import (
+from user_sys.store.files import OS_FILES, Files
+from user_sys.store.manifest import LogManifest
+from user_sys.store.record_format import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
+    SEGMENT_SUFFIX,
+    Column,
     Damage,
+    Footer,
     RecordRef,
+    RecordTable,
     SegmentHeader,
+    SegmentName,
     SegmentScan,
     decode_record_header,
+    list_segments,
+    read_footer,
+    read_footer_copy,
+    read_segment_header,
+    resolve_generations,
 )
-from user_sys.store.manifest import Manifest
-from user_sys.store.open_segments import OpenSegments
-from user_sys.store.segments import SUFFIX, SegmentName, choose, list_segments, read_header
+
+MAX_OPEN_SEGMENTS = 64  # each holds two file descriptors, one of them for its mapping
+
+
+class SegmentFile:
+    """A segment's file: its bytes as a mapping, and a descriptor that is closed with the last reference to this."""
+
+    def __init__(self, files: Files, fd: int, view: memoryview) -> None:
+        self.fd, self.view = fd, view
+        weakref.finalize(self, files.close, fd)
+
+
+class SegmentFileCache:
+    """At most `MAX_OPEN_SEGMENTS` of a log's files. Any thread may call it."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self._path, self._files = path, files
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[SegmentName, SegmentFile] = OrderedDict()
+
+    def get(self, name: SegmentName, end: int) -> SegmentFile:
+        """The segment's file, of which at least the bytes up to `end` are mapped.
+
+        Raises:
+            StoreCorrupt: it is shorter than that.
+            OSError: it cannot be opened.
+        """
+        with self._lock:
+            opened = self._opened.get(name)
+            if opened is None or len(opened.view) < end:
+                opened = self._opened[name] = self._map(name, end)
+            self._opened.move_to_end(name)
+            if len(self._opened) > MAX_OPEN_SEGMENTS:
+                self._opened.popitem(last=False)  # unmapped once the last view of it is gone
+            return opened
+
+    def _map(self, name: SegmentName, end: int) -> SegmentFile:
+        fd = self._files.open(self._path / str(name), os.O_RDONLY)
+        try:
+            size = self._files.size(fd)
+            if size < end:
+                raise StoreCorrupt(f"{self._path / str(name)} is cut off at byte {size}")
+            return SegmentFile(self._files, fd, self._files.map(fd, size))
+        except BaseException:
+            self._files.close(fd)
+            raise
+
+    def clear(self) -> None:
+        """Lets go of all of them; what was handed out stays valid."""
+        with self._lock:
+            self._opened.clear()
+
 
 ATTEMPTS = 8  # the writer may replace or delete files between a look at the folder and a look into them
 
@@ -41,7 +105,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class RecordBatch:
     """What `refresh` found new in one segment.
 
     Attributes:
@@ -52,17 +116,17 @@ class Batch:
     """
 
     segment: int
-    records: Records
+    records: RecordTable
     summary: bytes | None = None
     dropped: Column = field(default_factory=lambda: _NONE)
 
 
 @dataclass(eq=False)
-class _Segment:
+class _FollowedSegment:
     """What was reported of one file, and where its scan stands. `scan` is None once nothing more can come."""
 
     name: SegmentName
-    parts: list[Records] = field(default_factory=list)
+    parts: list[RecordTable] = field(default_factory=list)
     scan: SegmentScan | None = None
     fd: int = -1
 
@@ -71,11 +135,11 @@ class _Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _SegmentLocation:
     """The file in which a segment's records are by now, and their index where compaction has moved them."""
 
     name: SegmentName
-    records: Records | None = None
+    records: RecordTable | None = None
 
     def offset(self, ref: RecordRef) -> int | None:
         """Where the record is; None where it was dropped."""
@@ -99,15 +163,15 @@ class LogReader:
         self._path, self._files = path, files
         self.damaged: list[Damage] = []
         self._chosen: list[SegmentName] = []
-        self._known: dict[int, _Segment] = {}
-        self._manifest: Manifest | None = None
+        self._known: dict[int, _FollowedSegment] = {}
+        self._manifest: LogManifest | None = None
         self._log_id = b""
         self._sequence = 0
         self._lock = threading.Lock()
-        self._places: dict[int, _Place] = {}
-        self._opened = OpenSegments(path, files)
+        self._places: dict[int, _SegmentLocation] = {}
+        self._opened = SegmentFileCache(path, files)
 
-    def quarantined(self, segment: int) -> list[range]:
+    def quarantined_ranges(self, segment: int) -> list[range]:
         """The byte ranges of a segment's file that a repair has set aside."""
         known, manifest_ = self._known.get(segment), self._manifest
         if known is None or manifest_ is None:
@@ -117,16 +181,16 @@ class LogReader:
         return [range(each.offset, each.offset + each.length) for each in ranges]
 
     @classmethod
-    def open(cls, path: Path, *, files: Files = REAL) -> Self:
+    def open(cls, path: Path, *, files: Files = OS_FILES) -> Self:
         """A reader that stands at the log's beginning.
 
         Raises:
             StoreError: there is no log at `path`.
             StoreVersion: another format version wrote it.
         """
-        names = choose(list_segments(path, files))[0]
+        names = resolve_generations(list_segments(path, files))[0]
         if not names:
-            raise StoreError(f"{path} is no store: it has no segment (*{SUFFIX})")
+            raise StoreError(f"{path} is no store: it has no segment (*{SEGMENT_SUFFIX})")
         reader = cls(path, files)
         try:
             reader._header(names[-1])
@@ -136,7 +200,7 @@ class LogReader:
 
     # Following
 
-    def refresh(self) -> list[Batch]:
+    def refresh(self) -> list[RecordBatch]:
         """What appeared since the last call, and what was dropped, in order. Never waits.
 
         Of a sealed segment that is seen for the first time, the footer is read and nothing else; records of others are
@@ -146,7 +210,7 @@ class LogReader:
             StoreVersion: a segment in another format version.
             StoreError: a file cannot be read.
         """
-        found: list[Batch] = []
+        found: list[RecordBatch] = []
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -162,7 +226,7 @@ class LogReader:
         """The records of `refresh`, one by one, for logs that are small. Raises as `refresh`."""
         return [ref for batch in self.refresh() for ref in batch.records]
 
-    def _follow(self, found: list[Batch]) -> None:
+    def _follow(self, found: list[RecordBatch]) -> None:
         chosen = self._look()
         if chosen != self._chosen:
             self._report_missing(chosen)
@@ -181,8 +245,10 @@ class LogReader:
         """The files that count now. Where they have changed, the manifest is read again, until both fit together."""
         chosen: list[SegmentName] = []
         for _ in range(ATTEMPTS):
-            first = self._manifest.first if self._manifest else 0
-            chosen = choose(name for name in list_segments(self._path, self._files) if name.number >= first)[0]
+            first = self._manifest.first_number if self._manifest else 0
+            chosen = resolve_generations(
+                name for name in list_segments(self._path, self._files) if name.number >= first
+            )[0]
             if chosen == self._chosen:
                 return chosen
             before, self._manifest = self._manifest, self._load_manifest()
@@ -190,7 +256,7 @@ class LogReader:
                 return chosen
         return chosen
 
-    def _load_manifest(self) -> Manifest | None:
+    def _load_manifest(self) -> LogManifest | None:
         try:
             return manifest.load(self._files, self._path)
         except StoreCorrupt as error:
@@ -201,11 +267,11 @@ class LogReader:
         if self._manifest is None:
             return
         covered = {number for name in chosen for number in range(name.number, name.stop)}
-        for number in range(self._manifest.first, self._manifest.tail + 1):
+        for number in range(self._manifest.first_number, self._manifest.last_number + 1):
             if number not in covered:
                 self._report(Damage(number, 0, 0, "the segment's file is missing"))
 
-    def _forget_vanished(self, chosen: list[SegmentName], found: list[Batch]) -> None:
+    def _forget_vanished(self, chosen: list[SegmentName], found: list[RecordBatch]) -> None:
         """Reports the records of segments that are there no more, and not in the file of another either."""
         covered = {number for name in chosen for number in range(name.number, name.stop)}
         for number in [number for number in self._known if number not in covered]:
@@ -214,14 +280,14 @@ class LogReader:
             with self._lock:
                 self._places.pop(number, None)
             if known.parts:
-                found.append(Batch(number, Records.of(number, []), dropped=known.sequences()))
+                found.append(RecordBatch(number, RecordTable.of(number, []), dropped=known.sequences()))
 
-    def _enter(self, name: SegmentName, found: list[Batch]) -> None:
+    def _enter(self, name: SegmentName, found: list[RecordBatch]) -> None:
         """Begins with a file that was not seen before, or that has taken the place of others."""
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        known = _Segment(name, fd=fd)
+        known = _FollowedSegment(name, fd=fd)
         try:
-            if self._belongs(header := read_header(self._files, fd), name):
+            if self._belongs(header := read_segment_header(self._files, fd), name):
                 footer = self._footer(fd, name) or (self._scanned(fd, name) if name.generation else None)
                 if footer is None:
                     first = max(self._sequence, header.first_sequence) if header else self._sequence
@@ -233,7 +299,7 @@ class LogReader:
                 self._close(known)
         self._settle(known)
 
-    def _settle(self, known: _Segment) -> None:
+    def _settle(self, known: _FollowedSegment) -> None:
         name = known.name
         for number in range(name.number, name.stop):
             old = self._known.pop(number, None)
@@ -242,7 +308,7 @@ class LogReader:
             self._known[number] = known
         records = known.parts[0] if name.generation and known.parts else None
         with self._lock:
-            self._places.update({number: _Place(name, records) for number in range(name.number, name.stop)})
+            self._places.update({number: _SegmentLocation(name, records) for number in range(name.number, name.stop)})
 
     def _belongs(self, header: SegmentHeader | None, name: SegmentName) -> bool:
         whole = Damage(name.number, 0, SEGMENT_HEADER_BYTES, "the segment's header is damaged", -1, name.generation)
@@ -250,7 +316,7 @@ class LogReader:
             self._report(whole)
             return True
         self._log_id = self._manifest.log_id if self._manifest else (self._log_id or header.log_id)
-        if header.belongs(name, self._log_id):
+        if header.belongs_to(name, self._log_id):
             return True
         other = "another log" if header.log_id != self._log_id else f"segment {header.number}"
         self._report(Damage(name.number, 0, 0, f"the file is that of {other}", -1, name.generation))
@@ -286,13 +352,13 @@ class LogReader:
         for damage in found:
             if isinstance(damage, Damage):
                 self._report(damage)
-        records = Records.of(name.number, (ref for ref in found if isinstance(ref, RecordRef)))
+        records = RecordTable.of(name.number, (ref for ref in found if isinstance(ref, RecordRef)))
         return Footer(records, None, scan.end, 0, scan.sequence, self._files.size(fd))
 
     def _is_listed(self, name: SegmentName) -> bool:
         return self._manifest is not None and any(entry.name == name for entry in self._manifest.segments)
 
-    def _take_footer(self, known: _Segment, footer: Footer, found: list[Batch]) -> None:
+    def _take_footer(self, known: _FollowedSegment, footer: Footer, found: list[RecordBatch]) -> None:
         """Reports what a sealed segment holds that was not reported, and what it no longer holds."""
         name = known.name
         for damage in footer.gaps(name) if footer.summary is not None else ():
@@ -302,14 +368,14 @@ class LogReader:
         known.parts = [footer.records]
         self._sequence = max(self._sequence, footer.next_sequence)
         if not len(before):
-            found.append(Batch(name.number, footer.records, footer.summary))
+            found.append(RecordBatch(name.number, footer.records, footer.summary))
             return
         fresh = footer.records.select(~np.isin(footer.records.sequence, before, assume_unique=True))
         dropped = np.setdiff1d(before, footer.records.sequence, assume_unique=True)
         if len(fresh) or len(dropped):
-            found.append(Batch(name.number, fresh, dropped=dropped))
+            found.append(RecordBatch(name.number, fresh, dropped=dropped))
 
-    def _go_on(self, known: _Segment, following: SegmentName | None, found: list[Batch]) -> None:
+    def _go_on(self, known: _FollowedSegment, following: SegmentName | None, found: list[RecordBatch]) -> None:
         """Scans what was appended to a segment; with a successor the writer is done with it."""
         scan = known.scan
         if scan is None:
@@ -325,9 +391,9 @@ class LogReader:
                 refs.append(item)
         self._sequence = max(self._sequence, scan.sequence)
         if refs:
-            records = Records.of(known.name.number, refs)
+            records = RecordTable.of(known.name.number, refs)
             known.parts.append(records)
-            found.append(Batch(known.name.number, records))
+            found.append(RecordBatch(known.name.number, records))
         if following is not None:
             self._report_rest(known, scan)
             known.scan = None
@@ -336,11 +402,11 @@ class LogReader:
     def _header(self, name: SegmentName) -> SegmentHeader | None:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
-            return read_header(self._files, fd)
+            return read_segment_header(self._files, fd)
         finally:
             self._files.close(fd)
 
-    def _report_rest(self, known: _Segment, scan: SegmentScan) -> None:
+    def _report_rest(self, known: _FollowedSegment, scan: SegmentScan) -> None:
         stop = scan.stop if scan.stop < sys.maxsize else self._files.size(known.fd)
         if stop > scan.end and not scan.at_footer:
             self._report(scan.damage(stop, "no whole record up to the segment's end"))
@@ -414,7 +480,7 @@ class LogReader:
             except OSError as failed:
                 raise StoreError(f"cannot read segment {ref.segment} of {self._path}: {failed.strerror}") from failed
         gone = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is gone"
-        raise error or StoreGone(gone)
+        raise error or StoreRecordGone(gone)
 
     def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
         """A record's payload; not even its header is looked at, which may lie on a page that nobody needs."""
@@ -449,15 +515,15 @@ class LogReader:
             raise StoreCorrupt(f"{self._path / str(name)}: the header of record {ref.sequence} at {offset} is damaged")
         return view[start : start + ref.length], found[1], str(name)
 
-    def _relocate(self, segment: int) -> _Place | None:
+    def _relocate(self, segment: int) -> _SegmentLocation | None:
         """Looks at the folder again for the file in which the records of `segment` are now."""
         for _ in range(ATTEMPTS):
-            chosen = choose(list_segments(self._path, self._files))[0]
+            chosen = resolve_generations(list_segments(self._path, self._files))[0]
             name = next((name for name in chosen if name.number <= segment < name.stop), None)
             if name is None:
                 return None
             try:
-                place = _Place(name, self._index(name) if name.generation else None)
+                place = _SegmentLocation(name, self._index(name) if name.generation else None)
             except FileNotFoundError:
                 continue
             with self._lock:
@@ -465,16 +531,16 @@ class LogReader:
             return place
         return None
 
-    def _index(self, name: SegmentName) -> Records:
+    def _index(self, name: SegmentName) -> RecordTable:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
-            return (manifest.footer_or_none(self._files, self._path, fd, name) or self._scanned(fd, name)).records
+            return (manifest.read_footer_or_copy(self._files, self._path, fd, name) or self._scanned(fd, name)).records
         finally:
             self._files.close(fd)
 
     # The end
 
-    def _close(self, known: _Segment) -> None:
+    def _close(self, known: _FollowedSegment) -> None:
         fd, known.fd = known.fd, -1
         if fd >= 0:
             self._files.close(fd)

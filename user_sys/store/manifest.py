@@ -17,12 +17,19 @@ from pathlib import Path
 import msgspec
 from crc32c import crc32c
 
-from hal.undecodable import UNDECODABLE
+from hal.decode_errors import DECODE_ERRORS
 from user_sys.errors import StoreCorrupt
 from user_sys.store.files import Files, replace_file
-from user_sys.store.footer import Footer, read_footer, read_footer_copy
-from user_sys.store.frame import FORMAT_VERSION, Damage, check_version
-from user_sys.store.segments import SegmentName, read_header
+from user_sys.store.record_format import (
+    FORMAT_VERSION,
+    Damage,
+    Footer,
+    SegmentName,
+    check_version,
+    read_footer,
+    read_footer_copy,
+    read_segment_header,
+)
 
 MANIFEST = "MANIFEST"
 MANIFEST_MAGIC = b"USERMAN\n"
@@ -33,7 +40,7 @@ _CRC_BYTES = 4
 _logger = logging.getLogger(__name__)
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
     """A sealed segment's file: its name, the sequence numbers [first, next) that it stands for, its length."""
 
     number: int
@@ -48,11 +55,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return SegmentName(self.number, self.span, self.generation)
 
     @classmethod
-    def of(cls, name: SegmentName, footer: Footer) -> Entry:
+    def of(cls, name: SegmentName, footer: Footer) -> SegmentEntry:
         return cls(*name, footer.first_sequence, footer.next_sequence, footer.size)
 
 
-class Quarantined(msgspec.Struct, frozen=True, array_like=True):
+class QuarantinedRange(msgspec.Struct, frozen=True, array_like=True):
     """A damaged range of a segment's file that was copied aside; it is no longer reported."""
 
     number: int
@@ -69,47 +76,47 @@ class Quarantined(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class LogManifest(msgspec.Struct, frozen=True, array_like=True):
     """What the log is made of.
 
     Attributes:
-        first: the lowest segment number that was not dropped.
-        tail: the highest segment number that is known to exist.
+        first_number: the lowest segment number that was not dropped.
+        last_number: the highest segment number that is known to exist.
         segments: the sealed ones, ascending; what follows them is found by listing the folder.
     """
 
     log_id: bytes
-    first: int = 0
-    tail: int = 0
-    segments: tuple[Entry, ...] = ()
-    quarantined: tuple[Quarantined, ...] = ()
+    first_number: int = 0
+    last_number: int = 0
+    segments: tuple[SegmentEntry, ...] = ()
+    quarantined: tuple[QuarantinedRange, ...] = ()
 
-    def with_entry(self, entry: Entry) -> Manifest:
+    def with_entry(self, entry: SegmentEntry) -> LogManifest:
         """With `entry` in place of those whose numbers it stands for."""
         inside = range(entry.number, entry.number + entry.span)
         kept = [old for old in self.segments if old.number not in inside]
         left = [range_ for range_ in self.quarantined if range_.number not in inside or entry.generation == 0]
         segments = tuple(sorted((*kept, entry), key=lambda old: old.number))
         return msgspec.structs.replace(
-            self, segments=segments, quarantined=tuple(left), tail=max(self.tail, inside.stop - 1)
+            self, segments=segments, quarantined=tuple(left), last_number=max(self.last_number, inside.stop - 1)
         )
 
-    def sets_aside(self, damage: Damage) -> bool:
+    def is_quarantined(self, damage: Damage) -> bool:
         """Whether a repair has copied it aside."""
         return any(range_.covers(damage) for range_ in self.quarantined)
 
-    def from_number(self, first: int) -> Manifest:
-        """Without the segments numbered below `first`."""
+    def without_segments_below(self, first: int) -> LogManifest:
+        """Without the segments numbered below `first_number`."""
         return msgspec.structs.replace(
             self,
-            first=max(self.first, first),
-            tail=max(self.tail, first),
+            first_number=max(self.first_number, first),
+            last_number=max(self.last_number, first),
             segments=tuple(entry for entry in self.segments if entry.number >= first),
             quarantined=tuple(range_ for range_ in self.quarantined if range_.number >= first),
         )
 
 
-def load(files: Files, path: Path) -> Manifest | None:
+def load(files: Files, path: Path) -> LogManifest | None:
     """The manifest of the log at `path`; None where there is none.
 
     Raises:
@@ -133,12 +140,12 @@ def load(files: Files, path: Path) -> Manifest | None:
         raise StoreCorrupt(f"{path / MANIFEST} is no manifest")
     check_version(version, str(path / MANIFEST))
     try:
-        return msgspec.msgpack.decode(body[_HEAD.size :], type=Manifest)
-    except UNDECODABLE as error:
+        return msgspec.msgpack.decode(body[_HEAD.size :], type=LogManifest)
+    except DECODE_ERRORS as error:
         raise StoreCorrupt(f"{path / MANIFEST} does not decode: {error}") from None
 
 
-def replace(files: Files, path: Path, manifest: Manifest) -> None:
+def replace(files: Files, path: Path, manifest: LogManifest) -> None:
     """Puts `manifest` in the place of the old one, which is there until it is not.
 
     The new one's bytes are synced before it gets the name: whatever a crash leaves under the name is whole. Which of
@@ -150,26 +157,26 @@ def replace(files: Files, path: Path, manifest: Manifest) -> None:
     replace_file(files, path / MANIFEST, framed + crc32c(framed).to_bytes(_CRC_BYTES, "little"))
 
 
-def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> Manifest:
+def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> LogManifest:
     """The manifest that the segments alone tell of. Raises OSError and StoreVersion."""
     names = list(chosen)
-    manifest = Manifest(b"", first=names[0].number if names else 0)
+    manifest = LogManifest(b"", first_number=names[0].number if names else 0)
     for name in names:
         fd = files.open(path / str(name), os.O_RDONLY)
         try:
-            header = read_header(files, fd)
-            footer = footer_or_none(files, path, fd, name)
+            header = read_segment_header(files, fd)
+            footer = read_footer_or_copy(files, path, fd, name)
         finally:
             files.close(fd)
         if header is not None and not manifest.log_id:
             manifest = msgspec.structs.replace(manifest, log_id=header.log_id)
-        manifest = msgspec.structs.replace(manifest, tail=name.stop - 1)
+        manifest = msgspec.structs.replace(manifest, last_number=name.stop - 1)
         if footer is not None:
-            manifest = manifest.with_entry(Entry.of(name, footer))
+            manifest = manifest.with_entry(SegmentEntry.of(name, footer))
     return manifest if manifest.log_id else msgspec.structs.replace(manifest, log_id=secrets.token_bytes(LOG_ID_BYTES))
 
 
-def footer_or_none(files: Files, path: Path, fd: int, name: SegmentName) -> Footer | None:
+def read_footer_or_copy(files: Files, path: Path, fd: int, name: SegmentName) -> Footer | None:
     """The segment's footer, or its copy if that is lost, which `verify` and readers report; None without either."""
     try:
         footer = read_footer(files, fd, name)
@@ -179,27 +186,27 @@ def footer_or_none(files: Files, path: Path, fd: int, name: SegmentName) -> Foot
     return footer or read_footer_copy(files, path, name)
 
 
-class Catalog:
+class ManifestFile:
     """The writer's manifest, in memory and on disk. Any thread may call it.
 
     Attributes:
-        maintenance: held by whoever deletes segments, for as long as it reads what it will delete.
+        maintenance_lock: held by whoever deletes segments, for as long as it reads what it will delete.
     """
 
-    def __init__(self, files: Files, path: Path, manifest: Manifest) -> None:
-        self.maintenance = threading.RLock()
+    def __init__(self, files: Files, path: Path, manifest: LogManifest) -> None:
+        self.maintenance_lock = threading.RLock()
         self._files, self._path, self._lock = files, path, threading.Lock()
         self.manifest = manifest
         self._stale = False
 
-    def switch(self, change: Callable[[Manifest], Manifest]) -> None:
+    def update(self, change: Callable[[LogManifest], LogManifest]) -> None:
         """Replaces the manifest by what `change` makes of it. Raises OSError; the next switch then makes up for it."""
         with self._lock:
             self.manifest, self._stale = change(self.manifest), True
             replace(self._files, self._path, self.manifest)
             self._stale = False
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Makes up for a switch that failed. Raises OSError."""
         if self._stale:
-            self.switch(lambda old: old)
+            self.update(lambda old: old)

@@ -1,4 +1,6 @@
-"""The experience store: every chunk of every episode, once, and what people said about it afterwards.
+"""Which chunks a store has and whose its episodes are: all that its writer must remember.
+
+The experience store: every chunk of every episode, once, and what people said about it afterwards.
 
 Durability is the log's (`user_sys.store.log`): a chunk is acknowledged when `StoreWriter.sync` has returned, and
 survives kills and power cuts from then on. Ingestion is idempotent by (episode, index): a chunk that is sent again is
@@ -9,8 +11,9 @@ episode belongs to the robot of its first chunk: another's chunks never get into
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -19,17 +22,88 @@ import msgspec
 import numpy as np
 
 from user_sys.codec import Array
-from user_sys.episode import Chunk, PackedChunk, decode_chunk, open_chunk
-from user_sys.errors import StoreCorrupt, StoreGone, WireError
-from user_sys.store.block import CHUNK, LABEL, Block, BlockBuilder, decode_block, summarise_records
-from user_sys.store.files import REAL, Files
-from user_sys.store.frame import Damage, RecordRef
-from user_sys.store.index import Change, Index
-from user_sys.store.known import KnownChunks
-from user_sys.store.labels import Label, encode_label
-from user_sys.store.log import SEGMENT_BYTES, Batch, LogReader, LogWriter, Ticket, segment_numbers
-from user_sys.store.manifest import Entry
-from user_sys.store.summary import EpisodeSummary, summarise_episodes
+from user_sys.episode import Chunk, ChunkHeader, PackedChunk, decode_chunk, parse_chunk
+from user_sys.errors import StoreCorrupt, StoreRecordGone, WireError
+from user_sys.store.files import OS_FILES, Files
+from user_sys.store.index import EpisodeSummary, Index, IndexChange, summarise_episodes
+from user_sys.store.index_block import (
+    CHUNK_KIND,
+    LABEL_KIND,
+    IndexBlock,
+    IndexBlockBuilder,
+    decode_block,
+    summarise_records,
+)
+from user_sys.store.labels import DeleteLabel, Label, encode_label
+from user_sys.store.log import SEGMENT_BYTES, LogReader, LogWriter, RecordBatch, SyncPoint, segment_numbers
+from user_sys.store.manifest import SegmentEntry
+from user_sys.store.record_format import Damage, RecordRef
+
+
+class IngestedChunks:
+    """The (episode, index) of each chunk: a count for each episode, and single ones only behind a gap.
+
+    Attributes:
+        chunks, steps: how many there are.
+        deleted: episodes that a label deletes.
+    """
+
+    def __init__(self) -> None:
+        self.chunks = self.steps = 0
+        self.deleted: set[str] = set()
+        self._next: dict[str, int] = {}  # all below are there
+        self._robots: dict[str, str] = {}
+        self._strays: set[tuple[str, int]] = set()
+
+    def has(self, episode: str, index: int) -> bool:
+        """Whether that chunk is there."""
+        return index < self._next.get(episode, 0) or (episode, index) in self._strays
+
+    def has_episode(self, episode: str) -> bool:
+        """Whether any chunk of that episode is there."""
+        return episode in self._next
+
+    def robot_of(self, episode: str) -> str | None:
+        """Whose chunk was the first of that episode to come; None while there is none."""
+        return self._robots.get(episode)
+
+    def add(self, header: ChunkHeader) -> None:
+        """Takes note of a chunk that is not there yet."""
+        if header.episode not in self._robots:
+            self._robots[header.episode] = sys.intern(header.robot)
+        self._add(header.episode, header.index, header.steps)
+
+    def _add(self, episode: str, index: int, steps: int) -> None:
+        self.chunks += 1
+        self.steps += steps
+        following = self._next.setdefault(episode, 0)
+        if index != following:
+            self._strays.add((episode, index))
+            return
+        following += 1
+        while self._strays and (episode, following) in self._strays:
+            self._strays.remove((episode, following))
+            following += 1
+        self._next[episode] = following
+
+    def add_label(self, label: Label) -> None:
+        """Takes note of what is deleted."""
+        if isinstance(label, DeleteLabel):
+            (self.deleted.add if label.deleted else self.deleted.discard)(label.episode)
+
+    def add_blocks(self, blocks: Iterable[IndexBlock]) -> None:
+        """Takes note of all that is in `blocks`; what was there already counts once."""
+        for block in blocks:
+            names = [record.episode for record in block.episodes]
+            for record in block.episodes:
+                self._robots.setdefault(record.episode, sys.intern(record.robot))
+            columns = (block.chunks[name].tolist() for name in ("episode", "index", "steps"))
+            for episode, index, steps in zip(*columns, strict=True):
+                if not self.has(names[episode], index):
+                    self._add(names[episode], index, steps)
+            for label in block.labels:
+                self.add_label(label)
+
 
 POLL_S = 0.05
 
@@ -39,15 +113,16 @@ _logger = logging.getLogger(__name__)
 class StoreWriter:
     """The one writer of a store. Obtain it with `open`.
 
-    One thread calls it, but for `sync` with a ticket, `sealed` and `rewrite`, which any thread may call beside it.
+    One thread calls it, but for `sync` with a ticket, `sealed_segments` and `rewrite`, which any thread may call beside
+    it.
     """
 
-    def __init__(self, path: Path, log: LogWriter, known: KnownChunks) -> None:
+    def __init__(self, path: Path, log: LogWriter, known: IngestedChunks) -> None:
         self.path, self._log, self._known = path, log, known
 
     @classmethod
     def open(
-        cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, background: bool = True, files: Files = REAL
+        cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, background: bool = True, files: Files = OS_FILES
     ) -> Self:
         """Opens or creates the store at `path`; reads the footers of what is sealed and scans the rest.
 
@@ -60,10 +135,10 @@ class StoreWriter:
         log = LogWriter.open(
             path, segment_bytes=segment_bytes, summarise=summarise_records, background=background, files=files
         )
-        known = KnownChunks()
+        known = IngestedChunks()
         try:
             with LogReader.open(path, files=files) as reader:
-                known.take(_news(reader).blocks)
+                known.add_blocks(_new_blocks(reader).blocks)
         except BaseException:
             log.close()
             raise
@@ -88,7 +163,7 @@ class StoreWriter:
         """Whether that chunk was appended; durable only if `sync` has returned since."""
         return self._known.has(episode, index)
 
-    def append(self, packet: bytes | memoryview, checked: PackedChunk | None = None) -> bool:
+    def append(self, packet: bytes | memoryview, parsed: PackedChunk | None = None) -> bool:
         """Adds an encoded chunk; False where it is not needed, which costs nothing.
 
         Not needed is what the store has already, and what belongs to a deleted episode of which it has nothing: that
@@ -105,28 +180,28 @@ class StoreWriter:
             StoreFull: no space; this chunk was not taken, those before it are kept.
             StoreError: the disk failed.
         """
-        chunk = open_chunk(packet) if checked is None else checked
+        chunk = parse_chunk(packet) if parsed is None else parsed
         header, known = chunk.header, self._known
         if (owner := known.robot_of(header.episode)) not in (None, header.robot):
             raise WireError(f"the episode {header.episode} is {owner}'s; {header.robot} cannot write to it")
         if known.has(header.episode, header.index):
             return False
-        if header.episode in known.deleted and not known.has_some(header.episode):
+        if header.episode in known.deleted and not known.has_episode(header.episode):
             return False
-        self._log.append(CHUNK, packet, schema=chunk.schema)
+        self._log.append(CHUNK_KIND, packet, schema=chunk.schema)
         known.add(header)
         return True
 
     def append_label(self, label: Label) -> None:
         """Adds a label, of an episode that may still be unknown. Raises as `append`."""
-        self._log.append(LABEL, encode_label(label))
+        self._log.append(LABEL_KIND, encode_label(label))
         self._known.add_label(label)
 
-    def flush(self) -> Ticket:
+    def flush(self) -> SyncPoint:
         """Writes out all that was appended; `sync` with the ticket makes it durable. Raises as `append`."""
         return self._log.flush()
 
-    def sync(self, ticket: Ticket | None = None) -> None:
+    def sync(self, ticket: SyncPoint | None = None) -> None:
         """Makes all that was appended, or flushed by the time of `ticket`, durable: one fdatasync, however many chunks.
 
         Raises as `LogWriter.sync`.
@@ -136,7 +211,7 @@ class StoreWriter:
     # Giving space back
 
     @property
-    def deletions(self) -> int:
+    def deleted_episodes(self) -> int:
         """How many episodes labels delete, those whose space was taken long ago included. Any thread may ask."""
         return len(self._known.deleted)
 
@@ -144,11 +219,11 @@ class StoreWriter:
         """Begins a new segment, so that those before can be rewritten; they are sealed by the time `close` returns."""
         self._log.rotate()
 
-    def sealed(self) -> tuple[Entry, ...]:
+    def sealed_segments(self) -> tuple[SegmentEntry, ...]:
         """The segments that are sealed by now, in order."""
-        return self._log.sealed()
+        return self._log.sealed_segments()
 
-    def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> Entry:
+    def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> SegmentEntry:
         """Rewrites neighbouring sealed segments into one without the records that `keep` refuses. As `LogWriter`'s."""
         return self._log.rewrite(segments, keep)
 
@@ -178,7 +253,7 @@ class StoreReader:
         self.index = Index()
 
     @classmethod
-    def open(cls, path: Path, *, wait_s: float = 0.0, files: Files = REAL) -> Self:
+    def open(cls, path: Path, *, wait_s: float = 0.0, files: Files = OS_FILES) -> Self:
         """A reader that has read nothing yet; waits at most `wait_s` seconds for a writer to create the store.
 
         Raises:
@@ -190,16 +265,16 @@ class StoreReader:
             time.sleep(POLL_S)
         return cls(LogReader.open(path, files=files))
 
-    def refresh(self) -> Change:
+    def refresh(self) -> IndexChange:
         """Takes what was stored since the last call into `index` and says what came and changed. Never waits.
 
         Raises:
             StoreVersion, StoreError: as `LogReader.refresh`.
         """
-        news = _news(self._log)
+        news = _new_blocks(self._log)
         for block in news.blocks:
             self._damaged += block.damaged
-        return self.index.take(news.blocks, news.dropped)
+        return self.index.apply(news.blocks, news.dropped)
 
     def read(self, chunk: int) -> Chunk:
         """The chunk of row `chunk`; its arrays are read-only views of the file, its checksum is verified.
@@ -211,7 +286,7 @@ class StoreReader:
             StoreGone: the record was dropped; `refresh` says so too.
             StoreError: the file cannot be read.
         """
-        found = decode_chunk(self._log.read(self.index.record(chunk)))
+        found = decode_chunk(self._log.read(self.index.record_ref(chunk)))
         if found.header.end is None:
             return found
         episodes, row = self.index.episodes, int(self.index.chunks.episode[chunk])
@@ -222,7 +297,7 @@ class StoreReader:
         )
         return Chunk(msgspec.structs.replace(found.header, end=end), found.columns, found.final)
 
-    def packed(self, chunk: int, *, verified: bool = True) -> PackedChunk:
+    def read_packed(self, chunk: int, *, verify: bool = True) -> PackedChunk:
         """The chunk of row `chunk`, not unpacked; any thread may call it.
 
         Args:
@@ -232,8 +307,8 @@ class StoreReader:
             StoreCorrupt, StoreError: as `read`.
             WireError: it is no longer a chunk.
         """
-        ref = self.index.record(chunk)
-        return open_chunk(self._log.read(ref) if verified else self._log.read_range(ref, 0, ref.length))
+        ref = self.index.record_ref(chunk)
+        return parse_chunk(self._log.read(ref) if verify else self._log.read_range(ref, 0, ref.length))
 
     def read_into(self, chunk: int, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
         """Fills buffers with a chunk's packet from byte `start` on, not verified. Any thread may.
@@ -244,7 +319,7 @@ class StoreReader:
         Raises:
             StoreError: the record is gone, or not that long.
         """
-        return self._log.read_into(self.index.record(chunk), start, out, wait=wait)
+        return self._log.read_into(self.index.record_ref(chunk), start, out, wait=wait)
 
     def episodes(self) -> list[EpisodeSummary]:
         """Every episode found so far, in the order of their first chunks."""
@@ -266,33 +341,33 @@ class StoreReader:
         self.close()
 
 
-class _News(NamedTuple):
+class _NewBlocks(NamedTuple):
     """What a log has that was not told of before: blocks in order, and the numbers of records that are gone."""
 
-    blocks: list[Block]
+    blocks: list[IndexBlock]
     dropped: list[Array]
 
 
-def _news(log: LogReader) -> _News:
+def _new_blocks(log: LogReader) -> _NewBlocks:
     """What is new; of segments that are sealed only the footers are read. Raises as `LogReader.refresh`."""
-    news = _News([], [])
+    news = _NewBlocks([], [])
     for batch in log.refresh():
         news.dropped.append(batch.dropped)
         if block := _summary(batch) or _block_of(log, batch):
-            news.blocks.append(_readable(block, log.quarantined(batch.segment)))
+            news.blocks.append(_readable(block, log.quarantined_ranges(batch.segment)))
     return news
 
 
-def _readable(block: Block, quarantined: Sequence[range]) -> Block:
+def _readable(block: IndexBlock, quarantined: Sequence[range]) -> IndexBlock:
     """The block without chunks that were damaged and set aside: they may come again, and are then stored again."""
     offset = block.chunks["offset"]
     lost = np.zeros(len(offset), bool)
     for each in quarantined:
         lost |= (offset >= each.start) & (offset < each.stop)
-    return block.without(lost) if lost.any() else block
+    return block.without_chunks(lost) if lost.any() else block
 
 
-def _summary(batch: Batch) -> Block | None:
+def _summary(batch: RecordBatch) -> IndexBlock | None:
     if not batch.summary:
         return None
     try:
@@ -302,12 +377,12 @@ def _summary(batch: Batch) -> Block | None:
         return None
 
 
-def _block_of(log: LogReader, batch: Batch) -> Block | None:
-    builder = BlockBuilder()
+def _block_of(log: LogReader, batch: RecordBatch) -> IndexBlock | None:
+    builder = IndexBlockBuilder()
     for ref in batch.records:
         try:
             builder.add(ref, log.read(ref))
-        except StoreGone as error:
+        except StoreRecordGone as error:
             _logger.info("store.gone %s", error)
         except StoreCorrupt as error:
             builder.add_damage(ref, str(error))

@@ -20,14 +20,14 @@ from typing import Self, TypeAlias
 
 from msgspec.structs import replace
 
-from user_sys.errors import LinkDown, Refused, TunnelError, WireError
+from user_sys.errors import LinkDown, SessionRefused, TunnelError, WireError
 from user_sys.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     ChunkAck,
     ChunkRefusal,
     ControlMessage,
-    Grant,
+    CreditGrant,
     Heartbeat,
     Hello,
     OperatorCommand,
@@ -40,22 +40,34 @@ from user_sys.messages import (
     WeightsReceived,
     Welcome,
 )
-from user_sys.tunnel.backoff import Backoff
 from user_sys.tunnel.clock import ClockEstimate, ClockEstimator
-from user_sys.tunnel.heap import keep_freed_memory
+from user_sys.tunnel.connection import (
+    Backoff,
+    ChannelReader,
+    ChannelSocket,
+    ChunkSender,
+    ChunkSource,
+    Connection,
+    ZmqContexts,
+)
+from user_sys.tunnel.endpoint import prefer_unix_socket
+from user_sys.tunnel.flow_control import CoalescingQueue, SendQueue
 from user_sys.tunnel.keys import KeyPair
 from user_sys.tunnel.limits import TunnelLimits
-from user_sys.tunnel.link import Contexts, Line, Link
-from user_sys.tunnel.local import nearest
-from user_sys.tunnel.mailbox import Mailbox
-from user_sys.tunnel.outlet import Outlet
-from user_sys.tunnel.reader import Reader
-from user_sys.tunnel.scheduling import prefer_latency
+from user_sys.tunnel.protocol import (
+    DROPPED_ON_DISCONNECT,
+    TUNNEL_TRANSITIONS,
+    WEIGHTS_TRANSFER,
+    AnyMessage,
+    Channel,
+    Envelope,
+    StateMachine,
+    TunnelState,
+    channel_of,
+    coalescing_key,
+)
 from user_sys.tunnel.session import channel_limits
-from user_sys.tunnel.sockets import Wakeup
-from user_sys.tunnel.states import TUNNEL, StateMachine, TunnelState
-from user_sys.tunnel.uplink import ChunkSource, ChunkUplink
-from user_sys.tunnel.wire import PARCELS, PERISHABLE, AnyMessage, Channel, Envelope, channel_of, coalescing_key
+from user_sys.tunnel.sockets import Wakeup, request_short_time_slice, retain_freed_memory
 
 __all__ = ["TunnelClient", "TunnelState"]
 
@@ -63,12 +75,12 @@ logger = logging.getLogger(__name__)
 
 Received: TypeAlias = ControlMessage | WeightsApplied
 CLOSE_TIMEOUT_S = 5.0
-FAREWELL_MS = 500
+CLOSE_LINGER_MS = 500
 RECEIVE_BURST = 64
 BLOCKED_RETRY_S = 0.002
-READER_CHECK_S = 0.1
+READER_CHECK_INTERVAL_S = 0.1
 FLUSH_POLL_S = 0.002
-_NOT_RESENT = (*PERISHABLE, *PARCELS, PreviewAck, WeightsReceived)
+_NOT_RESENT = (*DROPPED_ON_DISCONNECT, *WEIGHTS_TRANSFER, PreviewAck, WeightsReceived)
 
 
 class TunnelClient:
@@ -102,21 +114,23 @@ class TunnelClient:
         self._server_key = server_public_key
         self._limits = limits = limits or TunnelLimits()
         bounds = channel_limits(limits)
-        self._outlets = {channel: Outlet(each) for channel, each in bounds.items()}
-        self._uplink = None if outbox is None else ChunkUplink(outbox, self._outlets[Channel.EXPERIENCE].gauges.settle)
-        self._readers: dict[Channel, Reader] = {
-            channel: Reader(each.window_messages + each.queue_messages, self._take_in_all)
+        self._outlets = {channel: SendQueue(each) for channel, each in bounds.items()}
+        self._uplink = (
+            None if outbox is None else ChunkSender(outbox, self._outlets[Channel.EXPERIENCE].metrics.ack_latency)
+        )
+        self._readers: dict[Channel, ChannelReader] = {
+            channel: ChannelReader(each.window_messages + each.queue_messages, self._take_in_all)
             for channel, each in bounds.items()
             if channel is not Channel.EXPERIENCE
         }
-        self._previews: Mailbox[Envelope] = Mailbox(limits.experience.queue_messages)
+        self._previews: CoalescingQueue[Envelope] = CoalescingQueue(limits.experience.queue_messages)
         self._shown: set[tuple[str, str]] = set()  # cameras whose last preview the gateway has not acknowledged
         self._clock = ClockEstimator()
         self._condition = threading.Condition()
-        self._machine = StateMachine(f"the tunnel of {hello.name}", TunnelState.IDLE, TUNNEL)
+        self._machine = StateMachine(f"the tunnel of {hello.name}", TunnelState.IDLE, TUNNEL_TRANSITIONS)
         self._reason = "not started"
-        self._verdict: Refused | WireError | None = None  # found by whichever thread was reading
-        self._lines: Mapping[Channel, Line] = {}  # those that other threads may use, while the tunnel is open
+        self._verdict: SessionRefused | WireError | None = None  # found by whichever thread was reading
+        self._lines: Mapping[Channel, ChannelSocket] = {}  # those that other threads may use, while the tunnel is open
         self._heard_s = 0.0
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
@@ -130,7 +144,7 @@ class TunnelClient:
             raise TunnelError("this client was started or closed before")
         self._enter(TunnelState.CONNECTING, "connecting")
         if self._uplink is not None:
-            self._uplink.source.listen(self._wakeup.set)
+            self._uplink.source.set_on_append(self._wakeup.set)
         self._thread = threading.Thread(target=self._run, name=f"tunnel-{self.hello.name}", daemon=True)
         self._thread.start()
 
@@ -151,7 +165,7 @@ class TunnelClient:
 
     def _join(self, thread: threading.Thread) -> None:
         if self._uplink is not None:
-            self._uplink.source.listen(None)
+            self._uplink.source.set_on_append(None)
         self._wakeup.set()
         thread.join(CLOSE_TIMEOUT_S)
         if thread.is_alive():
@@ -181,9 +195,9 @@ class TunnelClient:
     def scalars(self) -> dict[str, float]:
         """Counters and latencies of each channel, the clock, and how often the link was lost, for metrics."""
         found = {"lost": float(self.counters["lost"]), "open": float(self.state is TunnelState.OPEN)}
-        found["inbox_full"] = float(sum(reader.inbox.refused for reader in self._readers.values()))
+        found["inbox_full"] = float(sum(reader.inbox.rejected for reader in self._readers.values()))
         for channel, outlet in self._outlets.items():
-            found |= outlet.gauges.scalars(channel.name.lower())
+            found |= outlet.metrics.scalars(channel.name.lower())
         clock = self.clock
         if clock is not None:
             found |= {"round_trip_ms": clock.rtt_ns / 1e6, "clock_drift_ppm": clock.drift_ppm}
@@ -214,7 +228,7 @@ class TunnelClient:
             if self.state is TunnelState.OPEN:
                 return
             if self.state in over:
-                raise Refused(self._reason)
+                raise SessionRefused(self._reason)
             raise LinkDown(f"no tunnel to {self.endpoint} after {timeout_s:g} s: {self._reason}")
 
     # Messages
@@ -238,10 +252,10 @@ class TunnelClient:
         return self._receive_from(Channel.STOP, timeout_s)  # type: ignore[return-value]
 
     def _receive_from(self, channel: Channel, timeout_s: float) -> AnyMessage | None:
-        incoming = self._readers[channel].take(timeout_s)
+        incoming = self._readers[channel].get(timeout_s)
         if incoming is None:
             return None
-        if incoming.line.release(incoming.charge):
+        if incoming.socket.release(incoming.charge):
             self._wakeup.set()  # a grant is due
         return incoming.envelope.message
 
@@ -254,10 +268,10 @@ class TunnelClient:
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """The next message of the weights channel, or None after `timeout_s`."""
-        incoming = self._readers[Channel.WEIGHTS].take(timeout_s)
+        incoming = self._readers[Channel.WEIGHTS].get(timeout_s)
         if incoming is None:
             return None
-        line = incoming.line
+        line = incoming.socket
         if line.release(incoming.charge):  # a grant is due, and is sent with what is queued
             if line.flush():
                 self._wakeup.set()
@@ -266,14 +280,14 @@ class TunnelClient:
 
     def _say(self, envelope: Envelope) -> bool:
         line = self._lines.get(channel_of(envelope.message))
-        if line is None or not line.send_now(envelope):
+        if line is None or not line.try_send_now(envelope):
             return self._queue(envelope)
         self._read_if_pending(line)
         return True
 
-    def _read_if_pending(self, line: Line) -> None:
+    def _read_if_pending(self, line: ChannelSocket) -> None:
         """After a line was used: that may have swallowed the news for which its reader waits."""
-        if line.pending:
+        if line.has_message:
             self._readers[line.channel].drain(line)
 
     def flush(self, timeout_s: float) -> bool:
@@ -285,7 +299,7 @@ class TunnelClient:
             self._stopping.wait(FLUSH_POLL_S)
         return False
 
-    def offer_preview(self, preview: Preview, jpeg: bytes) -> bool:
+    def send_preview(self, preview: Preview, jpeg: bytes) -> bool:
         """Sends a picture; drops it and says False while the camera's last one is under way or the tunnel is down."""
         camera = (preview.robot, preview.camera)
         with self._condition:
@@ -297,9 +311,9 @@ class TunnelClient:
                 return False
             return True
 
-    def take_preview(self, timeout_s: float) -> tuple[Preview, bytes | memoryview] | None:
+    def receive_preview(self, timeout_s: float) -> tuple[Preview, bytes | memoryview] | None:
         """A console's next picture, or None after `timeout_s`. Taking it lets the camera's next one come."""
-        envelope = self._previews.wait(timeout_s)
+        envelope = self._previews.get(timeout_s)
         if envelope is None or not isinstance(envelope.message, Preview) or envelope.payload is None:
             return None
         self._queue(Envelope(PreviewAck(robot=envelope.message.robot, camera=envelope.message.camera)))
@@ -310,7 +324,7 @@ class TunnelClient:
         with self._condition:
             if isinstance(envelope.message, _NOT_RESENT) and self.state is not TunnelState.OPEN:
                 return False
-            queued = self._outlets[channel_of(envelope.message)].offer(envelope)
+            queued = self._outlets[channel_of(envelope.message)].put(envelope)
         if not queued:
             self.counters["queue_full"] += 1
             if self.counters["queue_full"] == 1:
@@ -323,22 +337,22 @@ class TunnelClient:
 
     def _enter(self, state: TunnelState, reason: str = "") -> None:
         with self._condition:
-            self._machine.enter(state)
+            self._machine.transition_to(state)
             self._reason = reason
             self._condition.notify_all()
         logger.info("tunnel.%s peer=%s endpoint=%s reason=%s", state.value, self.hello.name, self.endpoint, reason)
 
     def _run(self) -> None:
-        prefer_latency()
-        keep_freed_memory()
-        contexts = Contexts()
+        request_short_time_slice()
+        retain_freed_memory()
+        contexts = ZmqContexts()
         backoff = Backoff(self._limits.backoff_min_s, self._limits.backoff_max_s)
         try:
             while not self._stopping.is_set():
                 try:
                     self._session(contexts, backoff)
                     return
-                except Refused as error:
+                except SessionRefused as error:
                     self._enter(TunnelState.REFUSED, str(error))
                     return
                 except (LinkDown, WireError) as error:
@@ -357,23 +371,23 @@ class TunnelClient:
         self._enter(TunnelState.LOST, reason)
         self.counters["lost"] += 1
         for outlet in self._outlets.values():
-            outlet.drop(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
+            outlet.remove_matching(lambda envelope: isinstance(envelope.message, _NOT_RESENT))
         self._shown.clear()
 
-    def _session(self, contexts: Contexts, backoff: Backoff) -> None:
+    def _session(self, contexts: ZmqContexts, backoff: Backoff) -> None:
         """One session from dialling to its end. Returns when the client is closed; raises how it ended otherwise."""
         for outlet in self._outlets.values():
-            outlet.reset()
+            outlet.reset_credit()
         self._verdict = None
-        endpoint = nearest(self.endpoint, self._server_key)
-        link = Link(contexts, endpoint, self._keys, self._server_key, self._limits, self._outlets, self._wakeup)
+        endpoint = prefer_unix_socket(self.endpoint, self._server_key)
+        link = Connection(contexts, endpoint, self._keys, self._server_key, self._limits, self._outlets, self._wakeup)
         opened_s = time.monotonic()
         try:
             self._handshake(link)
             opened_s = time.monotonic()
-            self._lines = {channel: link.lines[channel] for channel in self._readers}
+            self._lines = {channel: link.sockets[channel] for channel in self._readers}
             for channel, reader in self._readers.items():
-                reader.attach(link.lines[channel])
+                reader.attach(link.sockets[channel])
             self._enter(TunnelState.OPEN)
             self._converse(link)
         finally:
@@ -382,13 +396,13 @@ class TunnelClient:
             self._lines = {}
             for reader in self._readers.values():
                 reader.detach()
-            link.close(FAREWELL_MS if self._stopping.is_set() else 0)
+            link.close(CLOSE_LINGER_MS if self._stopping.is_set() else 0)
             for reader in self._readers.values():  # before the next session begins
-                reader.settle()
+                reader.wait_idle()
 
-    def _handshake(self, link: Link) -> None:
+    def _handshake(self, link: Connection) -> None:
         deadline = time.monotonic() + self._limits.handshake_s
-        for channel, line in link.lines.items():
+        for channel, line in link.sockets.items():
             line.send(Envelope(self.hello))
             while not self._stopping.is_set() and not self._welcomed(link, line):
                 if time.monotonic() > deadline:
@@ -397,37 +411,37 @@ class TunnelClient:
             if channel is Channel.CONTROL:
                 line.flush()  # our grant: the gateway may speak before all channels are open
 
-    def _welcomed(self, link: Link, line: Line) -> bool:
+    def _welcomed(self, link: Connection, line: ChannelSocket) -> bool:
         received = line.receive()
         if received is not None and isinstance(received[0].message, Welcome):
             self._take_welcome(line, received[0].message)
             return True
         if received is None and line.channel is not Channel.CONTROL:
-            line = link.lines[Channel.CONTROL]  # a Refusal, or what the gateway sends as soon as all are open
+            line = link.sockets[Channel.CONTROL]  # a Refusal, or what the gateway sends as soon as all are open
             received = line.receive()
         if received is not None:
             self._take_in(line, *received)
         return False
 
-    def _take_welcome(self, line: Line, welcome: Welcome) -> None:
+    def _take_welcome(self, line: ChannelSocket, welcome: Welcome) -> None:
         if not self.hello.oldest <= welcome.protocol <= self.hello.protocol:
-            raise Refused(
+            raise SessionRefused(
                 f"{self.endpoint} speaks protocol version {welcome.protocol}, we speak {self.hello.oldest} to "
                 f"{self.hello.protocol}; install the same release"
             )
         if line.channel is Channel.EXPERIENCE and self._uplink is not None:
-            self._uplink.rewind(welcome.resume_after)
+            self._uplink.resume(welcome.resume_after)
             self._tell_drained()
 
-    def _converse(self, link: Link) -> None:
+    def _converse(self, link: Connection) -> None:
         self._heard_s, next_heartbeat_s = time.monotonic(), 0.0
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= next_heartbeat_s:
-                link.beat(Heartbeat(t_client_ns=time.monotonic_ns()))
+                link.send_heartbeat(Heartbeat(t_client_ns=time.monotonic_ns()))
                 next_heartbeat_s = now + self._limits.heartbeat_s
-            elsewhere = [channel for channel, reader in self._readers.items() if reader.present]
-            for channel, line in link.lines.items():
+            elsewhere = [channel for channel, reader in self._readers.items() if reader.is_reading]
+            for channel, line in link.sockets.items():
                 if channel not in elsewhere:
                     self._receive(line)
             if self._verdict is not None:
@@ -436,22 +450,22 @@ class TunnelClient:
                 raise LinkDown(f"{link.endpoint} was silent for {now - self._heard_s:.1f} s")
             timeout_s = min(self._send(link), next_heartbeat_s - now)
             for channel in elsewhere:
-                self._read_if_pending(link.lines[channel])
-            link.wait(min(timeout_s, READER_CHECK_S) if elsewhere else timeout_s, elsewhere)
-        link.lines[Channel.CONTROL].flush()  # a release of the lease, for instance
+                self._read_if_pending(link.sockets[channel])
+            link.wait(min(timeout_s, READER_CHECK_INTERVAL_S) if elsewhere else timeout_s, elsewhere)
+        link.sockets[Channel.CONTROL].flush()  # a release of the lease, for instance
 
-    def _take_in_all(self, line: Line) -> None:
+    def _take_in_all(self, line: ChannelSocket) -> None:
         """Reads a line empty that several threads read. What must end the session waits for the client's own thread."""
         try:
             while (received := line.receive()) is not None:
                 if line.channel is Channel.CONTROL:
                     self._heard_s = time.monotonic()
                 self._take_in(line, *received)
-        except (Refused, WireError) as error:
+        except (SessionRefused, WireError) as error:
             self._verdict = error
             self._wakeup.set()
 
-    def _receive(self, line: Line) -> None:
+    def _receive(self, line: ChannelSocket) -> None:
         if line.channel in self._readers:
             return self._readers[line.channel].drain(line)
         for _ in range(RECEIVE_BURST):
@@ -460,18 +474,18 @@ class TunnelClient:
                 return
             self._take_in(line, *received)
 
-    def _take_in(self, line: Line, envelope: Envelope, charge: int) -> None:
+    def _take_in(self, line: ChannelSocket, envelope: Envelope, charge: int) -> None:
         """Raises Refused, or WireError for what has no place here."""
         match envelope.message:
-            case Grant():
+            case CreditGrant():
                 self._wakeup.set()
             case Refusal() as refusal:
-                raise Refused(f"{self.endpoint} refused us: {refusal.reason}")
+                raise SessionRefused(f"{self.endpoint} refused us: {refusal.reason}")
             case Heartbeat() as echo:
                 if line.channel is Channel.CONTROL:
                     self._clock.add(echo, time.monotonic_ns())
             case ChunkAck() | ChunkRefusal() as answer if self._uplink is not None:
-                self._uplink.settle(answer)
+                self._uplink.on_reply(answer)
                 self._tell_drained()
             case PreviewAck() as ack:
                 self._shown.discard((ack.robot, ack.camera))
@@ -489,12 +503,12 @@ class TunnelClient:
             with self._condition:
                 self._condition.notify_all()
 
-    def _send(self, link: Link) -> float:
+    def _send(self, link: Connection) -> float:
         """Sends what waits: control, then weights, then experience. Returns when to try again, in seconds."""
-        experience = link.lines[Channel.EXPERIENCE]
+        experience = link.sockets[Channel.EXPERIENCE]
         blocked = link.flush()
-        if self._uplink is not None and not len(experience.outlet):
-            blocked |= self._uplink.pump(experience)
+        if self._uplink is not None and not len(experience.send_queue):
+            blocked |= self._uplink.send_pending(experience)
         if blocked:
             return BLOCKED_RETRY_S
-        return min(outlet.wait_s() for outlet in self._outlets.values())
+        return min(outlet.bandwidth_wait_s() for outlet in self._outlets.values())

@@ -9,9 +9,9 @@ import numpy as np
 
 from user_sys.messages import Heartbeat
 
-WINDOW = 16
-EPOCHS = 64  # of WINDOW heartbeats each: a quarter of an hour at one a second
-MIN_SPAN_NS = 60 * 1_000_000_000  # drift is told apart from noise only over a while
+WINDOW_HEARTBEATS = 16
+MAX_WINDOWS = 64  # of WINDOW heartbeats each: a quarter of an hour at one a second
+MIN_DRIFT_SPAN_NS = 60 * 1_000_000_000  # drift is told apart from noise only over a while
 MAX_DRIFT = 500e-6  # of a quartz clock that works; what seems more is noise
 
 
@@ -28,21 +28,23 @@ class ClockEstimate:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _ClockSample:
     at_ns: int
     offset_ns: int
     rtt_ns: int
 
 
 class ClockEstimator:
-    """Trusts the quickest of the last `WINDOW` round trips: it waited least (NTP's clock filter, RFC 5905 §10).
+    """Trusts the quickest of the last `WINDOW_HEARTBEATS` round trips: it waited least (NTP's clock filter, RFC 5905
+    §10).
 
-    The drift is the slope through the quickest sample of each `WINDOW`; between two samples the offset follows it.
+    The drift is the slope through the quickest sample of each `WINDOW_HEARTBEATS`; between two samples the offset
+    follows it.
     """
 
     def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque(maxlen=WINDOW)
-        self._epochs: deque[_Sample] = deque(maxlen=EPOCHS)
+        self._samples: deque[_ClockSample] = deque(maxlen=WINDOW_HEARTBEATS)
+        self._epochs: deque[_ClockSample] = deque(maxlen=MAX_WINDOWS)
         self._drift = 0.0
         self._count = 0
 
@@ -51,9 +53,9 @@ class ClockEstimator:
         rtt_ns = now_ns - echo.t_client_ns
         if rtt_ns < 0:
             return
-        self._samples.append(_Sample(now_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2, rtt_ns))
+        self._samples.append(_ClockSample(now_ns, echo.t_gateway_unix_ns - echo.t_client_ns - rtt_ns // 2, rtt_ns))
         self._count += 1
-        if self._count % WINDOW == 0:
+        if self._count % WINDOW_HEARTBEATS == 0:
             self._epochs.append(self._quickest())
             self._drift = self._slope()
 
@@ -66,13 +68,13 @@ class ClockEstimator:
             best.offset_ns + round(self._drift * (now_ns - best.at_ns)), best.rtt_ns, 1e6 * self._drift
         )
 
-    def _quickest(self) -> _Sample:
+    def _quickest(self) -> _ClockSample:
         return min(self._samples, key=lambda sample: sample.rtt_ns)
 
     def _slope(self) -> float:
         """Nanoseconds a nanosecond; 0 while too little is known."""
         first = self._epochs[0]
-        if self._epochs[-1].at_ns - first.at_ns < MIN_SPAN_NS:
+        if self._epochs[-1].at_ns - first.at_ns < MIN_DRIFT_SPAN_NS:
             return 0.0
         at = np.array([sample.at_ns - first.at_ns for sample in self._epochs], np.float64)
         offsets = np.array([sample.offset_ns - first.offset_ns for sample in self._epochs], np.float64)

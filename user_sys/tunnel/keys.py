@@ -25,15 +25,15 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from hal.durable import PRIVATE, remove_durably, replace_durably, sync_folder
-from hal.undecodable import UNDECODABLE
+from hal.decode_errors import DECODE_ERRORS
+from hal.durable import PRIVATE_FILE_MODE, remove_durably, replace_durably, sync_folder
 from user_sys.errors import ConfigError, RunError
 
 Role = Literal["robot", "learner", "console", "relay"]
 ROLES: tuple[Role, ...] = get_args(Role)
 KEY_CHARS = 40
 MAX_FILE_BYTES = 4096
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class KeyPair:
     secret: str = field(repr=False)
 
 
-class AllowedKey(msgspec.Struct, frozen=True, kw_only=True):
+class AuthorizedKey(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a ring: who holds `public`, and what it may do.
 
     Attributes:
@@ -59,7 +59,7 @@ class AllowedKey(msgspec.Struct, frozen=True, kw_only=True):
     former: str = ""
     former_until_unix_s: float = 0.0
 
-    def may_be(self, name: str, role: Role) -> bool:
+    def can_act_as(self, name: str, role: Role) -> bool:
         """Whether the holder of this key may open a session under `name` and `role`."""
         return (name, role) == (self.name, self.role) or (
             self.role == "relay" and role == "robot" and name in self.robots
@@ -80,16 +80,16 @@ def fingerprint(public: str) -> str:
     return "-".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
-def checked_name(name: str) -> str:
+def validate_name(name: str) -> str:
     """Returns `name`; raises ConfigError unless it is safe as a file name and on the wire."""
-    if not _NAME.fullmatch(name):
+    if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{name[:80]!r} is not a name: use letters, digits, '.', '_', '-', starting with the first two"
         )
     return name
 
 
-def checked_public_key(public: str) -> str:
+def validate_public_key(public: str) -> str:
     """Returns `public`; raises ConfigError unless it is a CURVE public key in Z85."""
     try:
         decoded = z85.decode(public.encode("ascii")) if len(public) == KEY_CHARS else b""
@@ -106,7 +106,7 @@ def save_keypair(keys: KeyPair, folder: Path, name: str) -> None:
     """Writes ``<name>.key`` (0600) and ``<name>.pub`` into `folder`, which is made when missing."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = msgspec.json.encode({"public": keys.public, "secret": keys.secret})
-    replace_durably(folder / f"{checked_name(name)}.key", private + b"\n", PRIVATE)
+    replace_durably(folder / f"{validate_name(name)}.key", private + b"\n", PRIVATE_FILE_MODE)
     replace_durably(folder / f"{name}.pub", keys.public.encode() + b"\n")
 
 
@@ -126,9 +126,9 @@ def load_keypair(path: Path) -> KeyPair:
         raise RunError(f"{path} can be read by others (mode {mode:04o}); run `chmod 600 {path}` and consider a new key")
     try:
         keys = msgspec.json.decode(content, type=KeyPair)
-        checked_public_key(keys.public)
-        checked_public_key(keys.secret)
-    except (*UNDECODABLE, ConfigError):
+        validate_public_key(keys.public)
+        validate_public_key(keys.secret)
+    except (*DECODE_ERRORS, ConfigError):
         raise RunError(f"{path} holds no key pair; make one with `user-sys keys new`") from None
     if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
         raise RunError(f"{path} holds two halves that do not belong together; make a new key with `user-sys keys new`")
@@ -137,7 +137,7 @@ def load_keypair(path: Path) -> KeyPair:
 
 def stage_keypair(folder: Path, name: str) -> KeyPair:
     """The pair that is to follow ``<name>.key``: the one in ``<name>.next.key``, made where it is missing."""
-    path = folder / f"{checked_name(name)}.next.key"
+    path = folder / f"{validate_name(name)}.next.key"
     if not path.exists():
         save_keypair(new_keypair(), folder, f"{name}.next")
     return load_keypair(path)
@@ -145,7 +145,7 @@ def stage_keypair(folder: Path, name: str) -> KeyPair:
 
 def promote_keypair(folder: Path, name: str) -> KeyPair:
     """Puts the staged pair in the place of ``<name>.key``. Raises RunError where none is staged."""
-    path = folder / f"{checked_name(name)}.next.key"
+    path = folder / f"{validate_name(name)}.next.key"
     if not path.exists():
         raise RunError(f"there is no {path}; `user-sys keys rotate {name}` makes it")
     keys = load_keypair(path)
@@ -159,7 +159,7 @@ def load_public_key(path: Path) -> str:
     """The public key in a ``.pub`` file; raises RunError when there is none, which says how to come by it."""
     try:
         with path.open("rb") as stream:
-            return checked_public_key(stream.read(MAX_FILE_BYTES).decode("ascii", "replace").strip())
+            return validate_public_key(stream.read(MAX_FILE_BYTES).decode("ascii", "replace").strip())
     except OSError as error:
         raise RunError(
             f"no public key at {path} ({error.strerror}): copy it from the computer where "
@@ -180,7 +180,7 @@ class Keyring:
         self._unix_s = unix_s
         self._lock = threading.Lock()
         self._seen: tuple[tuple[str, int, int], ...] | None = None
-        self._by_key: dict[str, AllowedKey] = {}
+        self._by_key: dict[str, AuthorizedKey] = {}
         self._unreadable: tuple[str, ...] = ()
 
     @property
@@ -190,7 +190,7 @@ class Keyring:
 
     def allow(
         self, public: str, name: str, role: Role, *, robots: Sequence[str] = (), overlap_s: float = 0.0
-    ) -> AllowedKey:
+    ) -> AuthorizedKey:
         """Lets `public` in as `name`; a key that `name` had before is out once `overlap_s` have passed.
 
         Raises:
@@ -200,11 +200,11 @@ class Keyring:
             raise ConfigError(f"{role!r} is not a role; there are {', '.join(ROLES)}")
         if bool(robots) != (role == "relay"):
             raise ConfigError("a relay, and nothing else, is allowed together with the robots that it speaks for")
-        entry = AllowedKey(
-            public=checked_public_key(public),
-            name=checked_name(name),
+        entry = AuthorizedKey(
+            public=validate_public_key(public),
+            name=validate_name(name),
             role=role,
-            robots=tuple(checked_name(robot) for robot in robots),
+            robots=tuple(validate_name(robot) for robot in robots),
         )
         for other in self.list():
             if other.name == name:
@@ -215,7 +215,7 @@ class Keyring:
         self.refresh()
         return entry
 
-    def _succeed(self, before: AllowedKey, entry: AllowedKey, overlap_s: float) -> AllowedKey:
+    def _succeed(self, before: AuthorizedKey, entry: AuthorizedKey, overlap_s: float) -> AuthorizedKey:
         if before.public == entry.public:
             former, until = before.former, before.former_until_unix_s
         else:
@@ -225,19 +225,19 @@ class Keyring:
     def revoke(self, name: str) -> None:
         """Shuts `name` out, for good on return. Raises ConfigError when it was not in."""
         try:
-            (self.folder / f"{checked_name(name)}.json").unlink()
+            (self.folder / f"{validate_name(name)}.json").unlink()
             sync_folder(self.folder)
         except FileNotFoundError:
             raise ConfigError(f"{name!r} is not allowed; allowed are {[e.name for e in self.list()]}") from None
         self.refresh()
 
-    def list(self) -> tuple[AllowedKey, ...]:
+    def list(self) -> tuple[AuthorizedKey, ...]:
         """All entries, by name."""
         self.refresh()
         with self._lock:
             return tuple(sorted({e.name: e for e in self._by_key.values()}.values(), key=lambda entry: entry.name))
 
-    def find(self, public: str) -> AllowedKey | None:
+    def find(self, public: str) -> AuthorizedKey | None:
         """The entry that lets a public key in, as of the last `refresh`."""
         entry = self._by_key.get(public)
         if entry is None or (public != entry.public and self._unix_s() >= entry.former_until_unix_s):
@@ -270,11 +270,11 @@ class Keyring:
                         continue
                     yield item.name, status.st_ino, status.st_mtime_ns
 
-    def _read(self, file_name: str) -> AllowedKey | None:
+    def _read(self, file_name: str) -> AuthorizedKey | None:
         try:
             with (self.folder / file_name).open("rb") as stream:
-                entry = msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=AllowedKey)
-            checked_public_key(entry.public)
-        except (OSError, *UNDECODABLE, ConfigError):
+                entry = msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=AuthorizedKey)
+            validate_public_key(entry.public)
+        except (OSError, *DECODE_ERRORS, ConfigError):
             return None
         return entry if entry.name == file_name.removesuffix(".json") else None

@@ -9,7 +9,7 @@ from user_sys.errors import ConfigError
 
 MAX_CHUNK_BYTES = 12 << 20
 """No encoded chunk is larger, and each gateway takes one of this size: otherwise it would be sent for ever."""
-RESERVE_BYTES = 64 << 10  # of a message beside its payload's own bytes: encryption
+MESSAGE_OVERHEAD_BYTES = 64 << 10  # of a message beside its payload's own bytes: encryption
 
 
 def _require_positive(limits: object, *names: str) -> None:
@@ -83,6 +83,6 @@ class TunnelLimits:
                 f"backoff_min_s is {self.backoff_min_s:g}; it must lie between 0 and backoff_max_s, which is "
                 f"{self.backoff_max_s:g}"
             )
-        least = MAX_CHUNK_BYTES + RESERVE_BYTES
+        least = MAX_CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES
         if self.max_message_bytes < least:
             raise ConfigError(f"max_message_bytes is {self.max_message_bytes}; chunks need {least} at least")

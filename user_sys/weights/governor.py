@@ -26,19 +26,24 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 
-SAMPLES = 512  # of the victim's newest times, with and without a push
-ENOUGH = 16  # samples on both sides before anything is decided
-SETTLE_S = 0.75  # a push's effects go on: the gateway keeps it up to half a second later, and its disk takes a while
-LOOK, LOOK_EVERY = 48, 384  # so many samples without a push are wanted for so many with one, and half where it is sure
-MEMORY_S = 60.0  # how long what was measured counts
-MOST_LONGER = 1.0  # of one moment: what shows to a quantile of few samples may be a single hiccup
-LEAST_S = 1e-9
-USUAL = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
-OUTLIER = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
-LONGEST_REST_S = 0.25
-LONGEST_PAUSE_S = 30.0
-LARGEST_CHUNK_BYTES = 32 << 20
-LEAST_CHUNK_BYTES = 1 << 20
+MAX_SAMPLES = 512  # of the victim's newest times, with and without a push
+MIN_SAMPLES = 16  # samples on both sides before anything is decided
+PUSH_AFTERMATH_S = (
+    0.75  # a push's effects go on: the gateway keeps it up to half a second later, and its disk takes a while
+)
+BASELINE_SAMPLES, BASELINE_INTERVAL_SAMPLES = (
+    48,
+    384,
+)  # so many samples without a push are wanted for so many with one, and half where it is sure
+COST_MEMORY_S = 60.0  # how long what was measured counts
+MAX_SLOWDOWN = 1.0  # of one moment: what shows to a quantile of few samples may be a single hiccup
+MIN_STEP_S = 1e-9
+OUTLIER_QUANTILE = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
+OUTLIER_FACTOR = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
+MAX_REST_S = 0.25
+MAX_PAUSE_S = 30.0
+MAX_COPY_BYTES = 32 << 20
+MIN_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,14 @@ class GovernorConfig:
 
 
 @dataclass(frozen=True)
-class Decision:
+class GovernorDecision:
     """One move.
 
     Attributes:
         at_s: when, by the governor's clock.
         idle_s, pushing_s: what was measured, without pushes and with them.
-        longer: by how much of its time the victim took longer since the move before.
-        price: by how much it would at a share of 1, by all that counts still; its product with the share is what the
+        slowdown: by how much of its time the victim took longer since the move before.
+        cost: by how much it would at a share of 1, by all that counts still; its product with the share is what the
             budget bounds.
         share: from then on.
     """
@@ -90,17 +95,17 @@ class Decision:
     at_s: float
     idle_s: float
     pushing_s: float
-    longer: float
-    price: float
+    slowdown: float
+    cost: float
     share: float
 
 
-class _Price:
+class _PushCost:
     """What pushes would cost at a share of 1, by what they cost lately: that goes with how often they come.
 
     A moment shows little: on a shared machine the steps of one second may take 6% longer than those of the next, where
-    the budget is 1%. So all of `MEMORY_S` counts, the older the less, by least squares: moments of little share say
-    little of the price. It is what these give and one standard error more. (Who cuts and grows by the newest moment
+    the budget is 1%. So all of `COST_MEMORY_S` counts, the older the less, by least squares: moments of little share
+    say little of the price. It is what these give and one standard error more. (Who cuts and grows by the newest moment
     alone keeps the median of such moments to the budget; their mean, which is what the victim loses, came to thrice
     that.)
     """
@@ -110,9 +115,9 @@ class _Price:
         self._samples = self._scatter = 0.0
         self._products = self._squares = self._errors = 0.0
 
-    def take_in(self, now_s: float, samples: int, longer: float, share: float) -> float:
+    def update(self, now_s: float, samples: int, longer: float, share: float) -> float:
         """The price, now that `samples` showed by how much the victim took longer at this `share`."""
-        kept, self._at_s = math.exp(-max(0.0, now_s - self._at_s) / MEMORY_S), now_s
+        kept, self._at_s = math.exp(-max(0.0, now_s - self._at_s) / COST_MEMORY_S), now_s
         self._products = kept * self._products + samples * share * longer
         self._squares = kept * self._squares + samples * share * share
         price = self._products / self._squares
@@ -132,15 +137,15 @@ class Governor:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.share = 1.0
-        self.decisions: deque[Decision] = deque(maxlen=4096)
+        self.decisions: deque[GovernorDecision] = deque(maxlen=4096)
         self._config, self._clock, self._sleep = config, clock, sleep
-        self._times: tuple[deque[float], deque[float]] = (deque(maxlen=SAMPLES), deque(maxlen=SAMPLES))
+        self._times: tuple[deque[float], deque[float]] = (deque(maxlen=MAX_SAMPLES), deque(maxlen=MAX_SAMPLES))
         self._seen = [0, 0]  # samples since the last decision, without and with a push
         self._pushes = 0
         self._worked_s = 0.0  # on pushes, without rests, since the last pause
         self._settled_s = -math.inf  # when the effects of the newest push are over
         self._unseen = 0  # samples of pushes since the victim was seen without
-        self._price = _Price()
+        self._price = _PushCost()
         self.pause_s = 0.0
         self._next_s = clock() + config.decide_s
         self._lock = threading.Lock()
@@ -154,7 +159,7 @@ class Governor:
             touched = self._pushes > 0 or ended_s - seconds < self._settled_s
             self._times[touched].append(seconds)
             self._seen[touched] += 1
-            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - self._look_every // LOOK)
+            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - self._look_every // BASELINE_SAMPLES)
             if self._config.enabled and now >= self._next_s:
                 self._next_s = now + self._config.decide_s
                 self._decide()
@@ -162,27 +167,29 @@ class Governor:
     @contextmanager
     def push(self) -> Iterator[None]:
         """Whoever works on a push does it inside this."""
-        self.begin()
+        self.begin_push()
         self._work.since_s = self._clock()
         try:
             yield
         finally:
-            self.end(max(0.0, self._clock() - self._work.since_s))
+            self.end_push(max(0.0, self._clock() - self._work.since_s))
 
-    def begin(self) -> None:
-        """Somebody else, whose `Allowance` has this governor's share, works on a push from now on until `end`."""
+    def begin_push(self) -> None:
+        """Somebody else, whose `GovernedBudget` has this governor's share, works on a push from now on until
+        `end_push`.
+        """
         with self._lock:
             self._pushes += 1
 
-    def end(self, worked_s: float) -> None:
+    def end_push(self, worked_s: float) -> None:
         """... and has worked for so long, without rests."""
         now = self._clock()
         with self._lock:
             self._pushes -= 1
-            self._settled_s = now + SETTLE_S
+            self._settled_s = now + PUSH_AFTERMATH_S
             self._worked_s += worked_s
 
-    def breathe(self, done_bytes: int) -> None:
+    def yield_cpu(self, done_bytes: int) -> None:
         """Called by bulk work after each slice: rests as long as its share says."""
         if not self._config.enabled or self.share >= 1.0:
             return
@@ -193,11 +200,11 @@ class Governor:
         self._sleep(rest_s(worked_s, self.share))
         self._work.since_s = self._clock()
 
-    def pause(self) -> float:
+    def pause_after_push_s(self) -> float:
         """For how many seconds no other push is to begin now that one has ended.
 
         As long as leaves pushes their share, one step of the victim counted with the work since the last pause; none at
-        a share of 1, and `LONGEST_PAUSE_S` at most; and now and then as long as the victim takes to be seen without
+        a share of 1, and `MAX_PAUSE_S` at most; and now and then as long as the victim takes to be seen without
         pushes.
         """
         with self._lock:
@@ -206,12 +213,12 @@ class Governor:
             if not self._config.enabled or not (idle or pushing):
                 return 0.0
             step_s = _quantile(np.array(idle or pushing), 0.5)
-            self.pause_s = min(LONGEST_PAUSE_S, (worked_s + step_s) * (1.0 / self.share - 1.0))
+            self.pause_s = min(MAX_PAUSE_S, (worked_s + step_s) * (1.0 / self.share - 1.0))
             if self._unseen >= self._look_every:
-                self.pause_s = max(self.pause_s, SETTLE_S + LOOK * step_s)
+                self.pause_s = max(self.pause_s, PUSH_AFTERMATH_S + BASELINE_SAMPLES * step_s)
             return self.pause_s
 
-    def link_limit(self) -> float:
+    def link_limit_bytes_per_s(self) -> float:
         """Bytes/s that the link may be filled with; infinite where nothing limits it."""
         return self.share * self._config.link_bytes_per_s if self._config.link_bytes_per_s else math.inf
 
@@ -221,39 +228,39 @@ class Governor:
         if self.decisions:
             newest = self.decisions[-1]
             found |= {"governor/idle_ms": 1e3 * newest.idle_s, "governor/pushing_ms": 1e3 * newest.pushing_s}
-            found |= {"governor/longer": newest.longer, "governor/price": newest.price}
+            found |= {"governor/longer": newest.slowdown, "governor/price": newest.cost}
             found |= {"governor/pause_ms": 1e3 * self.pause_s}
         return found
 
     @property
     def _look_every(self) -> int:
-        sure = self.decisions and self.decisions[-1].price <= self._config.budget / 2
-        return 2 * LOOK_EVERY if sure else LOOK_EVERY
+        sure = self.decisions and self.decisions[-1].cost <= self._config.budget / 2
+        return 2 * BASELINE_INTERVAL_SAMPLES if sure else BASELINE_INTERVAL_SAMPLES
 
     def _decide(self) -> None:
         idle, pushing = self._times
-        if min(len(idle), len(pushing)) < ENOUGH:
+        if min(len(idle), len(pushing)) < MIN_SAMPLES:
             return
         config, now = self._config, self._clock()
         idle_s, pushing_s, longer = self._compare(np.array(idle), np.array(pushing))
-        price = self._price.take_in(now, sum(self._seen), min(MOST_LONGER, longer), self.share)
+        price = self._price.update(now, sum(self._seen), min(MAX_SLOWDOWN, longer), self.share)
         due = min(1.0, config.budget / max(price, config.budget))
         self.share = max(config.least_share, config.cut * self.share, min(due, config.grow * self.share))
         pushing.clear()  # they were measured under another share
         self._seen = [0, 0]
-        self.decisions.append(Decision(now, idle_s, pushing_s, longer, price, self.share))
+        self.decisions.append(GovernorDecision(now, idle_s, pushing_s, longer, price, self.share))
 
     def _compare(self, idle: Array, pushing: Array) -> tuple[float, float, float]:
         """Seconds without a push and with one, and by how much of its time the victim takes longer."""
         if self._config.quantile:
             idle_s, pushing_s = (_quantile(times, self._config.quantile) for times in (idle, pushing))
-            return idle_s, pushing_s, pushing_s / max(idle_s, LEAST_S) - 1.0
-        most_s = OUTLIER * _quantile(idle, USUAL)
+            return idle_s, pushing_s, pushing_s / max(idle_s, MIN_STEP_S) - 1.0
+        most_s = OUTLIER_FACTOR * _quantile(idle, OUTLIER_QUANTILE)
         idle_s, pushing_s = (float(np.minimum(times, most_s).mean()) for times in (idle, pushing))
-        return idle_s, pushing_s, (pushing_s / max(idle_s, LEAST_S) - 1.0) * self._seen[1] / sum(self._seen)
+        return idle_s, pushing_s, (pushing_s / max(idle_s, MIN_STEP_S) - 1.0) * self._seen[1] / sum(self._seen)
 
 
-class Allowance:
+class GovernedBudget:
     """What a governor, here or in another process, lets a push have of a GPU. One thread works on it, from the start.
 
     Attributes:
@@ -283,9 +290,9 @@ class Allowance:
     @property
     def chunk_bytes(self) -> int:
         """What the copy engines may copy at once now."""
-        return max(LEAST_CHUNK_BYTES, int(self._share() * LARGEST_CHUNK_BYTES))
+        return max(MIN_COPY_BYTES, int(self._share() * MAX_COPY_BYTES))
 
-    def breathe(self, done_bytes: int) -> None:
+    def yield_cpu(self, done_bytes: int) -> None:
         """See `Governor.breathe`."""
         worked_s, share = max(0.0, self._clock() - self._since_s), self._share()
         self.worked_s += worked_s
@@ -296,7 +303,7 @@ class Allowance:
 
 def rest_s(worked_s: float, share: float) -> float:
     """For how long bulk work rests after so much of it."""
-    return min(LONGEST_REST_S, worked_s * (1.0 / share - 1.0))
+    return min(MAX_REST_S, worked_s * (1.0 / share - 1.0))
 
 
 def _quantile(times: Array, share: float) -> float:

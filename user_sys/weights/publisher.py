@@ -12,25 +12,50 @@ from typing import Self
 
 from user_sys.codec import Array
 from user_sys.errors import ConfigError, RunError
-from user_sys.messages import WeightsAsk, WeightsGone, WeightsOffer, WeightsProgress, WeightsReceived, WeightsRequest
-from user_sys.tunnel.wire import Envelope
-from user_sys.weights.catalogue import Catalogue, cheapest
-from user_sys.weights.forms import NOTHING_ROUNDED, Rounding, convert
+from user_sys.messages import (
+    NO_EPOCH,
+    NO_VERSION,
+    PatchInfo,
+    Precision,
+    PublisherEpoch,
+    WeightsGone,
+    WeightsOffer,
+    WeightsOfferRequest,
+    WeightsProgress,
+    WeightsReceived,
+    WeightsRequest,
+)
+from user_sys.tunnel.protocol import Envelope
+from user_sys.weights.distribution import (
+    MAX_CHAIN_BLOCKS,
+    MAX_CHAIN_LENGTH,
+    ActiveDownloads,
+    DownloadTargets,
+    OfferThrottle,
+    WeightsChannel,
+    build_offer,
+    read_blocks,
+)
 from user_sys.weights.governor import Governor, GovernorConfig
-from user_sys.weights.link import WeightsLink
-from user_sys.weights.offers import MAX_CHAIN, MAX_CHAIN_GRAINS, OfferPace, fitting_offer
-from user_sys.weights.parcel import Parcel, delta_parcel, full_parcel, parts_parcel, table_parcel
-from user_sys.weights.records import NO_VERSION, UNNAMED, Form, Life, ParcelInfo
-from user_sys.weights.serve import Aims, Begun, answers
+from user_sys.weights.patches import (
+    Patch,
+    VersionIndex,
+    cheapest_path,
+    delta_patch,
+    full_patch,
+    subset_patch,
+    table_patch,
+)
+from user_sys.weights.precision import NO_ROUNDING, RoundingStats, quantize
 from user_sys.weights.signing import Signer
-from user_sys.weights.state import State, build_state, describe
+from user_sys.weights.state import TensorSet, build_manifest, build_tensor_set
 
-CHAIN_SHARE = 0.5
+MAX_CHAIN_FRACTION = 0.5
 """The differences that follow a full parcel (`offers.MAX_CHAIN` at most) are at most this share of it."""
-LITTLE_MORE = 1.25
+SUBSET_SIZE_TOLERANCE = 1.25
 """All that has changed since the first version travels, where a difference would not be smaller by more than this."""
 CLOSE_TIMEOUT_S = 30.0
-WAIT_S = 0.5
+POLL_INTERVAL_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +83,7 @@ class PublishConfig:
     every_updates: int = 0
     at_episode_ends: bool = False
     kl: float = 0.0
-    forms: tuple[Form, ...] = ("exact",)
+    forms: tuple[Precision, ...] = ("exact",)
     max_lead: int = 0
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     green_sms: int = 0
@@ -78,28 +103,28 @@ class PublishConfig:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class _ChangedTensors:
     """The tensors that have changed since the first version of this life, or of this layout."""
 
     version: int
     digest: bytes
     names: frozenset[str] = frozenset()
 
-    def after(self, former: State, state: State) -> _Trained:
+    def after(self, former: TensorSet, state: TensorSet) -> _ChangedTensors:
         known = {entry.name: entry.digest for entry in former.entries}
         changed = {entry.name for entry in state.entries if entry.digest != known[entry.name]}
         return replace(self, names=self.names | changed)
 
-    def size_bytes(self, state: State) -> int:
+    def size_bytes(self, state: TensorSet) -> int:
         return sum(state.tensors[name].nbytes for name in self.names)
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class _PendingSnapshot:
     arrays: Mapping[str, Array]
     version: int
     updates: int
-    rounding: Rounding
+    rounding: RoundingStats
 
 
 class Publisher:
@@ -115,25 +140,25 @@ class Publisher:
 
     def __init__(
         self,
-        link: WeightsLink,
+        channel: WeightsChannel,
         signer: Signer,
         config: PublishConfig,
-        changed: Callable[[], None] = lambda: None,
-        life: Life = UNNAMED,
+        on_change: Callable[[], None] = lambda: None,
+        epoch: PublisherEpoch = NO_EPOCH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.published = 0
-        self._link, self._signer, self._config, self._tell, self._life = link, signer, config, changed, life
+        self._link, self._signer, self._config, self._tell, self._life = channel, signer, config, on_change, epoch
         self._clock = clock
         self.governor = Governor(config.governor)
-        self._catalogue = Catalogue()
-        self._states: dict[Form, tuple[int, State]] = {}
-        self._trained: dict[Form, _Trained] = {}
-        self._snapshot: _Snapshot | None = None
+        self._catalogue = VersionIndex()
+        self._states: dict[Precision, tuple[int, TensorSet]] = {}
+        self._trained: dict[Precision, _ChangedTensors] = {}
+        self._snapshot: _PendingSnapshot | None = None
         self._encoding = False
         self._asked = self._newest = self._ready = self._confirmed = self._oldest = self._ordered = NO_VERSION
-        self._begun, self._aims = Begun(len(config.forms), clock), Aims(1, clock)
-        self._pace = OfferPace()
+        self._begun, self._aims = ActiveDownloads(len(config.forms), clock), DownloadTargets(1, clock)
+        self._pace = OfferThrottle()
         self._open_s = 0.0
         self._failure: Exception | None = None
         self._stopping = False
@@ -162,7 +187,7 @@ class Publisher:
                 raise RunError(f"the thread {thread.name} did not end within {CLOSE_TIMEOUT_S:.0f} s")
 
     def publish(
-        self, arrays: Mapping[str, Array], version: int, updates: int, rounding: Rounding = NOTHING_ROUNDED
+        self, arrays: Mapping[str, Array], version: int, updates: int, rounding: RoundingStats = NO_ROUNDING
     ) -> None:
         """Takes `arrays` over and returns at once; nobody changes them any more.
 
@@ -177,10 +202,10 @@ class Publisher:
         """
         with self._changed:
             self._raise_failure()
-            self._snapshot, self._asked = _Snapshot(arrays, version, updates, rounding), version
+            self._snapshot, self._asked = _PendingSnapshot(arrays, version, updates, rounding), version
             self._changed.notify_all()
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_until_stored(self, timeout_s: float) -> bool:
         """Waits until the gateway has the last version on disk; False after `timeout_s`. Raises as `publish` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._confirmed >= self._asked or self._failure is not None, timeout_s)
@@ -197,22 +222,22 @@ class Publisher:
         return self._asked
 
     @property
-    def ready(self) -> int:
+    def ready_version(self) -> int:
         """The newest that robots may be offered."""
         return self._ready
 
     @property
-    def confirmed(self) -> int:
+    def stored_version(self) -> int:
         """The newest that the gateway has on its disk."""
         return self._confirmed
 
     @property
-    def oldest(self) -> int:
+    def oldest_in_use(self) -> int:
         """The oldest with which a connected robot acts; `NO_VERSION` where none acts with any."""
         return self._oldest
 
     @property
-    def ordered(self) -> int:
+    def pinned_version(self) -> int:
         """The version that a person ordered; `NO_VERSION` where none is."""
         return self._ordered
 
@@ -222,18 +247,18 @@ class Publisher:
         return self._failure
 
     @property
-    def open_s(self) -> float:
+    def next_allowed_s(self) -> float:
         """When the governor lets the next version follow that which is ready; seconds of the monotonic clock."""
         return self._open_s
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """An earlier snapshot waits, or is worked on, or the governor has pushes pause."""
         waits = self._snapshot is not None or self._encoding or self._clock() < self._open_s
         return self._failure is None and waits
 
     @property
-    def lead(self) -> int:
+    def versions_ahead(self) -> int:
         """How many versions the slowest robot is behind; 0 while none acts with any."""
         with self._changed:
             return 0 if self._oldest == NO_VERSION else max(0, self._asked - self._oldest)
@@ -259,123 +284,123 @@ class Publisher:
             with self.governor.push():
                 self._bring_out(snapshot)
             with self._changed:
-                self._open_s = self._clock() + self.governor.pause()
+                self._open_s = self._clock() + self.governor.pause_after_push_s()
                 self._ready, self._encoding = snapshot.version, False
             self._tell()
 
-    def _next(self) -> _Snapshot | None:
+    def _next(self) -> _PendingSnapshot | None:
         with self._changed:
             while self._snapshot is None and not self._stopping:
-                self._changed.wait(WAIT_S)
+                self._changed.wait(POLL_INTERVAL_S)
             snapshot, self._snapshot = self._snapshot, None
             self._encoding = snapshot is not None
             return snapshot
 
-    def _bring_out(self, snapshot: _Snapshot) -> None:
+    def _bring_out(self, snapshot: _PendingSnapshot) -> None:
         """Makes parcels of it, and offers them: whoever is told that one is gone has heard of the newest."""
-        breathe, version = self.governor.breathe, snapshot.version
-        fresh: list[Parcel] = []
+        breathe, version = self.governor.yield_cpu, snapshot.version
+        fresh: list[Patch] = []
         unix_ns = time.time_ns()
         for form in self._config.forms:
             former_version, former = self._states.get(form, (NO_VERSION, None))
-            arrays, errors = convert(snapshot.arrays, form, breathe, snapshot.rounding)
-            state = build_state(arrays, form, former, breathe)
-            manifest = describe(state, version, snapshot.updates, unix_ns, errors, self._life)
+            arrays, errors = quantize(snapshot.arrays, form, breathe, snapshot.rounding)
+            state = build_tensor_set(arrays, form, former, breathe)
+            manifest = build_manifest(state, version, snapshot.updates, unix_ns, errors, self._life)
             fresh += self._parcels(former_version, former, version, state)
-            if not manifest.entire:
-                fresh.append(table_parcel(state, version))
+            if not manifest.has_tensors:
+                fresh.append(table_patch(state, version))
             self._states[form] = (version, state)
             with self._changed:
                 self._catalogue.manifests[form, version] = (manifest, self._signer.sign(manifest))
         with self._changed:
-            self._catalogue.parcels |= {parcel.info.id: parcel for parcel in fresh}
-            self._begun.offer(parcel.info for parcel in fresh)
+            self._catalogue.patches |= {parcel.info.id: parcel for parcel in fresh}
+            self._begun.add_offered(parcel.info for parcel in fresh)
             kept = {version, *(aim for aim in self._aims.versions() if aim > self._confirmed)}
-            asked = self._begun.ids() | self._aims.promised()
-            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN), asked)
+            asked = self._begun.pinned_ids() | self._aims.pinned_ids()
+            self._catalogue.retain(kept, max(self._confirmed, version - MAX_CHAIN_LENGTH), asked)
             self._newest = version
             self.published += 1
-            self._pace.behind = True
+            self._pace.is_pending = True
             self._offer_if_due()
 
-    def _parcels(self, base_version: int, base: State | None, version: int, state: State) -> list[Parcel]:
-        breathe = self.governor.breathe
-        delta = None if base is None else delta_parcel(base_version, base, version, state, breathe)
+    def _parcels(self, base_version: int, base: TensorSet | None, version: int, state: TensorSet) -> list[Patch]:
+        breathe = self.governor.yield_cpu
+        delta = None if base is None else delta_patch(base_version, base, version, state, breathe)
         if delta is None or base is None:
-            self._trained[state.form] = _Trained(version, state.digest)
-            return [full_parcel(state, version, breathe)]
+            self._trained[state.form] = _ChangedTensors(version, state.digest)
+            return [full_patch(state, version, breathe)]
         trained = self._trained[state.form] = self._trained[state.form].after(base, state)
         trained_bytes = trained.size_bytes(state)
         news = delta
-        if trained_bytes <= min(LITTLE_MORE * delta.info.size_bytes, CHAIN_SHARE * state.size_bytes):
+        if trained_bytes <= min(SUBSET_SIZE_TOLERANCE * delta.info.size_bytes, MAX_CHAIN_FRACTION * state.size_bytes):
             news = self._parts(trained, version, state) or delta
         with self._changed:
-            way = cheapest([*self._catalogue.infos(), news.info], state.form, version, {})
-        chain = way.parcels[1:] if way is not None else ()
+            way = cheapest_path([*self._catalogue.patch_infos(), news.info], state.form, version, {})
+        chain = way.patches[1:] if way is not None else ()
         short = (
-            0 < len(chain) <= MAX_CHAIN
-            and sum(info.size_bytes for info in chain) <= CHAIN_SHARE * state.size_bytes
-            and sum(info.grains for info in chain) <= MAX_CHAIN_GRAINS
+            0 < len(chain) <= MAX_CHAIN_LENGTH
+            and sum(info.size_bytes for info in chain) <= MAX_CHAIN_FRACTION * state.size_bytes
+            and sum(info.block_count for info in chain) <= MAX_CHAIN_BLOCKS
         )
         if short:
             return [news]
-        few = news is delta and trained_bytes <= CHAIN_SHARE / 2 * state.size_bytes
+        few = news is delta and trained_bytes <= MAX_CHAIN_FRACTION / 2 * state.size_bytes
         parts = self._parts(trained, version, state) if few else None
-        return [news, parts or full_parcel(state, version, breathe)]
+        return [news, parts or full_patch(state, version, breathe)]
 
-    def _parts(self, trained: _Trained, version: int, state: State) -> Parcel | None:
-        breathe = self.governor.breathe
-        return parts_parcel(trained.version, trained.digest, version, state, trained.names, breathe)
+    def _parts(self, trained: _ChangedTensors, version: int, state: TensorSet) -> Patch | None:
+        breathe = self.governor.yield_cpu
+        return subset_patch(trained.version, trained.digest, version, state, trained.names, breathe)
 
     def _offer_if_due(self) -> None:
         """Two threads offer, one after the other: the gateway turns to the offer that comes last."""
         with self._changed:
-            if self._pace.due(self._clock()):
+            if self._pace.is_due(self._clock()):
                 self._send_offer()
 
-    def _send_offer(self, greeting: bool = False) -> tuple[ParcelInfo, ...]:
+    def _send_offer(self, greeting: bool = False) -> tuple[PatchInfo, ...]:
         """Returns what leads to the newest version; nothing is said before the first."""
         with self._changed:
             if self._newest == NO_VERSION:
                 return ()
             offer = self._offer(greeting)
             self._link.send_weights(offer)
-            self._pace.told(self._clock())
+            self._pace.on_offer_sent(self._clock())
         return offer.parcels
 
     def _offer(self, greeting: bool) -> WeightsOffer:
         with self._changed:
-            infos, forms = self._catalogue.infos(), self._config.forms
+            infos, forms = self._catalogue.patch_infos(), self._config.forms
             manifests = [self._catalogue.manifests[form, self._newest][1] for form in forms]
-        return fitting_offer(manifests, infos, forms, self._newest, signer=self._signer.public_key, greeting=greeting)
+        return build_offer(manifests, infos, forms, self._newest, signer=self._signer.public_key, greeting=greeting)
 
     # Handing them out
 
     def _hand_out(self, request: WeightsRequest) -> None:
         with self._changed:
-            known = self._catalogue.parcels.get(request.parcel)
+            known = self._catalogue.patches.get(request.parcel)
             if known is None:
-                self._aims.misses("", self._newest, self._send_offer)
+                self._aims.on_missing("", self._newest, self._send_offer)
                 self._link.send_weights(WeightsGone(parcel=request.parcel))
                 return
-            self._aims.asks("", known.info, self._newest)
-            self._begun.note("", request, known.info)
-        for message, content in answers(self._catalogue, request):
+            self._aims.on_request("", known.info, self._newest)
+            self._begun.on_request("", request, known.info)
+        for message, content in read_blocks(self._catalogue, request):
             self._link.send_weights(message, content)
 
     def _serve(self) -> None:
         while not self._stopping:
-            envelope = self._link.receive_weights(WAIT_S)
+            envelope = self._link.receive_weights(POLL_INTERVAL_S)
             if envelope is not None:
                 self._take(envelope)
             self._offer_if_due()
 
     def _take(self, envelope: Envelope) -> None:
         with self._changed:
-            self._pace.heard()
+            self._pace.on_peer_message()
             self._offer_if_due()
         match envelope.message:
-            case WeightsAsk():
+            case WeightsOfferRequest():
                 self._send_offer(greeting=True)
             case WeightsRequest() as request:
                 with self.governor.push():

@@ -15,18 +15,18 @@ import numpy as np
 from blake3 import blake3
 from msgspec.structs import replace
 
-from hal.undecodable import UNDECODABLE
+from hal.decode_errors import DECODE_ERRORS
 from user_sys.codec import DTYPES, Array
 from user_sys.errors import UserSysError, WireError
-from user_sys.weights.records import (
+from user_sys.messages import (
     INLINE_TABLE_BYTES,
     MAX_TABLE_BYTES,
     MAX_TENSORS,
-    UNNAMED,
-    Form,
-    Life,
-    Manifest,
+    NO_EPOCH,
+    Precision,
+    PublisherEpoch,
     TensorEntry,
+    WeightsManifest,
 )
 
 SLICE_BYTES = 4 << 20
@@ -34,13 +34,13 @@ SLICE_BYTES = 4 << 20
 BF16 = np.dtype([("bfloat16", "<u2")])
 """numpy has no bfloat16: its bits, under a name, so that nothing takes them for integers."""
 
-_Table = tuple[Form, Annotated[tuple[TensorEntry, ...], msgspec.Meta(max_length=MAX_TENSORS)]]
-Breathe = Callable[[int], None]
+_TensorTable = tuple[Precision, Annotated[tuple[TensorEntry, ...], msgspec.Meta(max_length=MAX_TENSORS)]]
+YieldHook = Callable[[int], None]
 """Told after each slice how many bytes were worked on; may wait, to leave the machine to others."""
 
 
-def at_once(done_bytes: int) -> None:
-    """A `Breathe` that never waits."""
+def no_yield(done_bytes: int) -> None:
+    """A `YieldHook` that never waits."""
 
 
 class NotFinite(UserSysError):
@@ -48,10 +48,10 @@ class NotFinite(UserSysError):
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class TensorSet:
     """`tensors` are C-contiguous and read-only; `entries` describe them, in the order of their names."""
 
-    form: Form
+    form: Precision
     entries: tuple[TensorEntry, ...]
     tensors: Mapping[str, Array]
     digest: bytes
@@ -61,9 +61,12 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def build_state(
-    arrays: Mapping[str, Array], form: Form = "exact", former: State | None = None, breathe: Breathe = at_once
-) -> State:
+def build_tensor_set(
+    arrays: Mapping[str, Array],
+    form: Precision = "exact",
+    former: TensorSet | None = None,
+    breathe: YieldHook = no_yield,
+) -> TensorSet:
     """Takes `arrays` over, without copying those that are contiguous; the caller changes none of them any more.
 
     An array that is read-only and the very one that `former` holds is known to be equal and not looked at.
@@ -81,7 +84,7 @@ def build_state(
             entries.append(known[name])
             tensors[name] = given
             continue
-        digest, finite = _scan(given, breathe)
+        digest, finite = _digest_and_check_finite(given, breathe)
         if not finite:
             spoiled.append(name)
         given.flags.writeable = False
@@ -89,18 +92,18 @@ def build_state(
         tensors[name] = given
     if spoiled:
         raise NotFinite(f"weights are not finite in {spoiled[:4]}: they are not published")
-    table = encode_table(form, tuple(entries))
+    table = encode_tensor_table(form, tuple(entries))
     if len(entries) > MAX_TENSORS or len(table) > MAX_TABLE_BYTES:
         raise WireError(
             f"weights of {len(entries)} tensors with a table of {len(table)} bytes: at most {MAX_TENSORS} and "
             f"{MAX_TABLE_BYTES} travel; give the policy fewer, larger tensors, with shorter names"
         )
-    return State(form, tuple(entries), tensors, blake3(table).digest())
+    return TensorSet(form, tuple(entries), tensors, blake3(table).digest())
 
 
-def verified_state(
-    manifest: Manifest, tensors: Mapping[str, Array], known: Mapping[str, bytes], breathe: Breathe = at_once
-) -> State:
+def verify_tensor_set(
+    manifest: WeightsManifest, tensors: Mapping[str, Array], known: Mapping[str, bytes], breathe: YieldHook = no_yield
+) -> TensorSet:
     """`tensors` as the state that `manifest` describes.
 
     Args:
@@ -109,7 +112,7 @@ def verified_state(
     Raises:
         WireError: names, dtypes, shapes or digests are not the manifest's, or it contradicts itself.
     """
-    if blake3(encode_table(manifest.form, manifest.tensors)).digest() != manifest.digest:
+    if blake3(encode_tensor_table(manifest.form, manifest.tensors)).digest() != manifest.digest:
         raise WireError(f"the manifest of version {manifest.version} has another digest than its tensors")
     found = {name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     if found != {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}:
@@ -119,16 +122,21 @@ def verified_state(
         if digest != entry.digest:
             raise WireError(f"weights {manifest.version}: the digest of {entry.name!r} is not the manifest's")
         tensors[entry.name].flags.writeable = False
-    return State(manifest.form, manifest.tensors, dict(tensors), manifest.digest)
+    return TensorSet(manifest.form, manifest.tensors, dict(tensors), manifest.digest)
 
 
-def describe(
-    state: State, version: int, updates: int, unix_ns: int, errors: tuple[float, float], life: Life = UNNAMED
-) -> Manifest:
+def build_manifest(
+    state: TensorSet,
+    version: int,
+    updates: int,
+    unix_ns: int,
+    errors: tuple[float, float],
+    life: PublisherEpoch = NO_EPOCH,
+) -> WeightsManifest:
     """The manifest of `state`, without its tensors where their table is long; `errors` are of rounding."""
-    table_bytes = len(encode_table(state.form, state.entries))
+    table_bytes = len(encode_tensor_table(state.form, state.entries))
     apart = table_bytes > INLINE_TABLE_BYTES
-    return Manifest(
+    return WeightsManifest(
         version=version,
         updates=updates,
         form=state.form,
@@ -144,18 +152,18 @@ def describe(
     )
 
 
-def with_table(manifest: Manifest, table: bytes | memoryview) -> Manifest:
+def with_tensor_table(manifest: WeightsManifest, table: bytes | memoryview) -> WeightsManifest:
     """`manifest` with its tensors, which travelled apart. Raises WireError: `table` does not have its digest."""
     if blake3(table).digest() != manifest.digest:
         raise WireError(f"the table of version {manifest.version} has not the digest of the manifest")
     try:
-        _, entries = msgspec.msgpack.decode(table, type=_Table)
-    except UNDECODABLE as error:
+        _, entries = msgspec.msgpack.decode(table, type=_TensorTable)
+    except DECODE_ERRORS as error:
         raise WireError(f"the table of version {manifest.version} is none: {str(error)[:200]}") from None
     return replace(manifest, tensors=entries)
 
 
-def encode_table(form: Form, entries: tuple[TensorEntry, ...]) -> bytes:
+def encode_tensor_table(form: Precision, entries: tuple[TensorEntry, ...]) -> bytes:
     """What a manifest's digest is of: what the tensors are, and the digests of their bytes."""
     return msgspec.msgpack.encode((form, entries))
 
@@ -185,19 +193,19 @@ def slices(size: int, step: int = SLICE_BYTES) -> Iterator[slice]:
     return (slice(start, min(size, start + step)) for start in range(0, size, step))
 
 
-def _scan(tensor: Array, breathe: Breathe) -> tuple[bytes, bool]:
+def _digest_and_check_finite(tensor: Array, breathe: YieldHook) -> tuple[bytes, bool]:
     """(BLAKE3 of the bytes, whether all values are finite), in one pass over the memory."""
     hasher, finite = blake3(), True
     flat = tensor.reshape(-1)
     for part in slices(flat.size, SLICE_BYTES // max(1, tensor.itemsize)):
         piece = flat[part]
         hasher.update(piece.view(np.uint8).data)
-        finite = finite and bool(_finite(piece))
+        finite = finite and bool(_is_finite(piece))
         breathe(piece.nbytes)
     return hasher.digest(), finite
 
 
-def _digest(tensor: Array, breathe: Breathe) -> bytes:
+def _digest(tensor: Array, breathe: YieldHook) -> bytes:
     hasher, content = blake3(), raw_bytes(tensor)
     for part in slices(content.size):
         hasher.update(content[part].data)
@@ -205,7 +213,7 @@ def _digest(tensor: Array, breathe: Breathe) -> bytes:
     return hasher.digest()
 
 
-def _finite(values: Array) -> bool:
+def _is_finite(values: Array) -> bool:
     if values.dtype == BF16:
         exponents = values.view(np.uint16) & np.uint16(0x7F80)
         return not (exponents == 0x7F80).any()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from point_robot import Options, PointRobot
 
 from hal.conformance import RobotConformance
+from hal.driver import RobotSetupRequest, load_driver
 from hal.robot import Robot
-from hal.station import StationRequest, load_driver
 
 
 class TestPointRobot(RobotConformance):
@@ -15,10 +15,10 @@ class TestPointRobot(RobotConformance):
 
 
 def test_it_is_found_by_its_name() -> None:
-    station = load_driver("point")(StationRequest("point-0", "upright", {"rate_hz": 10.0}))
+    station = load_driver("point")(RobotSetupRequest("point-0", "upright", {"rate_hz": 10.0}))
     assert station.robot.spec.rate_hz == 10.0
 
 
 def test_it_reaches_for_goals_as_other_robots_do() -> None:
-    station = load_driver("point")(StationRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
+    station = load_driver("point")(RobotSetupRequest("point-0", "reach", {"reach": {"max_steps": 40}}))
     assert (station.task.name, station.task.max_steps) == ("reach", 40) and station.expert is not None

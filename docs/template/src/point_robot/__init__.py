@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hal.driver import RobotSetup, RobotSetupRequest, read_options
 from hal.errors import HardwareLost
 from hal.robot import Observation, Robot, StopLevel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
-from hal.station import Station, StationRequest, read_options
-from hal.task import Outcome, Task
+from hal.task import Task, TaskOutcome
 from point_robot.controller import Controller
-from robots.reaching import REACH, ReachConfig, with_reach
+from robots.reach_task import REACH_TASK, ReachConfig, add_reach_task
 
 JOINTS = ("shoulder", "elbow")
 LIMIT_RAD, SPEED_RAD_S = math.pi / 2, 1.0
@@ -102,13 +102,13 @@ class Upright(Task):
         """Somebody, or something, has to bring the robot to a start; this one starts from where it is."""
         robot.stop(StopLevel.HOLD)
 
-    def evaluate(self, observation: Observation) -> Outcome:
+    def evaluate(self, observation: Observation) -> TaskOutcome:
         done = bool(np.abs(observation.arrays[STATE]).max() < 0.05)
-        return Outcome(reward=float(done), terminated=done, success=True if done else None)
+        return TaskOutcome(reward=float(done), terminated=done, success=True if done else None)
 
 
-def make_station(request: StationRequest) -> Station:
+def make_station(request: RobotSetupRequest) -> RobotSetup:
     """What the entry point in pyproject.toml names. Unknown options are refused by `read_options`."""
     options = read_options(Options, request)
-    station = Station(request.name, PointRobot(options), Upright())
-    return with_reach(station, options.reach) if request.task == REACH else station
+    station = RobotSetup(request.name, PointRobot(options), Upright())
+    return add_reach_task(station, options.reach) if request.task == REACH_TASK else station

@@ -1,0 +1,139 @@
+"""The e-stop's latch on the disk: who pressed, when, why, and which driver has acknowledged it.
+
+The file is written in place, and never removed: users who share it may not remove each other's files. Blank is armed.
+What cannot be read is a latch too, since a press may have been cut short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from hal.decode_errors import DECODE_ERRORS
+from hal.durable import make_folder_durably, sync_folder
+from hal.errors import LeaseError
+from hal.machine_folder import open_locked, open_shared_file, overwrite
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 4096
+MAX_TEXT_CHARS = 200  # each may take 6 bytes in JSON
+
+
+class EmergencyStop(msgspec.Struct, frozen=True, kw_only=True):
+    """Who pressed the e-stop, when and why.
+
+    Attributes:
+        presses: counts them while the latch stands.
+        acknowledged: the driver that has stopped the robot for the newest press; empty before that.
+    """
+
+    by: str
+    why: str
+    unix_ns: int
+    presses: int = 1
+    acknowledged: str = ""
+
+    def is_same_press(self, other: EmergencyStop) -> bool:
+        """Whether both are the same press, acknowledged or not."""
+        return (self.unix_ns, self.presses) == (other.unix_ns, other.presses)
+
+
+def new_emergency_stop(by: str, why: str = "") -> EmergencyStop:
+    """A press of this moment."""
+    return EmergencyStop(by=by[:MAX_TEXT_CHARS], why=why[:MAX_TEXT_CHARS], unix_ns=time.time_ns())
+
+
+class EstopLatch:
+    """The latch in one file. Any thread and process may use it at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> EmergencyStop | None:
+        """What is latched; None if the robot is armed. Takes microseconds. Never raises."""
+        try:
+            handle = open_shared_file(self.path, create=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, LeaseError) as error:
+            return self._unreadable(error)
+        try:
+            return self._decode(os.pread(handle, FILE_BYTES, 0))
+        except OSError as error:
+            return self._unreadable(error)
+        finally:
+            os.close(handle)
+
+    def press(self, stop: EmergencyStop) -> EmergencyStop:
+        """Latches `stop`, and returns what is latched now: a press that stands keeps its person and is counted.
+
+        Blocks until it is on the disk; a driver sees it before that.
+
+        Raises:
+            OSError, LeaseError: it cannot be written.
+        """
+        make_folder_durably(self.path.parent)
+        new = not self.path.exists()
+        with open_locked(self.path) as (handle, _):
+            stands = self._decode(os.pread(handle, FILE_BYTES, 0))
+            if stands is not None:
+                stop = msgspec.structs.replace(stands, presses=stands.presses + 1, acknowledged="")
+            overwrite(handle, msgspec.json.encode(stop), FILE_BYTES)
+        if new:
+            sync_folder(self.path.parent)
+        return stop
+
+    def acknowledge(self, stop: EmergencyStop, driver: str) -> None:
+        """Notes that `driver` has stopped the robot for `heard`, unless it was pressed again since.
+
+        Raises:
+            OSError, LeaseError: it cannot be written.
+        """
+        with open_locked(self.path) as (handle, _):
+            if self._decode(os.pread(handle, FILE_BYTES, 0)) == stop:
+                stop = msgspec.structs.replace(stop, acknowledged=driver[:MAX_TEXT_CHARS])
+                overwrite(handle, msgspec.json.encode(stop), FILE_BYTES, sync=False)
+
+    def clear(self, expected: EmergencyStop | None) -> bool:
+        """Re-arms; harmless if nothing is latched. False if what is latched is another press than `known`: it stands.
+
+        Blocks until that is on the disk.
+
+        Raises:
+            OSError, LeaseError: it cannot be written, or others keep the file locked; the latch stands.
+        """
+        if not self.path.exists():
+            return True
+        with open_locked(self.path, timeout_s=1.0) as (handle, alone):
+            if not alone:
+                raise LeaseError(f"{self.path} is kept locked by another process; try again")
+            stands = self._decode(os.pread(handle, FILE_BYTES, 0))
+            if stands is not None and (expected is None or not stands.is_same_press(expected)):
+                return False
+            overwrite(handle, b"", FILE_BYTES)
+        return True
+
+    def prepare(self) -> None:
+        """Makes the file, armed, with the bytes that a press takes: a press then needs no room on the disk."""
+        if not self.path.exists():
+            make_folder_durably(self.path.parent)
+            with open_locked(self.path) as (handle, _):
+                if not os.pread(handle, 1, 0):
+                    overwrite(handle, b"", FILE_BYTES)
+
+    def _decode(self, raw: bytes) -> EmergencyStop | None:
+        if not raw.strip():
+            return None
+        try:
+            return msgspec.json.decode(raw, type=EmergencyStop)
+        except DECODE_ERRORS as error:
+            return self._unreadable(error)
+
+    def _unreadable(self, error: Exception) -> EmergencyStop:
+        logger.debug("estop.latch_unreadable path=%s error=%s", self.path, error)
+        return EmergencyStop(by="unknown", why=f"the latch in {self.path} cannot be read ({error})", unix_ns=0)

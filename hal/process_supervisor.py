@@ -1,0 +1,290 @@
+"""Keeps one node's process running: starts it, restarts it when it ends on its own, stops it within a deadline.
+
+A supervised process is STOPPED, RUNNING, WAITING (to be started again) or FAILED::
+
+    STOPPED -start-> RUNNING -exit status not 0, or a signal-> WAITING -pause over-> RUNNING
+    RUNNING -exit status 0-> STOPPED          WAITING -too many restarts-> FAILED
+    RUNNING, WAITING -stop-> STOPPED          STOPPED, FAILED -start-> RUNNING
+
+The process is killed when its supervisor's process ends, however that ends (PR_SET_PDEATHSIG): no orphan goes on
+driving a robot. One that has a robot to stop asks for another signal (`set_parent_death_signal`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hal.errors import SupervisionError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+KILL_WAIT_S = 5.0  # how long a killed process may take to vanish
+MAX_LOG_BYTES = 16 << 20  # of a log, and of the older one that is kept beside it
+
+# Runs in the new process before the program itself: no code of ours runs between fork and exec of a process that has
+# threads. 1 is PR_SET_PDEATHSIG (linux/prctl.h), 9 is SIGKILL; a supervisor that died before the call is noticed too.
+_BIND_TO_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[3:])"
+)
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Has the signal `number` take the place of SIGKILL where a supervisor has bound this process to itself."""
+    libc, bound = ctypes.CDLL(None), ctypes.c_int(0)
+    libc.prctl(2, ctypes.byref(bound))  # PR_GET_PDEATHSIG
+    if bound.value:
+        libc.prctl(1, number)
+
+
+class ProcessState(enum.StrEnum):
+    """Where a supervised process is in its life; see the module's docstring."""
+
+    STOPPED = "stopped"
+    RUNNING = "running"
+    WAITING = "waiting"
+    FAILED = "failed"
+
+
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process that ended on its own is started again.
+
+    Attributes:
+        backoff_s, backoff_max_s: the first pause; each further one is twice as long, up to the longest.
+        max_restarts, window_s: with more restarts than this within the window it is given up.
+        stop_after_s: how long SIGTERM may take before SIGKILL follows.
+    """
+
+    backoff_s: float = 0.2
+    backoff_max_s: float = 5.0
+    max_restarts: int = 10
+    window_s: float = 60.0
+    stop_after_s: float = 10.0
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A supervised process as it is now.
+
+    Attributes:
+        pid: of the running process, else None.
+        restarts: how often it was started again since `start`.
+        last_exit: how it ended last: its exit status, or minus the signal that killed it; None before the first end.
+        error: why it was given up; empty unless FAILED.
+    """
+
+    state: ProcessState
+    pid: int | None = None
+    restarts: int = 0
+    last_exit: int | None = None
+    error: str = ""
+
+
+class ProcessSupervisor:
+    """One process and the thread that watches it. Any thread may call it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        restart: RestartPolicy | None = None,
+        max_log_bytes: int = MAX_LOG_BYTES,
+    ) -> None:
+        """Args:
+        argv: program and arguments.
+        env: variables that are added to this process's own.
+        log_path: where its output is appended; None throws it away. Beyond `max_log_bytes` it is put aside, as
+            ``NAME.1``, in the place of the one before.
+        restart: how it is started again.
+        """
+        self._argv = tuple(argv)
+        self._env = {**os.environ, **(env or {})}
+        self._log_path, self._max_log_bytes = log_path, max_log_bytes
+        self._policy = restart or RestartPolicy()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._status = ProcessStatus(state=ProcessState.STOPPED)
+
+    def start(self) -> None:
+        """Starts the process and the watch over it; harmless while it is RUNNING or WAITING.
+
+        Raises:
+            SupervisionError: the program is not there, its log cannot be written, or a process that `stop` could not
+                end is there still.
+        """
+        with self._lock:
+            if self._thread is not None:
+                if self._stopping.is_set() and self._thread.is_alive():
+                    raise self._unending()
+                if self._status.state in (ProcessState.RUNNING, ProcessState.WAITING):
+                    return
+                self._thread.join(KILL_WAIT_S)  # it has said that the process ended, and is about to end itself
+            program = self._require_program()
+            self._stopping.clear()
+            self._status = ProcessStatus(state=ProcessState.WAITING)
+            self._thread = threading.Thread(target=self._watch, args=(program,), name="supervisor", daemon=True)
+            self._thread.start()
+
+    def request_stop(self) -> None:
+        """Begins `stop`, without waiting; harmless where nothing runs."""
+        self._stopping.set()
+
+    def stop(self) -> ProcessStatus:
+        """Ends the process: SIGTERM, and SIGKILL after the policy's deadline. Blocks until it is gone.
+
+        Raises:
+            SupervisionError: not even SIGKILL ended it, e.g. because it hangs in a device.
+        """
+        with self._lock:
+            self._stopping.set()
+            if self._thread is not None:
+                self._thread.join(self._policy.stop_after_s + 2 * KILL_WAIT_S)
+                if self._thread.is_alive():
+                    raise self._unending()
+        return self._status
+
+    def _unending(self) -> SupervisionError:
+        return SupervisionError(f"process {self._status.pid} ({self._argv[0]}) cannot be ended")
+
+    def status(self) -> ProcessStatus:
+        """The process as it is now; never blocks."""
+        return self._status
+
+    def _require_program(self) -> str:
+        program = shutil.which(self._argv[0]) if self._argv else None
+        if program is None:
+            raise SupervisionError(f"no program {self._argv[0] if self._argv else ''!r} to start")
+        if self._log_path is not None:
+            try:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log_path.open("ab").close()
+            except OSError as error:
+                raise SupervisionError(f"the log {self._log_path} cannot be written: {error}") from error
+        return program
+
+    def _watch(self, program: str) -> None:
+        """The thread's life. It starts every process itself: PR_SET_PDEATHSIG follows the thread that forked."""
+        recent: deque[float] = deque()
+        pause_s = self._policy.backoff_s
+        while True:
+            code = self._run_once(program)
+            if code is None or not self._may_restart(code, recent):
+                return
+            pause_s = self._policy.backoff_s if len(recent) == 1 else min(2 * pause_s, self._policy.backoff_max_s)
+            if self._stopping.wait(pause_s):
+                self._set(state=ProcessState.STOPPED, pid=None)
+                return
+            self._set(restarts=self._status.restarts + 1)
+
+    def _run_once(self, program: str) -> int | None:
+        """Runs the process to its end; None where it is not to be started again."""
+        try:
+            child = self._launch(program)
+        except OSError as error:
+            self._set(state=ProcessState.FAILED, pid=None, error=f"{self._argv[0]} cannot be started: {error}")
+            logger.error("node.failed %s", self._status.error)
+            return None
+        while child.poll() is None:
+            self._bound_log()
+            if self._stopping.wait(_POLL_S):
+                self._end(child)
+                break
+        stopped = self._stopping.is_set() or child.returncode == 0
+        self._set(state=ProcessState.STOPPED if stopped else ProcessState.WAITING, pid=None, last_exit=child.returncode)
+        logger.log(
+            logging.INFO if stopped else logging.WARNING,
+            "node.ended pid=%d exit=%s argv=%s",
+            child.pid,
+            child.returncode,
+            self._argv,
+        )
+        return None if stopped else child.returncode
+
+    def _launch(self, program: str) -> subprocess.Popen[bytes]:
+        bound = (sys.executable, "-ISc", _BIND_TO_PARENT, str(os.getpid()), program, *self._argv)
+        with open(self._log_path or os.devnull, "ab") as output:
+            child = subprocess.Popen(
+                bound,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at the terminal is the launcher's to handle
+            )
+        self._set(state=ProcessState.RUNNING, pid=child.pid)
+        logger.info("node.started pid=%d argv=%s", child.pid, self._argv)
+        return child
+
+    def _bound_log(self) -> None:
+        """The process goes on to write to the same file, which it appends to: its content is copied away, not its name.
+
+        What it writes between the copy and the truncation is lost.
+        """
+        try:
+            if self._log_path is not None and self._log_path.stat().st_size > self._max_log_bytes:
+                with contextlib.suppress(OSError):  # as of a full disk: then the older half of the log is lost
+                    shutil.copy(self._log_path, self._log_path.with_name(f"{self._log_path.name}.1"))
+                os.truncate(self._log_path, 0)
+        except OSError as error:
+            logger.debug("node.log_not_bounded path=%s error=%s", self._log_path, error)
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        """Returns once the process is gone. One that hangs in a device outlives SIGKILL for as long as that lasts:
+        `stop` says so, and this thread stays with it."""
+        child.terminate()
+        if _has_exited(child, self._policy.stop_after_s):
+            return
+        logger.warning("node.killed pid=%d: SIGTERM did not end it in %g s", child.pid, self._policy.stop_after_s)
+        child.kill()
+        if not _has_exited(child, KILL_WAIT_S):
+            logger.error("node.unending pid=%d: SIGKILL did not end it in %g s", child.pid, KILL_WAIT_S)
+        while not _has_exited(child, KILL_WAIT_S):
+            pass
+
+    def _may_restart(self, code: int, recent: deque[float]) -> bool:
+        """Notes the restart that is due; False, and FAILED, where there were too many of late."""
+        now = time.monotonic()
+        recent.append(now)
+        while recent[0] < now - self._policy.window_s:
+            recent.popleft()
+        if len(recent) <= self._policy.max_restarts:
+            return True
+        times = f"{len(recent)} times within {self._policy.window_s:g} s"
+        error = f"{' '.join(self._argv)} ended {times}, last {exit_reason(code)}"
+        if self._log_path is not None:
+            error += f"; see {self._log_path}"
+        self._set(state=ProcessState.FAILED, pid=None, error=error)
+        logger.error("node.failed %s", error)
+        return False
+
+    def _set(self, **changes: object) -> None:
+        self._status = msgspec.structs.replace(self._status, **changes)
+
+
+def _has_exited(child: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        child.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def exit_reason(code: int) -> str:
+    """How a process ended whose `ProcessStatus.last_exit` is `code`, in words that follow "it ended"."""
+    return f"by signal {-code}" if code < 0 else f"with exit status {code}"

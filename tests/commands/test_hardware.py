@@ -1,0 +1,390 @@
+"""``user-sys hardware`` as a person and as a program read it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from run_kit import until, user_sys
+
+from hal.doctor import OptionalLibrary
+from hal.lease import LeaseTable, robot_lock
+from hal.placement import format_time
+from hal.registry import OperatorOverrides, Registry
+from hal.resource import Health, Kind, ResourceRecord
+from user_sys import compose
+from user_sys.commands.main import main
+from user_sys.compose import RobotConfig
+from user_sys.run.allocation import merge_cluster_records, with_local_lease
+from user_sys.run.config import RunConfig, create_run_folder, read_run_metadata
+from user_sys.store.store import StoreWriter
+
+JOB = """
+robots:
+  - {name: left, driver: fake, task: reach, labels: {site: lab}}
+  - {name: right, driver: fake, task: reach, address: "127.0.0.1:1"}
+console: {port: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="us-", dir="/tmp") as folder:
+        monkeypatch.setenv("USER_SYS_TEST_FOLDER", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run folder whose gateway knows a robot."""
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path / "runs"), "demo", "tcp://127.0.0.1:5999")
+    with StoreWriter.open(folder.store):
+        registry = Registry(LeaseTable(None), folder.path)
+        registry.announce(
+            ResourceRecord(kind=Kind.ROBOT, name="far-0", model="panda", node="10.0.0.7", found_by="tunnel")
+        )
+        registry.acquire("far-0", "edge on cart")
+        yield folder.path
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
+    assert main(["hardware", *map(str, argv)]) == status
+    return capsys.readouterr().out
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> Any:
+    return json.loads(said(capsys, *argv, "--json", status=status))
+
+
+def test_the_list_has_this_computer_the_configs_robots_and_those_that_the_run_knows(
+    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    assert rows["left"]["health"] == "ready" and rows["left"]["labels"]["site"] == "lab"
+    assert (rows["right"]["health"], rows["right"]["trouble"]) == (
+        "lost",
+        "nothing answers at 127.0.0.1:1: Connection refused",
+    )
+    assert (rows["far-0"]["health"], rows["far-0"]["note"], rows["far-0"]["node"]) == (
+        "leased",
+        "by edge on cart",
+        "10.0.0.7",
+    )
+    assert any(row["kind"] == "compute" and row["cores"] >= 1 for row in rows.values())
+    assert "left" in said(capsys, "list", job)
+
+
+def test_a_robot_that_a_driver_process_has_is_shown_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with robot_lock("left", "for runs/other/edge/left", simulated=True):
+        rows = {row["name"]: row for row in told(capsys, "list", job)}
+        why = told(capsys, "explain", job, status=1)["why"]
+    assert rows["left"]["health"] == "leased" and rows["left"]["note"].endswith("for runs/other/edge/left")
+    assert "left is driven by pid" in why and "right is not there" in why
+
+
+def test_explain_says_where_a_job_would_run_or_why_not(
+    job: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "explain", job, status=1) == (
+        "The job asks for the robot left and the robot right. right is not there (nothing answers at 127.0.0.1:1: "
+        "Connection refused). It would fit if right were there.\n"
+    )
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\nneeds: [{kind: compute, cores: 1}]\n")
+    placed = told(capsys, "explain", job)
+    assert placed["possible"] is True
+    assert [row["asked"] for row in placed["placement"]] == ["the robot left", "one computer with 1 processor"]
+    assert said(capsys, "explain", job).startswith("The job can run now.\n  the robot left: left on ")
+    job.write_text("robots: [{name: far-0, driver: fake, task: reach}]\nneeds: [{kind: robot, model: panda}]\n")
+    assert said(capsys, "explain", job, "--run", run, status=1) == (
+        "The job asks for one robot of model panda. One would do, but none is free: far-0 is driven by edge on cart. "
+        "It would fit if far-0 were free.\n"
+    )
+
+
+def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_they_are_missing(
+    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guests = "guests: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + guests)
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
+    assert (rows["far-0"]["health"], rows["far-0"]["labels"]["driver"]) == ("leased", "nowhere")
+    never = f"a guest, which has not come in since the run began, {format_time(read_run_metadata(run).started_unix_s)}"
+    assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == ("lost", never)
+    assert said(capsys, "explain", job, "--run", run).endswith(
+        f"It does not wait for its guests: far-0 is driven by edge on cart and far-1 is not there ({never}).\n"
+    )
+    assert told(capsys, "explain", job)["guests"]["far-1"] == (
+        "far-1 is not there (a guest, which comes in from a computer of its own)"
+    )
+    lose(run, "far-0", last_there_unix_s=1_000_000_000.0)
+    gone = f"far-0 has not been there since {format_time(1_000_000_000.0)}"
+    assert told(capsys, "explain", job, "--run", run)["guests"]["far-0"] == gone
+    (row,) = [row for row in told(capsys, "list", "--run", run) if row["name"] == "far-0"]
+    assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
+    with robot_lock("left", "for runs/other/edge/left", simulated=True):
+        assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
+
+
+def test_what_a_gateway_knew_that_was_killed_is_not_told_as_if_it_were_so(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path / "runs"), "killed", "tcp://127.0.0.1:5999")
+    registry = Registry(LeaseTable(None), folder.path)
+    for name in ("far-0", "far-1", "left"):
+        registry.announce(ResourceRecord(kind=Kind.ROBOT, name=name, model="panda", node="10.0.0.7"))
+        registry.acquire(name, "run killed")
+    OperatorOverrides(folder.path / "orders.json").set_override("far-1", "quarantined", "ana", "oil")
+    registry.poll()
+    StoreWriter.open(folder.store).close()
+    rows = {row["name"]: row for row in told(capsys, "list", job, "--run", folder.path)}
+    assert (rows["far-0"]["health"], rows["far-0"]["trouble"]) == ("lost", "the run's gateway does not run")
+    assert (rows["far-1"]["health"], rows["far-1"]["note"]) == ("quarantined", "by ana: oil"), "orders stand"
+    assert rows["left"]["health"] == "ready", "of what is here, this computer knows more"
+
+
+def lose(run: Path, name: str, last_there_unix_s: float) -> None:
+    """The run's gateway has not heard of the robot any more since then."""
+    clock_ns = 0
+    registry = Registry(LeaseTable(None), run, lambda: clock_ns, wall_clock=lambda: last_there_unix_s)
+    registry.announce(registry.record(name))
+    clock_ns = 60 * 10**9
+    assert registry.poll() == (name,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["head", "--port", "0"], "--port 0: a port is a number from 1 to 65535"),
+        (["head", "--robot", "arm"], "--robot arm: give the CONFIG that names it"),
+        (["head", "--ip", "203.0.113.7"], "--ip 203.0.113.7: this computer has no such address"),
+        (["join", "10.0.0.2:6379", "--ip", f"{'a' * 70}.example"], "this computer has no such address"),
+        (["join", "nowhere"], "'nowhere' is no address to join at: write HOST:PORT, such as 10.0.0.2:6379"),
+        (["join", "10.0.0.2:6379", "--label", "site="], "--label site=: write NAME=VALUE, such as site=lab"),
+        (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray does not take 'lab (2nd floor)'"),
+    ],
+)
+def test_a_node_that_is_wrongly_described_is_not_started(
+    argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["node", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+    assert not list(tmp_path.iterdir()), "no token is drawn either"
+
+
+def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(job: Path, tmp_path: Path) -> None:
+    with user_sys(tmp_path, "hardware", "watch", job, "--json") as launch:
+        until(lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are told of", 120)
+        launch.interrupt()
+        assert launch.wait() == 130
+        events = {(e["record"] or {}).get("name"): e for e in map(json.loads, launch.out.splitlines())}
+    assert (events["left"]["change"], events["right"]["change"]) == ("appeared", "absent")
+
+
+def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = told(capsys, "doctor", job, status=1)
+    (problem,) = [finding for finding in findings if finding["check"] == "robots" and finding["verdict"] == "problem"]
+    assert problem["says"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
+    assert problem["mend"].startswith("switch it on")
+    assert "-> switch it on" in said(capsys, "doctor", job, status=1)
+
+
+def test_the_doctor_tries_to_draw(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent")  # the library loads, and has no driver
+    (found,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "drawing"]
+    assert found["verdict"] == "problem" and "libegl-mesa0" in found["mend"]
+
+
+def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
+    robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}
+    assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["says"]
+    assert robots["robot left"]["mend"] == "install what its driver needs, or mend its options in CONFIG"
+    assert "nothing answers" in robots["right"]["says"]
+
+
+def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = "{name: crane, driver: nowhere, task: reach, address: '127.0.0.1:1', labels: {site: yard}}"
+    job.write_text(f"robots: [{nowhere}, {{name: left, driver: fake, task: reach}}]\n")
+    rows = {row["name"]: row for row in told(capsys, "list", job)}
+    assert rows["left"]["health"] == "ready"
+    crane = rows["crane"]
+    assert (crane["health"], crane["labels"]) == ("lost", {"driver": "nowhere", "site": "yard"})
+    assert crane["trouble"].startswith("no driver 'nowhere'; there are ['fake', 'franka', 'lerobot', ")
+    why = said(capsys, "explain", job, status=1)
+    assert why.startswith("The job asks for the robot crane and the robot left. crane is not there (no driver ")
+    assert why.endswith("It would fit if crane were there.\n")
+    job.write_text("robots: [{name: e, driver: sim, task: nonsense}]\n")
+    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["says"].startswith("robot e: no scene 'nonsense'"), "also where its name is part of any sentence"
+
+
+def test_a_robot_whose_driver_lacks_a_library_is_told_of_with_what_installs_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some drivers import their vendor's library when they connect, and no sooner."""
+    absent = OptionalLibrary("no_such_library", "the driver fake", "pip install it")
+    monkeypatch.setattr(compose, "OPTIONAL_LIBRARIES", (absent,))
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n")
+    assert said(capsys, "explain", job, status=1) == (
+        "The job asks for the robot left. left is not there (the driver fake needs no_such_library, which is not "
+        "installed here: pip install it). It would fit if left were there.\n"
+    )
+    (problem,) = [f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"]
+    assert problem["says"] == "left: the driver fake needs no_such_library, which is not installed"
+    assert problem["mend"] == "pip install it"
+
+
+def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "file"))
+    rows = {row["name"]: row for row in told(capsys, "list", job)}
+    assert rows["left"]["trouble"].startswith("whether it is used from here cannot be seen: ")
+    (problem,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "place"]
+    assert problem["verdict"] == "problem" and problem["says"].startswith("it could not be looked at")
+
+
+def test_an_order_of_a_user_without_a_name_has_a_number(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert f"far-0 is quarantined by uid {os.getuid()}" in said(capsys, "quarantine", "far-0", "--run", run)
+
+
+def test_the_doctor_looks_at_the_ports_that_a_run_is_to_listen_on(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job.write_text(f"gateway: {{endpoint: 'tcp://127.0.0.1:{port}'}}\nconsole: {{port: 99999}}\n")
+        ports = [(f["verdict"], f["says"]) for f in told(capsys, "doctor", job, status=1) if f["check"] == "ports"]
+    assert ports == [
+        ("problem", "there is no port 99999 (the console)"),
+        ("advice", f"port {port} is in use (the gateway)"),
+    ]
+
+
+def test_a_robot_that_a_probe_found_may_have_any_name() -> None:
+    record = ResourceRecord(kind=Kind.ROBOT, name="ros2/0/arm", model="arm", node="desk", found_by="crane")
+    assert with_local_lease(record) == record
+
+
+def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--run", run, "--by", "carol")
+    assert "far-0 is quarantined by carol: oil" in said(capsys, "quarantine", "far-0", *given, "--reason", "oil")
+    registry = Registry(LeaseTable(None), run)
+    assert registry.record("far-0").note == "by carol: oil"
+    assert said(capsys, "restore", "far-0", *given) == "far-0 is back in use; it was quarantined by carol: oil\n"
+    registry.poll()
+    assert registry.record("far-0").note == ""
+    said(capsys, "drain", "far-0", *given)
+    registry.poll()
+    assert registry.record("far-0").health == "draining"
+
+
+def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = RobotConfig(name="far-7", driver="nowhere")
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path, guests=(far,)), "fresh", "tcp://127.0.0.1:5999")
+    assert main(["hardware", "quarantine", "fra-7", "--run", str(folder.path)]) == 2
+    assert "knows no fra-7; there is far-7" in capsys.readouterr().err, "also before it has come in"
+    given = ("--run", folder.path, "--by", "ana\nmaria", "--reason", f"oil\n on  the floor {'x' * 600}")
+    assert said(capsys, "quarantine", "far-7", *given).startswith(
+        "far-7 is quarantined by ana maria: oil on the floor [...]: it is used by nobody"
+    )
+
+
+def test_the_audit_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (entry,) = told(capsys, "audit", "--run", run)
+    assert (entry["robot"], entry["event"], entry["peer"], entry["token"]) == (
+        "far-0",
+        "granted",
+        "edge on cart",
+        1,
+    )
+    assert "edge on cart" in said(capsys, "audit", "far-0", "--run", run)
+
+
+def test_the_audit_of_a_robot_that_no_one_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = create_run_folder(
+        RunConfig(runs=tmp_path, guests=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999"
+    )
+    assert said(capsys, "audit", "far-7", "--run", folder.path).endswith("audit.jsonl has no entry of far-7\n")
+    assert told(capsys, "audit", "far-7", "--run", folder.path) == []
+    assert said(capsys, "audit", "--run", folder.path).endswith("audit.jsonl has no entry\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["quarantine", "far-9", "--run", "{run}"], "knows no far-9; there is far-0"),
+        (["audit", "near-0", "--run", "{run}"], "knows no near-0; there is far-0"),
+        (["audit", "near-0", "--run", "{run}", "--json"], "knows no near-0; there is far-0"),
+        (["restore", "far-0", "--run", "{run}"], "far-0 is neither quarantined nor draining"),
+        (["drain", "far-0", "--run", "nowhere"], "nowhere is not a run folder"),
+        (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], why: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", *(word.format(run=run) for word in argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+
+
+def test_the_needs_of_a_config_are_checked(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write_text("needs: [{kind: gpu, count: 0}]\n")
+    assert main(["hardware", "explain", str(job)]) == 2
+    assert "count must be at least 1" in capsys.readouterr().err
+    assert msgspec.json.encode(RunConfig().requests()) == b"[]"
+
+
+def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -> None:
+    def record(name: str, kind: Kind, node: str, **facts: Any) -> ResourceRecord:
+        return ResourceRecord(kind=kind, name=name, model=facts.pop("model", ""), node=node, **facts)
+
+    camera = ("camera:wrist",)
+    here = [
+        record("here", Kind.COMPUTE, "here", cores=64),
+        record("left", Kind.ROBOT, "here", model="panda", capabilities=camera, embodiment="e1"),
+        record("lone", Kind.ROBOT, "here", model="ur5e", embodiment="e2"),
+    ]
+    note = "by run demo"
+    cluster = [
+        record("rack", Kind.COMPUTE, "rack", cores=4),
+        record("left", Kind.ROBOT, "rack", health=Health.LEASED, note=note),
+    ]
+    robots = (RobotConfig(name="left", driver="ur"), RobotConfig(name="lone"))
+    both = {known.name: known for known in merge_cluster_records(robots, here, cluster, "rack")}
+    assert sorted(both) == ["left", "lone", "rack"]
+    unbuilt = msgspec.structs.replace(here[1], embodiment="", health=Health.LOST, trouble="no driver")
+    assert {known.name: known for known in merge_cluster_records(robots, [unbuilt], cluster, "rack")}["left"] is unbuilt
+    left = both["left"]
+    assert (left.model, left.capabilities, left.node, left.note) == ("panda", camera, "rack", note)
+    assert (both["lone"].node, both["lone"].health) == ("rack", Health.READY), "a simulated one runs beside the store"
+    (missing,) = merge_cluster_records((RobotConfig(name="lone", driver="ur"),), here, [], "rack")
+    assert (missing.health, missing.trouble) == (Health.LOST, "no node of the cluster has it")

@@ -1,0 +1,171 @@
+"""The command line: instant help, one line for an error, an exit status that tells what happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hal.errors import LeaseHeld, install_hint
+from user_sys.commands.main import main
+from user_sys.errors import RunError
+
+HEAVY = ("torch", "ray", "mujoco", "numpy", "zmq", "rich", "yaml", "msgspec")
+Verb = Callable[[Callable[[Namespace], int]], None]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Verb:
+    """Puts a function in the place of a whole run, which needs Ray and minutes."""
+
+    def install(function: Callable[[Namespace], int]) -> None:
+        module = ModuleType("user_sys.run.launcher")
+        module.train_main = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "user_sys.run.launcher", module)
+
+    return install
+
+
+def _fail(error: BaseException) -> Callable[[Namespace], int]:
+    def verb(args: Namespace) -> int:
+        raise error
+
+    return verb
+
+
+def test_help_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys\nfrom user_sys.commands.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for verb in ("train", "cloud", "edge", "relay", "evaluate", "record", "stop", "keys", "store", "hardware"):
+        assert f"\n    {verb} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train"],
+        ["evaluate", "runs/latest"],
+        ["record", "c.yaml"],
+        ["stop"],
+        ["keys"],
+        ["keys", "new"],
+        ["store", "inspect"],
+        ["hardware", "list"],
+    ],
+)
+def test_every_verb_has_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*argv, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: user-sys")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("user-sys ")
+
+
+def test_overrides_are_set_apart_wherever_they_stand(launch: Verb) -> None:
+    seen: list[Namespace] = []
+    launch(lambda args: seen.append(args) or 7)  # type: ignore[func-returns-value]
+    argv = ["-v", "train", "--learner.batch_size", "128", "configs/demo.yaml", "--name", "x", "--seed=3", "--a.b", "-1"]
+    assert main(argv) == 7
+    (args,) = seen
+    assert (args.config, args.name, args.resume, args.verbose) == (Path("configs/demo.yaml"), "x", None, 1)
+    assert args.overrides == ["--learner.batch_size", "128", "--seed=3", "--a.b", "-1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "required: VERB"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "Give CONFIG"),
+        (["evaluate", "runs/latest", "--episodes", "0"], "at least 1"),
+        (["evaluate", "runs/latest", "--learner.seed=1"], "unrecognized arguments"),
+        (["store", "inspect"], "PATH"),
+    ],
+)
+def test_wrong_usage_is_told(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RunError("port 8088 is in use;\n take another"), "port 8088 is in use; take another"),
+        (LeaseHeld("panda-0 is driven by lab-2"), "panda-0 is driven by lab-2"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
+        (ModuleNotFoundError("No module named 'ray'", name="ray"), "'ray': " + install_hint("learner")),
+        (ModuleNotFoundError("No module named 'av'", name="av.codec"), "'av': " + install_hint("interchange")),
+    ],
+)
+def test_an_error_is_one_line(error: Exception, said: str, launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    launch(_fail(error))
+    assert main(["train", "demo.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("user-sys: error: ") and err.endswith(f"{said}\n") and err.count("\n") == 1
+
+
+def test_verbose_shows_where_an_error_comes_from(launch: Verb) -> None:
+    launch(_fail(RunError("no")))
+    with pytest.raises(RunError):
+        main(["train", "demo.yaml", "-v"])
+
+
+def test_a_relay_is_told_at_once_that_it_cannot_dial_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "relay.yaml").write_text("name: lab\n")
+    wrong = ("desk:5555", "tcp://desk:99999", "tcp://desk:0", "tcp://desk", "tcp://::1:5555", "tcp://[desk]:5555")
+    for endpoint in wrong:
+        assert main(["relay", str(tmp_path / "relay.yaml"), "--connect", endpoint]) == 2
+        assert f"user-sys: error: --connect {endpoint}: expected tcp://HOST:PORT" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_resume(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: Namespace) -> int:
+        args.run_dir = Path("runs/demo-1")
+        raise KeyboardInterrupt
+
+    launch(interrupted)
+    assert main(["train", "demo.yaml"]) == 130
+    assert capsys.readouterr().err == "user-sys: interrupted; continue with: user-sys train --resume runs/demo-1\n"
+
+
+def test_ctrl_c_before_there_is_a_run(launch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    launch(_fail(KeyboardInterrupt()))
+    assert main(["train", "demo.yaml"]) == 130
+    assert capsys.readouterr().err == "user-sys: interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    program = (
+        "import sys, types\nfrom user_sys.commands.main import main\n"
+        "launch = types.ModuleType('user_sys.run.launcher')\n"
+        "launch.train_main = lambda args: [print('x' * 80) for _ in range(100_000)] and 0\n"
+        "sys.modules['user_sys.run.launcher'] = launch\nsys.exit(main(['train', 'c.yaml']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(timeout=300) == 141

@@ -1,0 +1,181 @@
+"""A robot's session in small, for the console's tests: the real authority behind the real hub, in a thread."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import simplejpeg
+
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.console.hub import ConsoleHub
+from user_sys.console.server import ConsoleServer
+from user_sys.edge.control_authority import ControlAuthority
+from user_sys.messages import EpisodeReport, MetricsReport, OperatorCommand, Preview, PreviewRequest, RobotStatus
+
+PERIOD_S = 0.05
+SPEC = RobotSpec(
+    model="desk-arm",
+    rate_hz=10.0,
+    observation=(),
+    action=ArraySpec(
+        name="action",
+        labels=("dx", "dy", "dz", "gripper"),
+        units=("m",) * 4,
+        low=(-0.02,) * 3 + (0.0,),
+        high=(0.02,) * 3 + (0.08,),
+    ),
+    neutral=(0.0,) * 4,
+    tool_delta=(0, 1, 2),
+    gripper=3,
+)
+
+
+class Clock:
+    """Seconds that pass while they are let: a busy machine is not taken for a person who fell silent."""
+
+    def __init__(self) -> None:
+        self._now_s = self._since_s = 0.0
+        self._runs = False
+
+    def __call__(self) -> float:
+        return self._now_s + (time.monotonic() - self._since_s if self._runs else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._since_s, self._runs = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._now_s, self._runs = self(), False
+
+
+class SimulatedRun:
+    """One robot with two cameras, ticking in a thread until `close`; `sent` is all that the console asked of it."""
+
+    def __init__(self, robot: str = "panda-0") -> None:
+        self.robot = robot
+        self.hub = ConsoleHub("demo", self._send, {robot: SPEC}, budget_s=300.0)
+        self.clock = Clock()  # that tells silence
+        self.authority = ControlAuthority(robot, SPEC, self.clock)
+        self.sent: list[OperatorCommand | PreviewRequest] = []
+        self.away = False  # the gateway, so that nothing can be sent
+        self._tool = np.array([0.0, 0.0, 0.5, 1.0])
+        self._step = 0
+        self._watched_until_s = 0.0
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="desk")
+
+    def start(self) -> SimulatedRun:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(timeout=60)
+
+    def orders(self, kind: str) -> list[OperatorCommand]:
+        return [m for m in list(self.sent) if isinstance(m, OperatorCommand) and m.order == kind]
+
+    def learn(self, episodes: int) -> None:
+        """Feeds the curves of a run that goes well."""
+        for n in range(episodes):
+            share = n / episodes
+            self.hub.update(
+                EpisodeReport(
+                    robot=self.robot,
+                    episode=f"e-{n}",
+                    source="online",
+                    steps=40,
+                    success=(n * 7919) % 100 < share * 110,
+                    intervention_steps=0,
+                    episode_return=share,
+                    policy_version=n,
+                )  # fmt: skip
+            )
+            scalars = {"critic_loss": 2.0 * math.exp(-4 * share) + 0.02 * math.sin(n), "actor_loss": 1.2 - share}
+            self.hub.update(MetricsReport(node="learner", count=n * 50, scalars=scalars))
+
+    def _send(self, message: OperatorCommand | PreviewRequest) -> bool:
+        if self.away:
+            return False
+        self.sent.append(message)
+        if isinstance(message, PreviewRequest):
+            self._watched_until_s = time.monotonic() + message.ttl_s
+            return True
+        with self._lock:
+            reply = self.authority.apply(message)
+        self.hub.update(reply)
+        return True
+
+    def _live(self) -> None:
+        while not self._ending.wait(PERIOD_S):
+            with self._lock:
+                state = self.authority.update()
+                self._tool[:3] = np.clip(self._tool[:3] + 0.04 * self.authority.twist()[:3], -1, 1)
+                phase, operator = self.authority.phase.name.lower(), self.authority.operator
+            self._step += 1
+            self.hub.update(
+                RobotStatus(
+                    robot=self.robot,
+                    authority=state.value,
+                    operator=operator,
+                    phase=phase,
+                    episode="panda-0-1763695921123-9f2c1a",
+                    step=self._step % 100,
+                    policy_version=212,
+                    real_time=operator != "",
+                    outbox_chunks=2,
+                    control_hz=10.0 if operator else 84.0,
+                    safety_interventions=3,
+                )  # fmt: skip
+            )
+            if time.monotonic() < self._watched_until_s:
+                self._film()
+
+    def _film(self) -> None:
+        for camera, size in (("front", (240, 320)), ("wrist", (240, 320))):
+            jpeg = simplejpeg.encode_jpeg(self._draw(size, camera), quality=85)
+            self.hub.update_preview(Preview(robot=self.robot, camera=camera, step=self._step), jpeg)
+
+    def _draw(self, size: tuple[int, int], camera: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        rows, columns = np.mgrid[0 : size[0], 0 : size[1]] / size[0]
+        picture = np.stack([70 + 60 * rows, 78 + 50 * rows, 92 + 40 * rows], -1)
+        x, y, z = self._tool[:3] if camera == "front" else self._tool[:3] * 1.5
+        cube = (abs(columns - 0.66) < 0.07) & (abs(rows - 0.7) < 0.07)
+        tool = (columns - 0.66 + 0.4 * y) ** 2 + (rows - 0.75 + 0.3 * x + 0.4 * z) ** 2 < 0.004
+        picture[cube], picture[tool] = (214, 96, 77), (240, 244, 248)
+        return np.ascontiguousarray(picture.astype(np.uint8))
+
+
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits until `true()` holds; fails after `seconds`."""
+    deadline_s = time.monotonic() + seconds
+    pause = threading.Event()
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        pause.wait(0.01)
+
+
+def main() -> None:
+    """``python console_desk.py PORT``: serves a desk until SIGTERM, so that a test can stop and kill its server."""
+    desk = SimulatedRun().start()
+    server = ConsoleServer(desk.hub, port=int(sys.argv[1]), token="desk")
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    sys.stdout.write(f"{server.start()}\n")
+    sys.stdout.flush()
+    ended.wait()
+    server.stop()
+    desk.close()
+
+
+if __name__ == "__main__":
+    main()

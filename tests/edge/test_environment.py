@@ -1,0 +1,385 @@
+"""Nothing but a sound action within limits reaches the robot, and a stop holds until a person lifts it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edge_kit import RIGHT, STILL, RecordingRobot
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.camera import CameraFrame
+from hal.errors import EmergencyStopped, HardwareLost, SpecError, StaleObservation
+from hal.estop import EstopLatch
+from hal.robot import StopLevel
+from hal.safety import SafetyKernel, SafetyReason
+from hal.teleoperator import TeleopInput
+from robots.fake import HALF_RANGE_M, FakeCamera, FakeRobotConfig, FakeTask, FakeTeleoperator, FaultPlan
+from user_sys.edge.driver_server import connect_unless_stopped
+from user_sys.edge.environment import RobotEnvironment
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.fixture
+def robot() -> RecordingRobot:
+    return RecordingRobot()
+
+
+@pytest.fixture
+def driver(robot: RecordingRobot) -> Iterator[RobotEnvironment]:
+    made = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    made.connect()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (np.array([np.nan, 0, 0, 0], np.float32), SafetyReason.NOT_FINITE),
+        (np.array([0, np.inf, 0, 0], np.float32), SafetyReason.NOT_FINITE),
+        (np.zeros(3, np.float32), SafetyReason.SHAPE),
+        (np.zeros((1, 4), np.float32), SafetyReason.SHAPE),
+        (np.zeros((0,), np.float32), SafetyReason.SHAPE),
+        (np.zeros(4, np.float64), SafetyReason.DTYPE),
+        (np.zeros(4, np.int64), SafetyReason.DTYPE),
+    ],
+)
+def test_what_is_no_action_never_reaches_the_robot(
+    driver: RobotEnvironment, robot: RecordingRobot, action: np.ndarray, reason: SafetyReason
+) -> None:
+    before = robot.position
+    tick = driver.step(action)
+    assert robot.commands == [] and robot.stops == [StopLevel.HOLD]
+    assert tick.applied is None and tick.safety_reasons == reason
+    np.testing.assert_array_equal(robot.position, before)
+    assert driver.step(STILL).safety_reasons == 0
+
+
+@given(st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=8), st.integers(0, 1000))
+def test_what_the_robot_gets_is_within_every_limit(actions: list[tuple[float, ...]], seed: int) -> None:
+    robot = RecordingRobot()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    driver.reset(seed)
+    for wanted in actions:
+        asked, was = np.array(wanted, np.float32), robot.position
+        tick = driver.step(asked)
+        (got,) = robot.commands[-1:]
+        assert ((got >= np.float32(robot.spec.action.low)) & (got <= np.float32(robot.spec.action.high))).all()
+        assert (np.abs(was + got[:3]) <= HALF_RANGE_M + 1e-6).all()
+        assert (tick.safety_reasons != 0) == (not np.array_equal(got, asked))
+        np.testing.assert_array_equal(tick.applied, got)
+    driver.close()
+
+
+def test_the_emergency_stop_outlives_the_driver_until_a_person_re_arms(tmp_path: Path) -> None:
+    latch = tmp_path / "e-stop.json"
+    first = RecordingRobot()
+    driver = RobotEnvironment(first, FakeTask(), SafetyKernel(first.spec, latch_path=latch))
+    driver.connect()
+    driver.kernel.emergency_stop("ada")
+    assert driver.step(RIGHT).stopped and first.commands == [] and first.stops == [StopLevel.SAFE]
+    driver.close()
+
+    robot = RecordingRobot()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
+    driver.connect()
+    before = robot.position
+    for tick in (driver.reset(seed=3), driver.step(RIGHT), driver.hold()):
+        assert tick.stopped and tick.applied is None
+    assert robot.commands == []
+    np.testing.assert_array_equal(robot.position, before)
+    with pytest.raises(SpecError, match="named person"):
+        driver.kernel.rearm(" ")
+    assert driver.step(RIGHT).stopped
+
+    driver.kernel.rearm("ada")
+    tick = driver.step(RIGHT)
+    assert not tick.stopped and len(robot.commands) == 1 and EstopLatch(latch).read() is None
+    driver.close()
+
+
+def test_the_robot_is_stopped_before_the_disk_is_waited_for(tmp_path: Path) -> None:
+    latch = tmp_path / "e-stop.json"
+    latched: list[bool] = []
+
+    class Watching(RecordingRobot):
+        def stop(self, level: StopLevel) -> None:
+            latched.append(EstopLatch(latch).read() is not None)
+            super().stop(level)
+
+    robot = Watching()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=latch))
+    driver.connect()
+    driver.emergency_stop("ada")
+    assert latched[0] is False and latch.exists() and set(robot.stops) == {StopLevel.SAFE}
+    driver.close()
+
+
+def test_an_emergency_stop_of_a_lost_robot_is_latched(tmp_path: Path) -> None:
+    robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, latch_path=tmp_path / "e-stop.json"))
+    driver.connect()
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.step(RIGHT)
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.emergency_stop("ada")
+    assert driver.kernel.latched_estop is not None and (tmp_path / "e-stop.json").exists()
+    driver.close()
+
+
+def test_a_driver_that_was_kept_from_looking_looks_again_before_it_obeys() -> None:
+    now_ns = [0]
+    robot = RecordingRobot(clock=lambda: now_ns[0])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
+    driver.connect()
+    now_ns[0] += 10_000_000_000  # a busy machine, or a disk that was waited for
+    tick = driver.step(RIGHT)
+    assert tick.safety_reasons == 0 and robot.stops == [] and len(robot.commands) == 1
+    driver.close()
+
+
+class ButtonRobot(RecordingRobot):
+    """A robot with a stop button of its own."""
+
+    pressed = False
+
+    def connect(self) -> None:
+        if self.pressed:
+            raise EmergencyStopped("the button at the door is pressed")
+        super().connect()
+
+    def command(self, action: np.ndarray) -> np.ndarray:
+        if self.pressed:
+            raise EmergencyStopped("the button at the door is pressed")
+        return super().command(action)
+
+
+def test_a_stop_button_of_the_robots_own_latches_until_it_is_released_and_a_person_re_arms() -> None:
+    robot = ButtonRobot()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    robot.pressed = True
+    tick = driver.step(RIGHT)
+    assert (tick.applied, tick.safety_reasons, tick.stopped) == (None, SafetyReason.ESTOP, True)
+    assert robot.stops == [StopLevel.SAFE]
+    assert driver.kernel.latched_estop is not None and "door" in driver.kernel.latched_estop.why
+    driver.kernel.rearm("Ada")
+    assert driver.step(RIGHT).stopped, "it is pressed still"
+    robot.pressed = False
+    assert driver.step(RIGHT).applied is None, "released, and latched"
+    driver.kernel.rearm("Ada")
+    assert driver.step(RIGHT).applied is not None
+    driver.close()
+
+
+def test_a_stop_button_that_is_pressed_before_the_robot_is_connected_latches_too() -> None:
+    robot = ButtonRobot()
+    robot.pressed = True
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    with pytest.raises(HardwareLost, match="the button at the door is pressed: release it, then re-arm at the console"):
+        driver.connect()
+    assert robot.commands == []
+    robot.pressed = False
+    driver.connect()
+    assert driver.step(RIGHT).stopped and robot.commands == []
+    driver.kernel.rearm("Ada")
+    assert driver.step(RIGHT).applied is not None
+    driver.close()
+
+
+class AwaitedCamera(FakeCamera):
+    """One that shows nothing; `stop` is set while it is waited for."""
+
+    stop: threading.Event
+
+    def connect(self) -> None:
+        self.stop.set()
+        self.check_stop()
+        raise HardwareLost("no frame came within 20 s")
+
+
+def test_a_driver_that_is_to_end_does_not_wait_for_its_cameras() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = AwaitedCamera(robot, robot.spec.cameras[0])
+    camera.stop = threading.Event()
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    assert not connect_unless_stopped(driver, camera.stop)
+    driver.close()
+    with pytest.raises(HardwareLost, match="not connected"):
+        robot.observe()
+
+
+def test_a_reading_that_froze_stops_the_robot_and_ends_nothing() -> None:
+    now_ns = [0]
+    robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(stale_at=2)), clock=lambda: now_ns[0])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec, clock=lambda: now_ns[0]))
+    driver.connect()
+    driver.step(RIGHT)
+    driver.step(RIGHT)
+    now_ns[0] += 1_000_000_000
+    driver.run_watchdog()
+    with pytest.raises(StaleObservation):
+        driver.step(RIGHT)
+    assert len(robot.commands) == 2 and driver.kernel.reason_counts["stale"] == 1
+    driver.close()
+
+
+def test_a_broken_reading_is_not_acted_upon() -> None:
+    robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(nan_at=1)))
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    with pytest.raises(SpecError, match="not finite"):
+        driver.step(RIGHT)
+    driver.run_watchdog()
+    with pytest.raises(SpecError, match="not finite"):
+        driver.step(RIGHT)
+    assert len(robot.commands) == 1
+    driver.close()
+
+
+def test_a_lost_robot_is_told() -> None:
+    robot = RecordingRobot(FakeRobotConfig(faults=FaultPlan(drop_out_at=1)))
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec))
+    driver.connect()
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.step(RIGHT)
+    with pytest.raises(HardwareLost, match="dropped out"):
+        driver.run_watchdog()
+    driver.close()
+
+
+def test_pictures_are_taken_as_often_as_asked_and_always_in_real_time() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    cameras = [FakeCamera(robot, spec) for spec in robot.spec.cameras]
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), cameras, frame_stride=3)
+    driver.connect()
+    ticks = [driver.reset(seed=0), *(driver.step(STILL) for _ in range(6))]
+    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, False, True]
+    assert ticks[0].frames["front"].image.shape == (16, 16, 3)
+    driver.real_time = True
+    assert all(driver.step(STILL).frames for _ in range(3))
+    driver.close()
+
+
+class SlowCamera(FakeCamera):
+    """A new picture at every third look."""
+
+    def __init__(self, robot: RecordingRobot) -> None:
+        super().__init__(robot, robot.spec.cameras[0])
+        self._looks = 0
+        self._newest: CameraFrame | None = None
+
+    def read(self) -> CameraFrame:
+        if self._newest is None or self._looks % 3 == 0:
+            self._newest = super().read()
+        self._looks += 1
+        return self._newest
+
+
+class LateCamera(FakeCamera):
+    """Notes how often its robot had been stopped when it was connected."""
+
+    stops = -1
+
+    def connect(self) -> None:
+        super().connect()
+        assert isinstance(self._robot, RecordingRobot)
+        self.stops = len(self._robot.stops)
+
+
+def test_a_robot_under_an_e_stop_is_stopped_as_soon_as_it_is_connected() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = LateCamera(robot, robot.spec.cameras[0])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    driver.connect()
+    assert camera.stops == 0
+    driver.kernel.emergency_stop("ada")
+    driver.connect()
+    assert camera.stops == 1 and robot.stops == [StopLevel.SAFE]
+    driver.close()
+
+
+class GrowingCamera(FakeCamera):
+    """Of a driver that does not look at what its camera gives."""
+
+    frame = CameraFrame(np.zeros((16, 16, 3), np.uint8), 0)
+
+    def read(self) -> CameraFrame:
+        return self.frame
+
+
+@pytest.mark.parametrize("picture", [np.zeros((32, 16, 3), np.uint8), np.zeros((16, 16, 3), np.float32)])
+def test_a_camera_that_does_not_keep_to_its_spec_is_lost(picture: np.ndarray) -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    camera = GrowingCamera(robot, robot.spec.cameras[0])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [camera])
+    driver.connect()
+    assert driver.reset(seed=0).frames
+    camera.frame = CameraFrame(picture, 1)
+    with pytest.raises(HardwareLost, match=r"camera front shows .*; its spec says uint8 \(16, 16, 3\)"):
+        driver.step(STILL)
+    driver.close()
+
+
+def test_a_picture_is_handed_on_once_and_again_after_a_reset() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front",), image_size=16))
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), [SlowCamera(robot)])
+    driver.connect()
+    ticks = [driver.reset(seed=0), *(driver.step(STILL) for _ in range(4)), driver.reset(seed=1)]
+    assert [bool(tick.frames) for tick in ticks] == [True, False, False, True, False, True]
+    driver.close()
+
+
+def test_a_reset_is_repeatable_and_is_no_step(driver: RobotEnvironment, robot: RecordingRobot) -> None:
+    first, again, other = (driver.reset(seed).observation["observation.state"] for seed in (5, 5, 6))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert robot.commands == []
+
+
+class Stubborn(FakeCamera):
+    """Its library fails to let go of the device."""
+
+    def close(self) -> None:
+        super().close()
+        raise HardwareLost("the camera does not let go")
+
+
+def test_a_camera_that_fails_to_close_keeps_neither_robot_nor_other_devices_open() -> None:
+    robot = RecordingRobot(FakeRobotConfig(cameras=("front", "wrist"), image_size=16))
+    cameras = [Stubborn(robot, spec) for spec in robot.spec.cameras]
+    hand = FakeTeleoperator([TeleopInput(STILL, engaged=False)])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), cameras, teleoperators=[hand])
+    driver.connect()
+    with pytest.raises(HardwareLost, match="does not let go"):
+        driver.close()
+    for device in (robot.observe, hand.read, *(camera.read for camera in cameras)):
+        with pytest.raises(HardwareLost, match="not connected"):
+            device()
+
+
+class Unplugged(FakeTeleoperator):
+    """Pulled out while it is read; what is left of it cannot even be closed."""
+
+    def read(self) -> TeleopInput:
+        raise HardwareLost("the leader went away")
+
+    def close(self) -> None:
+        raise HardwareLost("the leader has hung since reading")
+
+
+def test_a_robot_goes_on_without_an_input_device_that_is_lost_and_cannot_be_closed() -> None:
+    robot = RecordingRobot()
+    hand = Unplugged([TeleopInput(STILL, engaged=False)])
+    driver = RobotEnvironment(robot, FakeTask(), SafetyKernel(robot.spec), teleoperators=[hand])
+    driver.connect()
+    assert driver.step(RIGHT).local_input is None and len(robot.commands) == 1
+    assert driver.step(RIGHT).applied is not None
+    driver.close()

@@ -1,0 +1,51 @@
+"""A session keeps its lease through a gateway that answers late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from hal.errors import LeaseError
+from hal.lease import lease_clock_ns
+from user_sys.edge.control_channel import LeaseClient
+from user_sys.messages import PROTOCOL_VERSION, Hello, LeaseGrant, LeaseRefusal
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.keys import new_keypair
+
+
+def granted(token: int, asked_ns: int = 0) -> LeaseGrant:
+    return LeaseGrant(robot="fake-0", holder="run", token=token, ttl_s=10.0, asked_ns=asked_ns)
+
+
+@pytest.fixture
+def lease() -> Iterator[LeaseClient]:
+    hello = Hello(protocol=PROTOCOL_VERSION, role="robot", name="fake-0", holder="run")
+    with closing(TunnelClient("tcp://127.0.0.1:9", new_keypair(), new_keypair().public, hello)) as unconnected:
+        yield LeaseClient("fake-0", "run", unconnected)
+
+
+def test_a_second_answer_to_the_same_question_is_the_newer_lease_and_ends_nothing(lease: LeaseClient) -> None:
+    lease.on_message(granted(1))
+    lease.on_message(granted(2))
+    assert lease.token == 2
+    lease.on_message(granted(1))
+    lease.on_message(LeaseRefusal(robot="fake-0", reason="token 1 is too old", token=1))
+    lease.on_message(LeaseRefusal(robot="fake-0", reason="held, when it was first asked for", token=0))
+    assert lease.token == 2
+    with pytest.raises(LeaseError, match="another run has it"):
+        lease.on_message(LeaseRefusal(robot="fake-0", reason="another run has it", token=2))
+
+
+def test_a_lease_lasts_from_when_it_was_asked_for_however_late_the_answer_comes(lease: LeaseClient) -> None:
+    assert lease.is_expired()
+    now_ns = lease_clock_ns()
+    lease.on_message(granted(1, now_ns - 4_000_000_000))
+    assert lease.until_ns == now_ns + 6_000_000_000 and not lease.is_expired()
+    lease.on_message(granted(1, now_ns - 8_000_000_000))
+    assert lease.until_ns == now_ns + 6_000_000_000, "an older answer takes nothing back"
+    lease.on_message(granted(1, now_ns + 10**18))
+    assert lease.until_ns <= lease_clock_ns() + 10_000_000_000, "none lasts longer than from now"
+    lease.on_message(granted(2, now_ns - 11_000_000_000))
+    assert lease.is_expired(), "that of another token is no lease of this one"

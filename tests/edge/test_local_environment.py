@@ -1,0 +1,200 @@
+"""A driver in this process: real robots are moved at their own pace, simulated ones as fast as the machine allows."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from edge_kit import STILL, RecordingRobot
+
+import user_sys.edge.local_environment
+from hal.driver import RobotSetup, RobotSetupRequest
+from hal.errors import EmergencyStopped, LeaseHeld
+from hal.estop import EstopLatch, new_emergency_stop
+from hal.lease import driver_process_of, robot_lock
+from hal.machine_folder import robot_files
+from hal.robot import Robot, StopLevel
+from hal.spec import Array
+from robots.fake import FakeTask, make_station
+from user_sys.compose import RobotConfig
+from user_sys.edge.local_environment import RateKeeper, defer_signals, open_local_environment, raise_if_stopped
+from user_sys.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+PERIOD_S = 0.1
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, or a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 5.0
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now_s += seconds
+
+
+def test_control_periods_follow_a_grid_and_lateness_is_not_made_up_by_haste() -> None:
+    clock = Clock()
+    pace = RateKeeper(PERIOD_S, lambda: clock.now_s, clock.sleep)
+    ends = []
+    for work_s in (0.02, 0.09, 0.35, 0.0, 0.05):
+        clock.now_s += work_s
+        pace()
+        ends.append(round(clock.now_s - 5.0, 6))
+    assert ends == [0.1, 0.2, 0.65, 0.75, 0.85], "the third was late; a whole period follows it"
+
+
+def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
+    station = make_station(RobotSetupRequest("arm-0", "reach", {}))
+    for driver, real_time, paced in (
+        ("ur", True, True),
+        ("ur", None, True),
+        ("an-installed-one", None, True),
+        ("an-installed-one", False, False),
+        ("fake", True, False),
+        ("fake", None, False),
+    ):
+        with open_local_environment(station, RobotConfig(name="arm-0", driver=driver, real_time=real_time)) as found:
+            assert found.real_time is paced
+            assert found.reset(0).observation
+
+
+@pytest.mark.parametrize("driver", ["ur", "franka", "ros2", "lerobot"])
+def test_a_real_robot_cannot_be_told_to_leave_the_clock(driver: str) -> None:
+    assert RobotConfig(name="arm-0", driver=driver).follows_clock
+    with pytest.raises(ConfigError, match=f"robot arm-0: .*the driver {driver} moves a real one: leave real_time out"):
+        RobotConfig(name="arm-0", driver=driver, real_time=False)
+
+
+REAL, SIMULATED = (RobotConfig(name="arm-0", driver=driver) for driver in ("ur", "fake"))
+
+
+def watched() -> tuple[RecordingRobot, RobotSetup]:
+    robot = RecordingRobot()
+    return robot, RobotSetup("arm-0", robot, FakeTask())
+
+
+def test_a_real_robot_is_not_driven_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_sys.edge.local_environment, "LOCK_WITHIN_S", 0.0)
+    robot, station = watched()
+    with robot_lock("arm-0", "for run demo", simulated=False):
+        with pytest.raises(LeaseHeld, match="by pid .* for run demo"), open_local_environment(station, REAL):
+            robot.command(STILL)
+        with open_local_environment(station, SIMULATED) as driver:
+            assert driver.step(STILL).applied is not None, "another simulation of the same name is another robot"
+    with open_local_environment(station, REAL):
+        assert driver_process_of("arm-0")
+    assert not driver_process_of("arm-0")
+
+
+def test_a_robot_that_a_person_stopped_is_not_moved_by_another_command() -> None:
+    robot, station = watched()
+    EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada", "smoke"))
+    with pytest.raises(EmergencyStopped, match="stopped by ada: re-arm it at the console .* `user-sys rearm arm-0`"):
+        with open_local_environment(station, REAL):
+            robot.command(STILL)
+    assert robot.commands == [] and not driver_process_of("arm-0")
+
+
+def test_a_robot_that_stops_by_a_button_of_its_own_is_given_up_and_stays_stopped() -> None:
+    robot, station = watched()
+    with (
+        pytest.raises(EmergencyStopped, match="person must re-arm it"),
+        open_local_environment(station, REAL) as driver,
+    ):
+        raise_if_stopped(driver.step(STILL), None)
+        driver.kernel.emergency_stop("the button at the door")
+        raise_if_stopped(driver.step(STILL), None)
+    with pytest.raises(EmergencyStopped, match="button at the door"), open_local_environment(station, REAL):
+        robot.command(STILL)
+    assert len(robot.commands) == 1
+
+
+class Homing(FakeTask):
+    """A reset in which the robot moves by itself; a person presses when it is on its way."""
+
+    def reset(self, robot: Robot, rng: np.random.Generator) -> None:
+        for period in range(10):
+            robot.check_stop()
+            if period == 3:
+                EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada"))
+        raise AssertionError("it went on")
+
+
+def test_a_press_beside_the_program_ends_the_way_to_a_start() -> None:
+    robot = RecordingRobot()
+    with open_local_environment(RobotSetup("arm-0", robot, Homing()), REAL) as driver:
+        tick = driver.reset(0)
+        assert tick.stopped and robot.stops and set(robot.stops) == {StopLevel.SAFE}
+        assert driver.hold().stopped and set(robot.stops) == {StopLevel.SAFE}
+
+
+class Awaited(RecordingRobot):
+    """Somebody presses while its connection is waited for, when nobody could stop it."""
+
+    def connect(self) -> None:
+        EstopLatch(robot_files("arm-0", simulated=False).latch_path).press(new_emergency_stop("ada"))
+        self.check_stop()
+        assert not self.stops
+        super().connect()
+
+
+def test_a_press_while_a_robot_is_being_connected_stops_it_once_it_is() -> None:
+    robot = Awaited()
+    with open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL) as driver:
+        assert driver.reset(0).stopped and set(robot.stops) == {StopLevel.SAFE}
+
+
+class Pressed(RecordingRobot):
+    """Somebody presses Ctrl-C, or closes the terminal, in the middle of the third command, and again while it stops."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number, self.whole, self.closed = number, 0, False
+
+    def command(self, action: Array) -> Array:
+        if self.whole == 2:
+            os.kill(os.getpid(), self._number)
+        applied = super().command(action)
+        self.whole += 1
+        return applied
+
+    def close(self) -> None:
+        os.kill(os.getpid(), self._number)
+        super().close()
+        self.closed = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_ends_a_program_between_two_control_periods_and_the_robot_is_stopped(number: signal.Signals) -> None:
+    robot = Pressed(number)
+    before = signal.signal(number, signal.default_int_handler)  # whoever runs the tests may have it ignored
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            defer_signals() as attend,
+            open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL, check_stop=attend) as driver,
+        ):
+            for _ in range(10):
+                driver.step(STILL)
+                attend()
+        assert robot.whole == 3 and robot.closed
+        assert signal.getsignal(number) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt), defer_signals():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_program_that_shall_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with defer_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

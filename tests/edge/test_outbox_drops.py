@@ -1,0 +1,270 @@
+"""A full outbox that may drop: whole autonomous episodes go, oldest first, and nothing else, whenever it is killed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from user_sys.edge.outbox import Outbox, OutboxFull
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase, decode_chunk
+from user_sys.store.files import Files
+
+MAX_BYTES = 256 << 10
+CHUNKS = 3
+Key = tuple[str, int]
+
+
+def chunk(
+    name: str, index: int, *, last: bool, source: EpisodeSource = EpisodeSource.ONLINE, phase: Phase = Phase.POLICY
+) -> bytes:
+    header = ChunkHeader(episode=name, index=index, first_step=2 * index, steps=2, robot="r", embodiment="fake",
+                         task="t", sentence="", source=source, seed=0, started_unix_ns=0,
+                         end=EpisodeEnd(steps=2 * index + 2, success=None) if last else None)  # fmt: skip
+    phases = np.array([Phase.POLICY, phase], np.uint8)
+    return Chunk(header, {"observation.state": np.zeros((2, 600), np.float32), "phase": phases}, {}).encode()
+
+
+def episode(name: str, chunks: int = CHUNKS, **said: Any) -> list[bytes]:
+    return [chunk(name, index, last=index == chunks - 1, **said) for index in range(chunks)]
+
+
+def opened(path: Path, **said: Any) -> Outbox:
+    return Outbox.open(path, max_bytes=MAX_BYTES, when_full="drop_oldest_autonomous", **said)
+
+
+def waiting(outbox: Outbox) -> list[Key]:
+    """What the tunnel would send; asking counts as sending, so ask at the end."""
+    headers = [decode_chunk(each.packet).header for each in outbox.pending()]
+    return [(header.episode, header.index) for header in headers]
+
+
+def record(outbox: Outbox, name: str, **said: Any) -> list[Key]:
+    for packet in episode(name, **said):
+        outbox.append(packet)
+    return [(name, index) for index in range(CHUNKS)]
+
+
+def test_the_oldest_autonomous_episodes_go_whole_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as outbox:
+        recorded = [key for number in range(100) for key in record(outbox, f"e-{number}")]
+        dropped, used = outbox.dropped, outbox.used_bytes
+        kept = waiting(outbox)
+    assert dropped.episodes > 50 and dropped.chunks == CHUNKS * dropped.episodes
+    assert kept == recorded[dropped.chunks :], "the oldest went, whole, and the rest is in order"
+    assert used <= MAX_BYTES
+    assert outbox.scalars()["outbox_dropped_episodes"] == dropped.episodes
+    assert "outbox.dropped episodes=" in caplog.text
+    with opened(tmp_path) as outbox:
+        assert (waiting(outbox), outbox.dropped.episodes) == (kept, dropped.episodes)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.seg")) <= MAX_BYTES
+
+
+def test_what_people_had_a_part_in_is_never_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path) as outbox:
+        kept = record(outbox, "demo", source=EpisodeSource.DEMO, phase=Phase.TELEOP)
+        kept += record(outbox, "evaluated", source=EpisodeSource.EVALUATION)
+        for phase in (Phase.TELEOP, Phase.CORRECTION, Phase.RECOVERY):
+            for number in range(4):
+                record(outbox, f"alone-{phase}-{number}")
+            kept += record(outbox, f"with-{phase}", phase=phase)
+        for number in range(100):
+            record(outbox, f"later-{number}")
+        assert outbox.dropped.episodes > 12
+        left = waiting(outbox)
+    assert left[: len(kept)] == kept
+    assert all(name.startswith("later") for name, _ in left[len(kept) :])
+
+
+def test_an_outbox_full_of_what_people_did_pauses(tmp_path: Path) -> None:
+    with opened(tmp_path) as outbox:
+        recorded: list[Key] = []
+        with pytest.raises(OutboxFull, match="recording pauses"):
+            for number in itertools.count():
+                recorded += record(outbox, f"demo-{number}", source=EpisodeSource.DEMO)
+        assert outbox.dropped.episodes == 0
+        assert set(recorded) <= set(waiting(outbox))
+
+
+def test_an_episode_that_runs_is_not_dropped_however_long_it_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as outbox:
+        record(outbox, "before")
+        with pytest.raises(OutboxFull):
+            for index in itertools.count():
+                outbox.append(chunk("endless", index, last=False))
+        assert outbox.dropped.episodes == 1
+        assert waiting(outbox) == [("endless", each) for each in range(index)]
+
+
+def test_an_episode_of_which_something_was_sent_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as outbox:
+        first = record(outbox, "acknowledged-in-part")
+        outbox.acknowledge(0)
+        second = record(outbox, "sent-in-part")
+        sent = list(itertools.islice(outbox.pending(), CHUNKS))
+        assert sent[-1].episode == "sent-in-part"
+        for number in range(100):
+            record(outbox, f"e-{number}")
+        assert outbox.dropped.episodes > 0
+        assert waiting(outbox)[: 2 * CHUNKS - 1] == [*first[1:], *second]
+
+
+def test_an_episode_that_a_killed_session_left_may_go_once_another_runs(tmp_path: Path) -> None:
+    with opened(tmp_path) as outbox:
+        outbox.append(chunk("cut-off", 0, last=False))
+    with opened(tmp_path) as outbox:
+        for number in range(60):
+            record(outbox, f"e-{number}")
+        assert "cut-off" not in dict(waiting(outbox))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-1], lambda raw: bytes([raw[0] ^ 1]) + raw[1:]])
+def test_a_damaged_note_is_reported_and_holds_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    with opened(tmp_path) as outbox:
+        for number in range(20):
+            record(outbox, f"e-{number}")
+        assert outbox.dropped.episodes
+    note = tmp_path / "dropped"
+    note.write_bytes(damage(note.read_bytes()))
+    with opened(tmp_path) as outbox:
+        assert "outbox.note-damaged" in caplog.text and not outbox.dropped.episodes
+        assert ("e-19", CHUNKS - 1) in waiting(outbox)
+
+
+def test_a_year_without_a_link_leaves_few_files_and_a_short_note(tmp_path: Path) -> None:
+    with opened(tmp_path, files=Mortal()) as outbox:
+        kept = record(outbox, "demo", source=EpisodeSource.DEMO)
+        for number in range(400):
+            record(outbox, f"e-{number}")
+        assert waiting(outbox)[:CHUNKS] == kept
+    assert len(list(tmp_path.glob("*.seg"))) < 8 and (tmp_path / "dropped").stat().st_size < 1000
+
+
+class Killed(BaseException):
+    """The moment at which the process is killed."""
+
+
+class Mortal(Files):
+    """Files of a process that is killed at its operation number `at`, half a write done; syncs cost nothing."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.count = at, -1
+        for name in ("open", "pwritev", "ftruncate", "rename", "unlink", "fsync", "fdatasync", "sync_folder"):
+            setattr(self, name, functools.partial(self._counted, name, getattr(super(), name)))
+
+    def _counted(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
+        self.count += 1
+        if self.at >= 0 and self.count >= self.at:
+            if self.count == self.at and name == "pwritev":
+                fd, buffers, offset = args
+                super().pwritev(fd, [b"".join(buffers)[: sum(map(len, buffers)) // 2]], offset)
+            raise Killed
+        return None if "sync" in name else operation(*args)
+
+
+def story() -> Iterator[tuple[str, list[bytes]]]:
+    yield "demo", episode("demo", source=EpisodeSource.DEMO)
+    for number in range(40):
+        yield f"e-{number}", episode(f"e-{number}", phase=Phase.CORRECTION if number % 9 == 4 else Phase.POLICY)
+
+
+def live(path: Path, files: Files, durable: list[Key]) -> None:
+    with opened(path, files=files) as outbox:
+        for name, packets in story():
+            for index, packet in enumerate(packets):
+                outbox.append(packet)
+                durable.append((name, index))
+
+
+def require_whole(left: list[Key], durable: list[Key]) -> None:
+    """Nothing twice; of what was recorded either all of an episode or nothing, and all that a person did."""
+    assert max(Counter(left).values()) == 1
+    recorded, found = Counter(name for name, _ in durable), Counter(name for name, _ in left)
+    for name, count in recorded.items():
+        kept = name == "demo" or int(name.removeprefix("e-")) % 9 == 4
+        assert found[name] >= count if kept or count < CHUNKS else found[name] in (0, CHUNKS), name
+
+
+def killed_at(at: int) -> int:
+    """Kills a session at one file operation; returns how many it would have had."""
+    with tempfile.TemporaryDirectory() as folder:
+        durable: list[Key] = []
+        files = Mortal(at)
+        try:
+            live(Path(folder), files, durable)
+        except Killed:
+            pass
+        with opened(Path(folder), files=Mortal()) as outbox:
+            for packet in episode("after"):
+                outbox.append(packet)
+            require_whole(waiting(outbox), durable)
+        return files.count
+
+
+def test_a_kill_at_some_file_operations_loses_nothing_else() -> None:
+    total = killed_at(-1)
+    for at in range(total // 2, total, 41):
+        killed_at(at)
+
+
+@pytest.mark.slow
+def test_a_kill_at_each_file_operation_loses_nothing_else() -> None:
+    for at in range(1, killed_at(-1)):
+        killed_at(at)
+
+
+STEPS = st.lists(st.sampled_from(["alone", "person", "cut off", "reopen", "acknowledge", "kill"]), max_size=60)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.integers(0, 400))
+def test_any_history_keeps_episodes_whole_and_people_s_all(steps: list[str], kill_after: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        outbox = opened(Path(folder), files=Mortal())
+        kept: set[Key] = set()
+        whole: set[str] = set()
+        acknowledged: set[Key] = set()
+        for number, step in enumerate([*steps, *["alone"] * 20]):
+            name = f"e-{number}"
+            if step == "alone":
+                record(outbox, name)
+                whole.add(name)
+            elif step == "person":
+                kept.update(record(outbox, name, phase=Phase.TELEOP))
+            elif step == "cut off":
+                outbox.append(chunk(name, 0, last=False))
+            elif step == "acknowledge":
+                for sent in itertools.islice(outbox.pending(), 2):
+                    acknowledged.add((sent.episode, sent.index))
+                    outbox.acknowledge(sent.sequence)
+            else:
+                outbox.close()
+                if step == "kill":
+                    _kill_while_recording(Path(folder), kill_after, f"k-{number}")
+                outbox = opened(Path(folder), files=Mortal())
+        left = set(waiting(outbox))
+        outbox.close()
+        assert kept <= left | acknowledged and outbox.used_bytes <= MAX_BYTES
+        assert all(len([key for key in left | acknowledged if key[0] == name]) in (0, CHUNKS) for name in whole)
+
+
+def _kill_while_recording(path: Path, at: int, name: str) -> None:
+    try:
+        with opened(path, files=Mortal(at)) as outbox:
+            for number in range(30):
+                record(outbox, f"{name}-{number}")
+    except Killed:
+        pass

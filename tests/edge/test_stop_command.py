@@ -1,0 +1,219 @@
+"""The e-stop, pressed from another terminal or at a console: it stops the robot whatever program drives it."""
+
+from __future__ import annotations
+
+import getpass
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from edge_kit import STILL, RecordingRobot, driver_process, until
+
+from hal.audit import machine_audit_path, read_audit_log
+from hal.driver import RobotSetup
+from hal.errors import EmergencyStopped, HardwareLost
+from hal.estop import EmergencyStop, EstopLatch
+from hal.lease import MachineLock, robot_lock
+from hal.machine_folder import robot_files, shared_file
+from hal.robot import StopLevel
+from robots.fake import FakeTask
+from user_sys.commands import stop
+from user_sys.commands.main import main
+from user_sys.commands.stop import ConsoleMessage, with_local_estop
+from user_sys.compose import RobotConfig
+from user_sys.edge.driver_client import DriverClient
+from user_sys.edge.local_environment import open_local_environment
+from user_sys.messages import OperatorCommand, OperatorReply, PreviewRequest
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+REAL = RobotConfig(name="arm-0", driver="ur")
+FAKE = RobotConfig(name="fake-0", driver="fake", task="reach")
+E_STOP = OperatorCommand(robot="arm-0", operator="ada", order="e-stop", sequence=1, press=7)
+
+
+def latched(robot: str, *, simulated: bool = False) -> EmergencyStop | None:
+    return EstopLatch(robot_files(robot, simulated=simulated).latch_path).read()
+
+
+class Driving:
+    """A program that drives the real robot arm-0 by itself, as `record` does, in a thread."""
+
+    def __init__(self) -> None:
+        self.robot, self.over, self.begun = RecordingRobot(), threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._drive)
+
+    def _drive(self) -> None:
+        with open_local_environment(RobotSetup("arm-0", self.robot, FakeTask()), REAL) as driver:
+            while not self.over.is_set():
+                driver.step(STILL)
+                self.begun.set()
+
+    def __enter__(self) -> Driving:
+        self.thread.start()
+        assert self.begun.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def test_it_stops_a_program_that_drives_the_robot_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with MachineLock(shared_file("device.video0.lock")), Driving() as driving:
+        assert main(["stop", "--by", "ada", "--reason", "smoke"]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("arm-0: stopped; its driver acknowledged (pid ") and "driven by pid " in line
+        commanded = len(driving.robot.commands)
+        assert driving.robot.stops[-1] is StopLevel.SAFE
+        assert main(["stop", "arm-0", "--by", "bob"]) == 0, "a second press is acknowledged too"
+        assert len(driving.robot.commands) == commanded
+        stopped = latched("arm-0")
+        assert stopped is not None and (stopped.by, stopped.presses) == ("ada", 2)
+    with (
+        pytest.raises(EmergencyStopped, match="arm-0 was stopped by ada"),
+        open_local_environment(RobotSetup("arm-0", RecordingRobot(), FakeTask()), REAL),
+    ):
+        pass
+
+
+def test_a_name_that_is_not_known_fails_and_lists_what_is_driven(capsys: pytest.CaptureFixture[str]) -> None:
+    with Driving():
+        assert main(["stop", "arm-1"]) == 1
+        told = capsys.readouterr().err
+        assert "arm-1: NOT STOPPED" in told and "Driven here: arm-0" in told
+        assert latched("arm-0") is None and latched("arm-1") is None
+        assert main(["stop", "arm-1", "arm-0"]) == 1
+        captured = capsys.readouterr()
+        assert "arm-0: stopped" in captured.out and "arm-1: NOT STOPPED" in captured.err, "the others are stopped"
+
+
+def test_a_driver_that_does_not_answer_fails_loudly_and_its_successor_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stop, "ACKNOWLEDGE_TIMEOUT_S", 0.2)
+    with robot_lock("arm-0", "for runs/demo", simulated=False):
+        assert main(["stop", "arm-0", "--by", "ada"]) == 1
+        told = capsys.readouterr().err
+        assert "arm-0: NO ANSWER within 0.2 s from pid " in told and "press the robot's own e-stop" in told
+    with (
+        pytest.raises(EmergencyStopped),
+        open_local_environment(RobotSetup("arm-0", RecordingRobot(), FakeTask()), REAL),
+    ):
+        pass
+
+
+def test_it_stops_a_robot_that_a_driver_process_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with driver_process(tmp_path / "state", FAKE) as running, DriverClient("fake-0") as session:
+        until(lambda: _answers(session), "the driver is there")
+        assert main(["stop", "fake-0", "--by", "ada"]) == 0
+        running.wait_for_log("estop.latched by=ada")
+        assert "fake-0 (simulated by user " in capsys.readouterr().out
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait(60)
+    assert main(["stop", "fake-0"]) == 1, "a simulated robot that nothing drives is not known"
+    with driver_process(tmp_path / "other", FAKE, "other.log"), DriverClient("fake-0", token=1) as session:
+        until(lambda: _answers(session), "the driver is there")
+        assert not session.hold().stopped, "another run begins anew"
+    with driver_process(tmp_path / "state", FAKE, "again.log"), DriverClient("fake-0", token=1) as session:
+        until(lambda: _answers(session), "the driver is there")
+        assert session.hold().stopped, "the same run does not"
+
+
+def _answers(driver: DriverClient) -> bool:
+    try:
+        driver.describe(1.0)
+    except HardwareLost:
+        return False
+    return True
+
+
+def test_a_robot_that_nothing_drives_stays_stopped_until_a_person_re_arms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop"]) == 1
+    assert "no robot is driven on this computer" in capsys.readouterr().err
+    assert main(["stop", "arm-0"]) == 1, "it was never driven here"
+    robot = RecordingRobot()
+    with open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL):
+        assert main(["rearm", "arm-0"]) == 2 and "is driven on this machine by pid" in capsys.readouterr().err
+    assert main(["stop", "arm-0", "--by", "ada"]) == 0
+    assert "latched for its next start, until a person re-arms it" in capsys.readouterr().out
+    robot = RecordingRobot()
+    with pytest.raises(EmergencyStopped), open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL):
+        pass
+    assert robot.commands == []
+    assert main(["rearm", "arm-0", "--by", "bob"]) == 0
+    assert "re-armed by bob; it was stopped by ada" in capsys.readouterr().out
+    with open_local_environment(RobotSetup("arm-0", robot, FakeTask()), REAL) as driver:
+        assert driver.step(STILL).applied is not None
+    assert main(["rearm", "arm-0"]) == 2 and "no e-stop is latched" in capsys.readouterr().err
+    assert main(["stop", "../arm-0"]) == 2 and "is not a robot's name" in capsys.readouterr().err
+
+
+def test_a_press_that_comes_while_a_person_re_arms_stands() -> None:
+    with Driving() as driving:
+        kernel_latch = EstopLatch(robot_files("arm-0", simulated=False).latch_path)
+        first = kernel_latch.press(EmergencyStop(by="ada", why="", unix_ns=1))
+        second = kernel_latch.press(EmergencyStop(by="bob", why="", unix_ns=2))
+        assert not kernel_latch.clear(first) and latched("arm-0") is not None
+        until(lambda: driving.robot.stops, "it is stopped")
+        assert kernel_latch.clear(second) and latched("arm-0") is None
+
+
+def test_a_user_without_a_name_stops_robots_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    with Driving():
+        assert main(["stop", "arm-0"]) == 0
+    assert latched("arm-0") is not None and capsys.readouterr().out.startswith("arm-0: stopped")
+
+
+def test_a_console_reaches_programs_that_are_not_of_its_run() -> None:
+    sent: list[ConsoleMessage] = []
+    answers: list[OperatorReply] = []
+    order = with_local_estop(sent.append, {"arm-0": "for /runs/demo/edge/arm-0"}, answers.append)
+    order(E_STOP)
+    assert latched("arm-0") is None, "nothing drives it here"
+    with robot_lock("arm-0", "for /runs/demo/edge/arm-0", simulated=False):
+        order(E_STOP)
+        assert latched("arm-0") is None and not _pressing(), "its own driver gets it from its session"
+    with Driving():
+        watch = PreviewRequest(robot="arm-0", rate_hz=1.0, ttl_s=1.0)
+        take_over = OperatorCommand(robot="arm-0", operator="ada", order="take-over", sequence=2)
+        for other in (watch, take_over):
+            order(other)
+        assert not _pressing()
+        for _ in range(3):  # as the page repeats it
+            order(E_STOP)
+        assert _pressing() <= 1
+        until(lambda: (stop := latched("arm-0")) is not None and stop.acknowledged, "it is stopped")
+        until(lambda: answers, "the page is told")
+        order(E_STOP)
+        until(lambda: not _pressing(), "it is done")
+        assert [(reply.accepted, reply.press) for reply in answers] == [(True, E_STOP.press)]
+    assert sent == [E_STOP, E_STOP, watch, take_over, *[E_STOP] * 4]
+
+
+def _pressing() -> int:
+    return sum(thread.name == "e-stop arm-0" for thread in threading.enumerate())
+
+
+def test_who_stopped_and_re_armed_is_in_the_computers_audit_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    EstopLatch(robot_files("arm-7", simulated=False).latch_path).prepare()
+    assert main(["stop", "arm-7", "--by", "ana", "--reason", "smoke"]) == 0
+    assert main(["stop", "arm-8", "--by", "ana"]) == 1
+    assert main(["rearm", "arm-7", "--by", "bob"]) == 0
+    capsys.readouterr()
+    told = [(e.person, e.order, e.robot, e.reason, e.address) for e in read_audit_log(machine_audit_path())]
+    assert told == [
+        ("ana", "e-stop", "arm-7", "smoke", "this computer"),
+        ("ana", "e-stop", "arm-8", "", "this computer"),
+        ("bob", "re-arm", "arm-7", "", "this computer"),
+    ]

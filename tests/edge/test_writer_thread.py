@@ -1,0 +1,54 @@
+"""The writing thread does what it is given, in order and all of it, and never hides what went wrong."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from user_sys.edge.recorder import MAX_QUEUED_TASKS, WriterThread
+from user_sys.errors import StoreError
+
+
+def never() -> None:
+    raise AssertionError("it should not have to wait")
+
+
+def test_all_is_written_in_order_before_the_end() -> None:
+    done: list[int] = []
+    with WriterThread(never) as scribe:
+        for number in range(MAX_QUEUED_TASKS):
+            scribe.put(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == list(range(MAX_QUEUED_TASKS))
+
+
+def test_a_disk_that_takes_nothing_blocks_visibly_once_enough_waits() -> None:
+    free, told = threading.Event(), threading.Event()
+
+    def blocked() -> None:
+        told.set()
+        free.set()
+
+    done: list[int] = []
+    with WriterThread(blocked) as scribe:
+        scribe.put(lambda: done.append(int(free.wait(60))))
+        for _ in range(MAX_QUEUED_TASKS + 1):
+            scribe.put(lambda: done.append(1))
+    assert told.is_set() and done == [1] * (MAX_QUEUED_TASKS + 2)
+
+
+def test_what_went_wrong_is_raised_to_the_loop_and_nothing_is_written_after_it() -> None:
+    def fail() -> None:
+        raise StoreError("the disk failed")
+
+    done: list[int] = []
+    with pytest.raises(StoreError, match="the disk failed"), WriterThread(lambda: None) as scribe:
+        scribe.put(fail)
+        while True:
+            scribe.put(lambda: done.append(1))
+    assert done == []
+
+
+def test_what_went_wrong_last_is_raised_at_the_end() -> None:
+    with pytest.raises(StoreError, match="full"), WriterThread(never) as scribe:
+        scribe.put(lambda: (_ for _ in ()).throw(StoreError("full")))

@@ -1,0 +1,251 @@
+"""From arrival to durable and acknowledged, and a store that is kept within its bound meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.episode import Chunk, ChunkHeader, EpisodeEnd, EpisodeSource
+from user_sys.errors import StoreError, StoreFull
+from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.ingest import ChunkIngester, RetentionWorker, SendReply
+from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
+from user_sys.store.files import Files
+from user_sys.store.labels import NoteLabel
+from user_sys.store.maintenance import Retention, disk_bytes
+from user_sys.store.segment_writer import SyncPoint
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.tunnel.server import Peer
+
+DEADLINE_S = 120.0
+ROBOT = Peer("panda-0", "robot", "key", "nowhere", b"1")
+
+
+def packet(number: int, source: EpisodeSource = EpisodeSource.ONLINE, robot: str = "panda-0") -> bytes:
+    """An episode of one chunk."""
+    header = ChunkHeader(
+        episode=f"{source}-{number:04d}",
+        index=0,
+        first_step=0,
+        steps=10,
+        robot=robot,
+        embodiment="e1",
+        task="lift",
+        sentence="lift",
+        source=source,
+        seed=0,
+        started_unix_ns=number,
+        end=EpisodeEnd(steps=10, success=number % 2 == 0),
+    )
+    return Chunk(header, {"observation.state": np.zeros((10, 100), np.float32)}, {}).encode()
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        time.sleep(0.01)
+
+
+@dataclass
+class IngestBench:
+    """A committer and what it answered."""
+
+    path: Path
+    writer: StoreWriter
+    committer: ChunkIngester = field(init=False)
+    acknowledged: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    released: int = 0
+
+    def __post_init__(self) -> None:
+        answer: SendReply = self.answer
+        self.committer = ChunkIngester(self.writer, answer, self.release, GatewayConfig(commit_bytes=20_000))
+
+    def answer(self, peer: Peer, answer: ChunkAck | ChunkRefusal) -> None:
+        assert peer is ROBOT
+        (self.acknowledged if isinstance(answer, ChunkAck) else self.refused).append(answer.sequence)
+
+    def release(self, peer: Peer, chunks: int, size_bytes: int) -> None:
+        assert peer is ROBOT and size_bytes >= chunks > 0
+        self.released += chunks
+
+    def offer(self, sequence: int, raw: bytes) -> None:
+        self.committer.put_chunk(ROBOT, ChunkOffer(sequence=sequence, episode="any", index=0), raw)
+
+    def deliver(self, first: int, count: int, source: EpisodeSource = EpisodeSource.ONLINE) -> None:
+        """Sends chunks and waits until they are acknowledged."""
+        for number in range(first, first + count):
+            self.offer(number, packet(number, source))
+        until(lambda: bool(self.acknowledged) and self.acknowledged[-1] == first + count - 1, "acknowledgements")
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[IngestBench]:
+    with StoreWriter.open(tmp_path / "store", segment_bytes=50_000) as writer:
+        yield IngestBench(tmp_path / "store", writer)
+
+
+def test_groups_are_acknowledged_in_order_and_what_is_refused_is_named(desk: IngestBench) -> None:
+    for number in range(50):
+        desk.offer(number, packet(number, robot="rival" if number == 7 else "panda-0"))
+    desk.offer(50, packet(3))
+    desk.committer.start()
+    said = desk.committer.append_labels(
+        [NoteLabel(episode="online-0001", labeller="ada", at_unix_ns=1, note="well done")]
+    )
+    said.result(DEADLINE_S)
+    desk.committer.close()
+    assert desk.acknowledged == sorted(desk.acknowledged) and desk.acknowledged[-1] == 50
+    assert desk.refused == [7] and desk.released == 51 and desk.committer.failure is None
+    totals = desk.committer.totals
+    assert (totals.chunks, totals.duplicates, totals.rejected) == (49, 1, 1) and desk.committer.queued_bytes == 0
+    with StoreReader.open(desk.path) as reader:
+        reader.refresh()
+        assert len(reader.index.chunks) == 49 and len(reader.index.labels("online-0001")) == 1
+
+
+def still_there(reader: StoreReader) -> bool:
+    """Whether a deleted chunk has not gone yet, or anything new came."""
+    rows, chunks = reader.refresh().rows, reader.index.chunks
+    return bool(rows) or bool((~chunks.alive & ~chunks.gone).any())
+
+
+class FailingSync(Files):
+    """A disk whose syncs fail from a moment on."""
+
+    def __init__(self) -> None:
+        self.broken = threading.Event()
+
+    def fdatasync(self, fd: int) -> None:
+        if self.broken.is_set():
+            raise OSError(5, "Input/output error")
+        super().fdatasync(fd)
+
+
+def test_nothing_is_acknowledged_after_a_sync_that_failed(tmp_path: Path) -> None:
+    disk = FailingSync()
+    writer = StoreWriter.open(tmp_path, files=disk)
+    desk = IngestBench(tmp_path, writer)
+    desk.committer.start()
+    desk.deliver(0, 3)
+    disk.broken.set()
+    for number in range(3, 40):
+        desk.offer(number, packet(number))
+    until(lambda: desk.committer.failure is not None, "the failure")
+    desk.committer.close()
+    assert isinstance(desk.committer.failure, StoreError) and desk.acknowledged[-1] == 2
+    writer.close()
+
+
+class SlowSync(Files):
+    """A disk on which each sync lasts until it may end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.slow = threading.Event()
+
+    def fdatasync(self, fd: int) -> None:
+        if self.slow.is_set():
+            self.begun.release()
+            assert self.may_end.acquire(timeout=DEADLINE_S)
+        super().fdatasync(fd)
+
+
+def test_the_next_group_is_appended_while_the_disk_syncs_and_acknowledged_after_its_own_sync(tmp_path: Path) -> None:
+    disk = SlowSync()
+    with StoreWriter.open(tmp_path, files=disk) as writer:
+        desk = IngestBench(tmp_path, writer)
+        disk.slow.set()
+        desk.committer.start()
+        desk.offer(0, packet(0))
+        assert disk.begun.acquire(timeout=DEADLINE_S)
+        desk.offer(1, packet(1))
+        until(lambda: writer.chunks == 2, "the next group")
+        assert desk.acknowledged == []
+        disk.may_end.release()
+        assert disk.begun.acquire(timeout=DEADLINE_S)
+        assert desk.acknowledged == [0]
+        disk.slow.clear()
+        disk.may_end.release()
+        desk.committer.close()
+        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+
+
+class NoRoomForFiles(Files):
+    """A disk that has no room for another file for a while."""
+
+    def __init__(self) -> None:
+        self.full = threading.Event()
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and self.full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().open(path, flags)
+
+
+class HeldWriter(StoreWriter):
+    """Its first sync comes when it may, so that the next group is appended between a group's writing and its sync."""
+
+    begun, may_sync, refused = threading.Event(), threading.Event(), threading.Event()
+
+    def sync(self, ticket: SyncPoint | None = None) -> None:
+        self.begun.set()
+        assert self.may_sync.wait(DEADLINE_S)
+        try:
+            super().sync(ticket)
+        except StoreFull:
+            self.refused.set()
+            raise
+
+
+def test_a_disk_that_is_full_when_a_group_is_synced_is_waited_for(tmp_path: Path) -> None:
+    disk = NoRoomForFiles()
+    with HeldWriter.open(tmp_path, segment_bytes=len(packet(0)), files=disk) as writer:  # a chunk to a segment
+        desk = IngestBench(tmp_path, writer)
+        desk.committer.start()
+        desk.offer(0, packet(0))
+        assert writer.begun.wait(DEADLINE_S)
+        disk.full.set()
+        desk.offer(1, packet(1))
+        until(lambda: desk.committer.totals.disk_full, "the next group meets the full disk")
+        writer.may_sync.set()
+        assert writer.refused.wait(DEADLINE_S)
+        disk.full.clear()
+        until(lambda: desk.acknowledged == [0, 1] or desk.committer.failure is not None, "both are acknowledged")
+        desk.committer.close()
+        assert desk.acknowledged == [0, 1] and desk.committer.failure is None
+
+
+def test_a_store_is_kept_within_its_bound_while_it_is_written(desk: IngestBench) -> None:
+    bound = 400_000
+    keeper = RetentionWorker(desk.path, desk.writer, desk.committer, Retention(max_bytes=bound), interval_s=0.01)
+    desk.committer.start()
+    desk.deliver(0, 10, EpisodeSource.DEMO)
+    keeper.start()
+    with StoreReader.open(desk.path) as learner:
+        for first in range(10, 410, 20):
+            desk.deliver(first, 20)
+            learner.refresh()
+            assert not learner.damaged
+        until(lambda: disk_bytes(desk.path) <= bound, "the store shrinks")
+        until(lambda: not still_there(learner), "the learner sees what is gone")
+        for row in np.flatnonzero(learner.index.chunks.alive).tolist():
+            learner.read(row)
+    keeper.close()
+    desk.committer.close()
+    assert keeper.failure is None and keeper.totals.episodes_dropped > 200
+    with StoreReader.open(desk.path) as reader:
+        reader.refresh()
+        alive = [episode for episode in reader.episodes() if not episode.deleted]
+        assert sum(episode.source is EpisodeSource.DEMO for episode in alive) == 10
+        outcomes = [episode.success for episode in alive if episode.source is EpisodeSource.ONLINE]
+        assert 0.3 < outcomes.count(True) / len(outcomes) < 0.7

@@ -1,0 +1,723 @@
+"""A desk between a learner and robots that ask when they have room: nobody loses the version that is on the way."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.gateway.weights import (
+    FLUSH_BYTES,
+    FLUSH_DEADLINE_S,
+    FLUSH_DELAY_S,
+    FLUSH_RETRY_S,
+    MAX_VERSIONS_BEHIND,
+    PRUNE_INTERVAL_S,
+    WeightsDistributor,
+)
+from user_sys.messages import (
+    NO_EPOCH,
+    NO_VERSION,
+    TENSOR_TABLE,
+    PatchInfo,
+    PinnedVersion,
+    Precision,
+    PublisherEpoch,
+    WeightsApplied,
+    WeightsBlocks,
+    WeightsGone,
+    WeightsManifest,
+    WeightsMessage,
+    WeightsOffer,
+    WeightsReceived,
+    WeightsRequest,
+)
+from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
+from user_sys.weights.distribution import DOWNLOAD_TIMEOUT_S, UNANSWERED_TIMEOUT_S, build_offer, read_blocks
+from user_sys.weights.fetcher import STALL_TIMEOUT_S
+from user_sys.weights.patches import (
+    BLOCK_BYTES,
+    Patch,
+    UpdatePath,
+    VersionIndex,
+    cheapest_path,
+    delta_patch,
+    full_patch,
+    table_patch,
+)
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.signing import Signer, new_signer
+from user_sys.weights.state import TensorSet, build_manifest, build_tensor_set
+from user_sys.weights.version_store import VersionStore, newest_version
+
+
+def arrays(number: int) -> dict[str, Array]:
+    return {"w": np.random.default_rng(number).normal(size=40_000).astype(np.float32)}
+
+
+def nudged(state: TensorSet, number: int) -> TensorSet:
+    """The same but for a few values."""
+    fresh = state.tensors["w"].copy()
+    fresh[number::1000] += 1
+    return build_tensor_set({"w": fresh})
+
+
+class DistributorBench:
+    """A desk whose thread is the test's own, and a learner that answers from a catalogue.
+
+    Attributes:
+        asked: the desk's requests that nobody has answered.
+        told: what robots were sent.
+    """
+
+    def __init__(self, folder: Path, signer: Signer, kept: int = 2) -> None:
+        self.signer, self.learner = signer, VersionIndex()
+        self.now_s, self.asked, self.told = 0.0, list[WeightsRequest](), list[tuple[str, AnyMessage]]()
+        self.shelf = VersionStore(folder)
+        self.desk = WeightsDistributor(self.shelf, self.send, kept, clock=lambda: self.now_s)
+        self.desk.on_learner_opened("learner")
+        self.round()
+
+    def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
+        if name != "learner":
+            self.told.append((name, message))
+        elif isinstance(message, WeightsRequest):
+            self.asked.append(message)
+        return True
+
+    def offer(self, version: int, state: TensorSet, *parcels: Patch, life: PublisherEpoch = NO_EPOCH) -> None:
+        """The learner has a version, and nothing else any more but what leads there."""
+        manifest = build_manifest(state, version, version, -life.number, (0.0, 0.0), life)
+        signed = self.signer.sign(manifest)
+        self.learner.manifests["exact", version] = (manifest, signed)
+        self.learner.patches |= {parcel.info.id: parcel for parcel in parcels}
+        self.learner.retain([version], version - 1)
+        infos = self.learner.patch_infos()
+        offer = build_offer([signed], infos, ["exact"], version, signer=self.signer.public_key)
+        self.desk.on_message("learner", offer, None)
+        self.round()
+
+    def full(self, version: int, life: PublisherEpoch = NO_EPOCH) -> TensorSet:
+        state = build_tensor_set(arrays(version))
+        self.offer(version, state, full_patch(state, version), life=life)
+        return state
+
+    def round(self) -> None:
+        """The desk takes in what has come, and asks."""
+        while not self.desk._inbox.empty():
+            self.desk._take_in(0.0)
+            self.desk._collect()
+        self.desk._fetcher.send_requests()
+
+    def run_for(self, seconds: float) -> None:
+        """The desk does what it has to, and the learner answers nothing."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + max(1e-6, self.desk._go_on(0.0)))
+
+    def answer(self, requests: int = 10_000, keep: bool = True) -> None:
+        """The learner answers, until nothing is asked any more, and what came is kept, where it is time for that."""
+        while self.asked and requests:
+            for message, payload in read_blocks(self.learner, self.asked.pop(0)):
+                self.desk.on_message("learner", message, payload)
+            self.now_s += 1e-3
+            self.round()
+            requests -= 1
+        if keep and self.desk._unkept.is_pending:
+            self.desk._persist()
+
+    def grain(self, name: str, parcel: Patch, number: int) -> bool:
+        """Whether a robot that asks for a grain gets it."""
+        self.told.clear()
+        self.desk.on_message(name, WeightsRequest(parcel=parcel.info.id, first=number, count=1), None)
+        ((_, message),) = self.told
+        assert isinstance(message, WeightsBlocks | WeightsGone)
+        return isinstance(message, WeightsBlocks)
+
+    def offered(self, name: str) -> tuple[int, WeightsOffer]:
+        """What a robot that comes in is offered."""
+        self.told.clear()
+        self.desk.on_robot_opened(name)
+        ((_, offer),) = self.told
+        assert isinstance(offer, WeightsOffer)
+        return self.signer.verifier.verify(offer.manifests[0], WeightsManifest).version, offer
+
+
+@pytest.fixture
+def counter(tmp_path: Path) -> DistributorBench:
+    return DistributorBench(tmp_path / "weights", new_signer())
+
+
+def test_a_version_that_a_slow_robot_is_fetching_stays_until_it_has_it(counter: DistributorBench) -> None:
+    first = full_patch(counter.full(1), 1)
+    counter.answer()
+    for version in range(2, 12):
+        assert counter.grain("slow", first, version % first.info.block_count)
+        counter.full(version)
+        counter.answer()
+    assert counter.grain("slow", first, first.info.block_count - 1)
+    assert len(counter.desk._catalogue.patches) == 3, "that one, and as many as are kept"
+    counter.now_s += 2 * DOWNLOAD_TIMEOUT_S
+    counter.full(12)
+    counter.answer()
+    assert not counter.grain("slow", first, 0), "nobody asked for it for long"
+
+
+def test_the_differences_to_a_version_that_is_being_fetched_stay_as_well(counter: DistributorBench) -> None:
+    state = counter.full(1)
+    first, second = full_patch(state, 1), delta_patch(1, state, 2, newer := nudged(state, 2))
+    counter.answer()
+    assert second is not None
+    counter.offer(2, newer, second)
+    counter.answer()
+    assert counter.grain("slow", first, 0), "it aims at the second"
+    for version in range(3, MAX_VERSIONS_BEHIND + 8):
+        counter.full(version)
+        counter.answer()
+    assert counter.grain("slow", first, 1) and counter.grain("slow", second, 0)
+
+
+def waits(state: TensorSet, version: int, room_bytes: int = 1 << 20) -> WeightsApplied:
+    return WeightsApplied(robot="one", version=version, seconds=0.1, digest=state.digest, ahead_bytes=room_bytes)
+
+
+def test_a_robot_that_waits_gets_the_difference_with_its_offer_and_another_only_its_offer(
+    counter: DistributorBench,
+) -> None:
+    state = counter.full(1)
+    counter.answer()
+    for name in ("one", "busy"):
+        counter.desk.on_robot_opened(name)
+    counter.desk.on_message("one", waits(state, 1), None)
+    counter.told.clear()
+    parcel = delta_patch(1, state, 2, newer := nudged(state, 2))
+    assert parcel is not None
+    counter.offer(2, newer, parcel)
+    counter.answer()
+    told = {name: [message for to, message in counter.told if to == name] for name in ("one", "busy")}
+    offer, *grains = told["one"]
+    assert isinstance(offer, WeightsOffer) and [request.parcel for request in offer.ahead] == [parcel.info.id]
+    assert grains and all(isinstance(m, WeightsBlocks) and m.parcel == parcel.info.id for m in grains)
+    (plain,) = told["busy"]
+    assert isinstance(plain, WeightsOffer) and not plain.ahead
+
+
+def test_nothing_more_comes_unasked_until_a_robot_has_said_again_that_it_waits(counter: DistributorBench) -> None:
+    state = counter.full(1)
+    counter.answer()
+    counter.desk.on_robot_opened("one")
+    counter.desk.on_message("one", waits(state, 1), None)
+    for version in (2, 3):
+        counter.told.clear()
+        counter.full(version)
+        counter.answer()
+        assert any(isinstance(message, WeightsBlocks) for _, message in counter.told) == (version == 2)
+    counter.desk.on_message("one", waits(state, 1), None)
+    counter.desk.on_peer_closed("one")
+    _, offer = counter.offered("one")
+    assert not offer.ahead, "another session"
+
+
+def test_no_more_comes_unasked_than_a_robot_lets_come(counter: DistributorBench) -> None:
+    state = build_tensor_set({"w": np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)})
+    counter.offer(1, state, full_patch(state, 1))
+    counter.answer()
+    counter.desk.on_robot_opened("one")
+    for version, room_bytes, grains in ((2, BLOCK_BYTES - 1, 0), (3, 3 * BLOCK_BYTES, 3), (4, 1 << 40, 16)):
+        counter.desk.on_message("one", waits(state, version - 1, room_bytes), None)
+        counter.told.clear()
+        state = build_tensor_set({"w": np.random.default_rng(version).normal(size=1 << 20).astype(np.float32)})
+        counter.offer(version, state, full_patch(state, version))
+        counter.answer()
+        offer = counter.told[0][1]
+        assert isinstance(offer, WeightsOffer) and sum(request.count for request in offer.ahead) == grains
+
+
+def test_a_version_is_kept_when_that_is_due_and_no_later(
+    counter: DistributorBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's governor takes it for over by then."""
+    counter.full(1)
+    counter.answer()
+    desk, waits = counter.desk, list[float]()
+    desk._unkept.received(1)
+    counter.now_s += FLUSH_DELAY_S - 0.1
+
+    def take_in(wait_s: float) -> None:
+        waits.append(wait_s)
+        counter.now_s += wait_s
+        if len(waits) == 3:
+            desk._stopping.set()
+
+    monkeypatch.setattr(desk, "_take_in", take_in)
+    desk._run()
+    assert waits == pytest.approx([0.0, 0.1, STALL_TIMEOUT_S]) and not desk._unkept.is_pending
+
+
+def test_what_a_newer_version_overtakes_before_it_is_kept_is_never_written(counter: DistributorBench) -> None:
+    counter.full(1)
+    counter.answer()
+    for version in range(2, 7):
+        counter.full(version)
+        counter.answer(keep=version == 6)
+    assert counter.shelf.load().complete_versions() == [1, 6]
+
+
+@pytest.mark.parametrize(("values", "most"), [(10, 3), (1 << 20, 22)])
+def test_versions_that_follow_upon_each_other_are_written_together_unless_they_are_large(
+    counter: DistributorBench, values: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write takes time from the learner beside it, and what waits for one takes memory."""
+    written_s, keep = [0.0], counter.shelf.save
+
+    def kept(catalogue: VersionIndex, signer: bytes = b"") -> None:
+        keep(catalogue, signer)
+        written_s.append(counter.now_s)
+
+    monkeypatch.setattr(counter.shelf, "save", kept)
+    for version in range(1, 101):
+        state = build_tensor_set({"w": np.full(values, version, np.float32)})
+        counter.offer(version, state, full_patch(state, version))
+        counter.answer(keep=False)
+        counter.run_for(0.1)
+        assert counter.desk._unkept.pending_bytes <= FLUSH_BYTES + FLUSH_DELAY_S / 0.1 * state.size_bytes
+        assert len(counter.desk._catalogue.patches) <= 2 + PRUNE_INTERVAL_S / 0.1 + 1
+    last_s = counter.now_s - 0.1
+    counter.run_for(2.0)
+    from_the_first_s = FLUSH_DEADLINE_S + 0.1
+    assert len(written_s) - 1 <= most and max(np.diff(written_s)) <= from_the_first_s
+    found = newest_version(counter.shelf.load())
+    assert found is not None and found[0].version == 100 and written_s[-1] <= last_s + FLUSH_DELAY_S + 0.01
+
+
+def test_a_disk_that_was_full_is_tried_again_later(counter: DistributorBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter.full(1)
+    counter.answer()
+
+    def write(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("user_sys.weights.version_store.replace_durably", write)
+        counter.full(2)
+        counter.answer()
+    assert counter.shelf.load().complete_versions() == [1] and counter.offered("one")[0] == 2
+    assert counter.desk._unkept.due_s(0.0) == pytest.approx(FLUSH_RETRY_S)
+    counter.desk._persist()
+    assert counter.shelf.load().complete_versions() == [1, 2]
+
+
+def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
+    counter: DistributorBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a hundred robots that get twenty versions a second take half a processor of the gateway's."""
+    looked, calls = list[int](), list[int]()
+
+    def look(infos: Iterable[PatchInfo], form: Precision, target: int, held: Mapping[int, bytes]) -> UpdatePath | None:
+        looked.append(target)
+        return cheapest_path(infos, form, target, held)
+
+    for place in ("offers", "serve"):
+        monkeypatch.setattr(f"user_sys.weights.{place}.cheapest", look)
+    state = counter.full(1)
+    counter.answer()
+    for version, names in ((2, ("one",)), (3, tuple(f"robot-{n}" for n in range(20)))):
+        for name in names:
+            counter.desk.on_robot_opened(name)
+            counter.desk.on_message(name, waits(state, version - 1), None)
+        parcel = delta_patch(version - 1, state, version, newer := nudged(state, version))
+        assert parcel is not None
+        looked.clear()
+        counter.offer(version, newer, parcel)
+        counter.answer(keep=False)
+        calls.append(len(looked))
+        counter.desk._persist()
+        state = newer
+        counter.desk.on_peer_closed("one")
+    assert calls[0] == calls[1]
+
+
+def test_the_link_of_a_robot_that_says_nothing_is_not_filled_with_news(counter: DistributorBench) -> None:
+    """At a megabit a second news of twenty versions a second would leave next to no room for weights."""
+
+    def publish(*versions: int) -> None:
+        for version in versions:
+            counter.full(version)
+            counter.answer()
+
+    def told() -> list[int]:
+        offers = [message for name, message in counter.told if name == "slow" and isinstance(message, WeightsOffer)]
+        return [counter.signer.verifier.verify(offer.manifests[0], WeightsManifest).version for offer in offers]
+
+    publish(1)
+    counter.desk.on_robot_opened("slow")
+    publish(*range(2, 10))
+    assert told() == [1, 2]
+    counter.desk.on_message("slow", WeightsRequest(parcel=b"any", first=0, count=1), None)
+    assert told() == [1, 2, 9], "it has read what it was told: now the newest"
+    publish(10, 11)
+    assert told() == [1, 2, 9, 10]
+    counter.now_s += UNANSWERED_TIMEOUT_S
+    counter.desk._tell_overdue()
+    assert told() == [1, 2, 9, 10, 11], "it may not want what it was offered"
+    publish(12)
+    counter.desk.on_message("slow", WeightsApplied(robot="slow", version=11, seconds=0.1), None)
+    assert told()[-1] == 12
+
+
+def test_what_the_learner_has_no_more_is_given_up_for_what_it_offers_now(counter: DistributorBench) -> None:
+    counter.full(1)
+    counter.answer(requests=1)
+    assert counter.asked, "the first is on its way"
+    counter.full(2)
+    counter.answer()
+    assert counter.desk.version == 2 and counter.desk._fetcher.targets == ()
+
+
+def test_a_difference_is_fetched_for_robots_and_the_full_parcel_beside_it_for_latecomers(
+    counter: DistributorBench,
+) -> None:
+    state = counter.full(1)
+    counter.answer()
+    parcel = delta_patch(1, state, 2, newer := nudged(state, 2))
+    assert parcel is not None
+    counter.offer(2, newer, parcel, full_patch(newer, 2))
+    assert counter.asked[0].parcel == parcel.info.id, "robots that have the first wait for it"
+    counter.answer()
+    assert sorted(info.codec for info in counter.desk._catalogue.patch_infos() if info.version == 2) == [
+        "delta",
+        "full",
+    ]
+
+
+def test_what_latecomers_need_holds_up_no_newer_version_and_comes_to_its_end(counter: DistributorBench) -> None:
+    """A full parcel of a large policy takes a relay on a slow link longer than many a difference."""
+    state = counter.full(1)
+    counter.answer()
+    fulls = list[Patch]()
+    for version in range(2, 8):
+        parcel = delta_patch(version - 1, state, version, state := nudged(state, version))
+        assert parcel is not None
+        fulls.append(full_patch(state, version))
+        counter.offer(version, state, parcel, *fulls[-1:] if version in (2, 6) else ())
+        counter.learner.patches |= {fulls[0].info.id: fulls[0]}
+        assert parcel.info.id in [request.parcel for request in counter.asked]
+        others = [request for request in counter.asked if request.parcel != parcel.info.id]
+        counter.asked[:] = [request for request in counter.asked if request.parcel == parcel.info.id]
+        counter.answer(keep=False)
+        assert counter.desk.version == version, "while the full parcel is under way"
+        counter.asked[:] = others
+    assert {request.parcel for request in counter.asked} == {fulls[0].info.id}
+    counter.answer(requests=len(counter.asked), keep=False)
+    assert counter.desk.has_patch(fulls[0].info.id) and {request.parcel for request in counter.asked} == {
+        fulls[4].info.id
+    }
+
+
+def many(number: int, values: int = 4) -> TensorSet:
+    """So many tensors that the table of them travels apart."""
+    return build_tensor_set({f"layers.{n:04d}.weight": np.full(values, number + n, np.float32) for n in range(1000)})
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_has_come_of_a_version_stays_until_the_rest_is_here(counter: DistributorBench, apart: bool) -> None:
+    """A table and a full parcel; or a full parcel and a difference, of whose base nobody has told."""
+    state = many(1, values=40) if apart else build_tensor_set(arrays(1))
+    parcels: list[Patch | None] = [full_patch(state, 1), table_patch(state, 1) if apart else None]
+    if not apart:
+        state, former = nudged(state, 2), state
+        parcels.append(delta_patch(1, former, 2, state))
+    counter.offer(1 if apart else 2, state, *(parcel for parcel in parcels if parcel is not None))
+    came = list[tuple[bytes, int]]()
+    while counter.asked and len(came) < 100:
+        came.append((counter.asked[0].parcel, counter.asked[0].first))
+        counter.answer(requests=1, keep=False)
+        counter.now_s += 2 * PRUNE_INTERVAL_S
+    assert len(came) == len(set(came)) > 2 and counter.desk.version == (1 if apart else 2)
+
+
+def test_when_the_table_of_a_version_is_gone_so_is_all_of_it(counter: DistributorBench) -> None:
+    """The desk turns to the next one at once; the full parcel without it would be of no use."""
+    states = [many(1, values=400), many(2, values=400)]
+    for version, state in enumerate(states, 1):
+        counter.offer(version, state, full_patch(state, version), table_patch(state, version))
+    asked, counter.asked[:] = list(counter.asked), []
+    assert {request.parcel for request in asked}.isdisjoint(counter.learner.patches), "all of the first version"
+    counter.asked[:] = asked[:1]
+    counter.answer(requests=1, keep=False)
+    assert counter.asked and {request.parcel for request in counter.asked} <= counter.learner.patches.keys()
+
+
+def test_tables_that_travel_apart_are_handed_on_with_their_versions_and_given_up_with_them(
+    counter: DistributorBench,
+) -> None:
+    def tables() -> list[int]:
+        return sorted(info.version for info in counter.desk._catalogue.patch_infos() if info.codec == TENSOR_TABLE)
+
+    for version in range(1, 8):
+        state = many(version)
+        counter.offer(version, state, full_patch(state, version), table_patch(state, version))
+        assert counter.desk.version == version - 1 or version == 1, "not before the table is here"
+        counter.answer()
+        found, offer = counter.offered("one")
+        assert found == version and [info.version for info in offer.parcels if info.codec == TENSOR_TABLE] == [version]
+    assert tables() == counter.desk._catalogue.complete_versions() and len(tables()) == 2, "as many as are kept"
+    again = DistributorBench(counter.shelf.folder, counter.signer)
+    assert again.offered("one")[0] == 7
+    kept = newest_version(VersionStore(counter.shelf.folder).load())
+    assert kept is not None and kept[1].digest == state.digest
+
+
+def test_while_an_older_version_is_ordered_what_is_kept_does_not_grow(counter: DistributorBench) -> None:
+    state = counter.full(1)
+    counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(1)))
+    counter.desk.poll_pin()
+    for version in range(2, MAX_VERSIONS_BEHIND + 20):
+        parcel = delta_patch(version - 1, state, version, newer := nudged(state, version))
+        assert parcel is not None
+        counter.offer(version, newer, parcel, full_patch(newer, version))
+        counter.answer()
+        state = newer
+    assert counter.desk.version == 1
+    assert (
+        len(counter.desk._catalogue.patches)
+        == len(list(counter.shelf.folder.glob("*.parcel")))
+        <= MAX_VERSIONS_BEHIND + 4
+    )
+
+
+def order(version: int, life: PublisherEpoch = NO_EPOCH, serial: int = 1) -> PinnedVersion:
+    return PinnedVersion(serial=serial, version=version, by="ada", reason="it shakes", given_unix_ns=0, run=life.run)
+
+
+def test_a_gateway_that_starts_again_stands_by_the_order(counter: DistributorBench) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(1)))
+    counter.desk.poll_pin()
+    again = DistributorBench(counter.shelf.folder, counter.signer)
+    version, offer = again.offered("one")
+    assert version == again.desk.version == 1 and offer.order is not None
+
+
+def test_what_is_ordered_is_not_given_up_before_the_gateway_has_looked(counter: DistributorBench) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(1)))
+    counter.full(3)
+    counter.answer()  # of two that are kept the first would be given up now
+    assert counter.offered("one")[0] == 1
+
+
+def test_an_order_for_what_is_not_there_is_handed_to_nobody(counter: DistributorBench) -> None:
+    """Robots that obeyed it would take nothing any more."""
+    counter.full(1)
+    counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(77)))
+    counter.desk.poll_pin()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is None
+
+
+def test_of_an_order_for_what_is_not_there_it_is_told_once(
+    counter: DistributorBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    counter.full(1)
+    counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(77)))
+    counter.desk.poll_pin()
+    for version in (2, 3):
+        counter.full(version)
+        counter.answer()
+    assert caplog.text.count("weights.order_ignored version=77") == 1
+    counter.shelf.set_pin(counter.signer.sign(order(78, serial=2)))
+    counter.desk.poll_pin()
+    assert caplog.text.count("weights.order_ignored version=78") == 1
+
+
+def test_an_order_that_somebody_else_signed_is_handed_to_nobody(counter: DistributorBench) -> None:
+    for version in (1, 2):
+        counter.full(version)
+        counter.answer()
+    counter.shelf.set_pin(new_signer().sign(order(1)))
+    counter.desk.poll_pin()
+    version, offer = counter.offered("one")
+    assert version == 2 and offer.order is None
+
+
+def test_what_has_rotted_on_the_disk_is_handed_to_nobody_and_fetched_anew(counter: DistributorBench) -> None:
+    parcel = full_patch(state := counter.full(1), 1)
+    counter.answer()
+    again = DistributorBench(counter.shelf.folder, counter.signer)
+    again.offer(1, state, parcel)
+    assert not again.asked and again.grain("one", parcel, 0), "it is there"
+    (path,) = again.shelf.folder.glob("*.parcel")
+    with open(path, "r+b") as file:
+        file.seek(10)
+        file.write(bytes([parcel.payload[10] ^ 1]))
+    assert not again.grain("one", parcel, 0), "not what was described"
+    again.desk._collect()
+    again.round()
+    assert again.asked, "the learner has it still"
+    again.answer()
+    assert again.desk.version == 1 and again.grain("one", parcel, 0)
+    assert VersionStore(again.shelf.folder).load().complete_versions() == [1], "and so has the disk"
+
+
+def test_a_parcel_that_the_learner_hands_out_damaged_is_given_up_for_another(counter: DistributorBench) -> None:
+    state = build_tensor_set(arrays(1))
+    good = full_patch(state, 1)
+    content = bytearray(good.payload)
+    content[0] ^= 1
+    counter.offer(1, state, Patch(good.info, memoryview(bytes(content))))
+    counter.answer()
+    assert not counter.asked and counter.desk.version == NO_VERSION
+    counter.full(2)
+    counter.answer()
+    assert counter.desk.version == 2
+
+
+FIRST, SECOND = PublisherEpoch(b"first", 5), PublisherEpoch(b"second", 6)
+
+
+def test_a_relay_forgets_the_run_before_and_its_order(counter: DistributorBench) -> None:
+    for version in (7, 8):
+        counter.full(version, FIRST)
+        counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(7, FIRST)))
+    counter.desk.poll_pin()
+    assert counter.desk.version == 7
+    counter.learner, counter.signer = VersionIndex(), new_signer()
+    counter.full(1, SECOND)
+    counter.answer()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is None and counter.shelf.read_pin() is None
+    assert offer.signer == counter.signer.public_key
+    assert VersionStore(counter.shelf.folder).load().complete_versions() == [1]
+
+
+def test_a_learner_that_lost_its_newest_checkpoints_is_heard_though_its_numbers_are_smaller(
+    counter: DistributorBench,
+) -> None:
+    for version in (7, 8):
+        counter.full(version, FIRST)
+        counter.answer()
+    counter.learner = VersionIndex()
+    counter.full(3, PublisherEpoch(FIRST.run, FIRST.number + 1))
+    counter.answer()
+    assert counter.offered("one")[0] == 3
+
+
+def test_an_order_of_the_next_run_may_be_there_before_its_weights(counter: DistributorBench) -> None:
+    """A relay takes an order down before the offer that it came with; its number is of another clock, perhaps."""
+    for version in (1, 2):
+        counter.full(version, FIRST)
+        counter.answer()
+    counter.shelf.set_pin(counter.signer.sign(order(1, FIRST, serial=9)))
+    counter.desk.poll_pin()
+    counter.shelf.set_pin(counter.signer.sign(order(1, SECOND, serial=3)))
+    counter.desk.poll_pin()
+    assert counter.desk.version == 2, "it says nothing of this run's"
+    counter.learner = VersionIndex()
+    for version in (1, 2):
+        counter.full(version, SECOND)
+        counter.answer()
+    version, offer = counter.offered("one")
+    assert version == 1 and offer.order is not None
+    assert counter.signer.verifier.verify(offer.manifests[0], WeightsManifest).run == SECOND.run
+
+
+class SlowGateway:
+    """A gateway that asks for a grain now and then."""
+
+    def __init__(self) -> None:
+        self.offers: list[WeightsOffer] = []
+        self.answers: list[WeightsMessage] = []
+
+    def receive_weights(self, timeout_s: float) -> None:
+        return None
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        (self.offers if isinstance(message, WeightsOffer) else self.answers).append(message)  # type: ignore[arg-type]
+        return True
+
+
+def publish(publisher: Publisher, version: int) -> None:
+    publisher.publish(arrays(version), version, updates=version)
+    snapshot = publisher._next()
+    assert snapshot is not None
+    publisher._bring_out(snapshot)
+
+
+def test_a_learner_fills_no_link_with_offers() -> None:
+    """Those of twenty versions a second would leave a slow one no room for weights."""
+
+    def offered() -> list[int]:
+        return [signer.verifier.verify(offer.manifests[0], WeightsManifest).version for offer in link.offers]
+
+    link, signer, now_s = SlowGateway(), new_signer(), 0.0
+    publisher = Publisher(link, signer, PublishConfig(), clock=lambda: now_s)
+    for version in range(1, 6):
+        publish(publisher, version)
+    assert offered() == [1, 2]
+    now_s = UNANSWERED_TIMEOUT_S
+    publisher._offer_if_due()
+    assert offered() == [1, 2, 5], "it may not want what it was offered"
+    publish(publisher, 6)
+    assert offered() == [1, 2, 5]
+    publisher._take(Envelope(WeightsReceived(version=5)))
+    assert offered() == [1, 2, 5, 6]
+
+
+def test_whoever_asks_for_what_is_gone_hears_of_the_newest_which_stays_until_it_is_asked_for() -> None:
+    link = SlowGateway()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    publisher._take(Envelope(WeightsRequest(parcel=b"of an earlier life", first=0, count=1)))
+    assert isinstance(link.answers[-1], WeightsGone) and not link.offers
+    publish(publisher, 1)
+    (first,) = link.offers[0].parcels
+    for version in range(2, 5):
+        publish(publisher, version)
+    for grain in range(2):
+        publisher._take(Envelope(WeightsRequest(parcel=first.id, first=grain, count=1)))
+        assert isinstance(link.answers[-1], WeightsGone)
+    (newest,) = link.offers[-1].parcels
+    assert newest.version == 4
+    for version in range(5, 8):
+        publish(publisher, version)
+    publisher._take(Envelope(WeightsRequest(parcel=newest.id, first=0, count=1)))
+    assert isinstance(link.answers[-1], WeightsBlocks)
+
+
+def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
+    link = SlowGateway()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    for version in range(1, 5):
+        publish(publisher, version)
+        (full,) = (info for info in link.offers[0].parcels)
+        publisher._take(Envelope(WeightsRequest(parcel=full.id, first=0, count=1)))
+        assert isinstance(link.answers[-1], WeightsBlocks)
+    assert {parcel.info.version for parcel in publisher._catalogue.patches.values()} == {1, 4}
+    assert publisher._newest == 4 > NO_VERSION
+
+
+def test_a_full_parcel_that_is_fetched_beside_newer_versions_stays_to_its_end() -> None:
+    link = SlowGateway()
+    publisher = Publisher(link, new_signer(), PublishConfig())
+    publish(publisher, 1)
+    (first,) = link.offers[0].parcels
+    for version in range(2, 6):
+        for (info,) in (link.offers[-1].parcels, link.offers[0].parcels):
+            publisher._take(Envelope(WeightsRequest(parcel=info.id, first=0, count=1)))
+            assert isinstance(link.answers[-1], WeightsBlocks)
+        publish(publisher, version)
+    publisher._take(Envelope(WeightsRequest(parcel=first.id, first=1, count=first.block_count - 1)))
+    publish(publisher, 6)
+    assert 1 not in {parcel.info.version for parcel in publisher._catalogue.patches.values()}

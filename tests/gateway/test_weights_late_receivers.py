@@ -1,0 +1,333 @@
+"""A robot that is far behind fetches what was trained meanwhile, and what is frozen no second time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from user_sys.codec import Array
+from user_sys.gateway.weights import MAX_VERSIONS_BEHIND, SendMessage, WeightsDistributor
+from user_sys.messages import (
+    Precision,
+    PublisherEpoch,
+    WeightsBlocks,
+    WeightsGone,
+    WeightsManifest,
+    WeightsMessage,
+    WeightsOffer,
+    WeightsOfferRequest,
+    WeightsRequest,
+)
+from user_sys.tunnel.protocol import AnyMessage, Envelope, Payload
+from user_sys.weights.distribution import OFFER_PIN_S
+from user_sys.weights.publisher import PublishConfig, Publisher
+from user_sys.weights.receiver import UpdatePlanner
+from user_sys.weights.signing import PUBLIC_SUFFIX, TrustedLearnerKey, ensure_signer
+from user_sys.weights.state import build_tensor_set
+from user_sys.weights.version_store import VersionStore, newest_version
+
+BACKBONE_BYTES = 1 << 20
+ADAPTER_BYTES = 4 << 10
+
+
+class PatchSite:
+    """A learner, desks one behind the other, and a robot that hears of versions when it is told to.
+
+    Attributes:
+        sent_bytes: to the robot.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        desks: int = 1,
+        tensors: int = 1,
+        adapter_bytes: int = ADAPTER_BYTES,
+        form: Precision = "exact",
+    ) -> None:
+        self.signer = ensure_signer(folder, "learner")
+        self.tensors, self.sent_bytes, self.now_s = tensors, 0, 0.0
+        self.form, self.adapter_bytes = form, adapter_bytes
+        self.words: deque[tuple[int, str, AnyMessage, Payload | None]] = deque()
+        self.offers: list[WeightsOffer] = []
+        self.version = 0
+        trust = TrustedLearnerKey(folder / f"learner{PUBLIC_SUFFIX}")
+        self.receiver = UpdatePlanner(trust, self._load, self._ask, precisions=(form,), clock=lambda: self.now_s)
+        shelves = [VersionStore(folder / f"desk-{n}") for n in range(desks)]
+        self.desks = [
+            WeightsDistributor(s, self._sender(n), 2, clock=lambda: self.now_s) for n, s in enumerate(shelves)
+        ]
+        self.begin(seed=0)
+
+    def begin(self, seed: int, life: int = 1, run: bytes = b"run") -> None:
+        """A learner begins, with a pretrained backbone of its own."""
+        values = np.random.default_rng(seed).normal(size=(self.tensors, BACKBONE_BYTES // 4 // self.tensors))
+        self.backbone = {f"backbone.layers.{n:04d}.weight": row.astype(np.float32) for n, row in enumerate(values)}
+        config = PublishConfig(forms=(self.form,))
+        self.publisher = Publisher(self, self.signer, config, epoch=PublisherEpoch(run, life), clock=lambda: self.now_s)
+        for desk in self.desks:
+            desk.on_learner_opened("learner")
+
+    def publish(self, versions: int = 1, share: float = 1.0) -> None:
+        """Of the adapter so many of the values change from version to version."""
+        for _ in range(versions):
+            self.version += 1
+            rng = np.random.default_rng(self.version if share == 1 else 0)
+            adapter = rng.normal(size=self.adapter_bytes // 4).astype(np.float32)
+            if share < 1:
+                adapter[self.version % 100 :: int(1 / share)] += self.version
+            self.publisher.publish({**self.backbone, "adapter": adapter}, self.version, self.version)
+            snapshot = self.publisher._next()
+            assert snapshot is not None
+            self.publisher._bring_out(snapshot)
+            self.settle()
+
+    def settle(self) -> None:
+        """Until nobody has anything to say; the desks keep what they have."""
+        while True:
+            while self.words:
+                self._deliver(*self.words.popleft())
+            self.receiver.step()
+            for desk in self.desks:
+                if not desk._inbox.empty():
+                    desk._take_in(0.0)
+                desk._collect()
+                desk._fetcher.send_requests()
+            self.now_s += 0.01
+            if not self.words and all(desk._inbox.empty() and not desk._fetcher.targets for desk in self.desks):
+                break
+        for desk in self.desks:
+            if desk._unkept.is_pending:
+                desk._persist()
+        if self.words:
+            self.settle()
+
+    def catch_up(self) -> int:
+        """The robot's link is back: the bytes that it then takes to the newest version."""
+        self.sent_bytes = 0
+        self.desks[-1].on_robot_opened("robot")
+        self.settle()
+        self.desks[-1].on_peer_closed("robot")
+        assert self.receiver.loaded_version == self.version and self.receiver.rejected == 0
+        _, published = self.publisher._states[self.form]
+        assert build_tensor_set(dict(self.held), self.form).digest == published.digest
+        return self.sent_bytes
+
+    @property
+    def held(self) -> Mapping[str, Array]:
+        assert self.receiver.loaded is not None
+        return self.receiver.loaded.state.tensors
+
+    def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
+        self.words.append((0, "learner", message, payload))
+        return True
+
+    def receive_weights(self, timeout_s: float) -> Envelope | None:
+        return None
+
+    def _load(self, manifest: WeightsManifest, arrays: Mapping[str, Array], heard_s: float) -> None:
+        return
+
+    def _ask(self, parcel: bytes, first: int, count: int) -> bool:
+        self.words.append((len(self.desks) - 1, "robot", WeightsRequest(parcel=parcel, first=first, count=count), None))
+        return True
+
+    def _sender(self, number: int) -> SendMessage:
+        def send(name: str, message: AnyMessage, payload: Payload | None) -> bool:
+            self.words.append((-1 - number, name, message, payload))
+            return True
+
+        return send
+
+    def _deliver(self, place: int, name: str, message: AnyMessage, payload: Payload | None) -> None:
+        """To the desk at `place`; or from one, to the robot, the desk behind it, or its source."""
+        if place >= 0:
+            return self.desks[place].on_message(name, message, payload)
+        number = -1 - place
+        if name == "robot":
+            return self._to_robot(message, payload)
+        if name == "relay":
+            return self.desks[number + 1].on_message("learner", message, payload)
+        if number > 0:
+            if isinstance(message, WeightsOfferRequest):
+                return self.desks[number - 1].on_robot_opened("relay")
+            return self.desks[number - 1].on_message("relay", message, payload)
+        return self.publisher._take(Envelope(message, payload))
+
+    def _to_robot(self, message: AnyMessage, payload: Payload | None) -> None:
+        if isinstance(message, WeightsOffer):
+            self.offers.append(message)
+            self.receiver.on_offer(message)
+        elif isinstance(message, WeightsBlocks | WeightsGone):
+            self.sent_bytes += 0 if payload is None else len(payload)
+            self.receiver.on_reply(message, None if payload is None else memoryview(payload))
+
+
+@pytest.mark.parametrize("form", ["exact", "bf16"])
+@pytest.mark.parametrize("desks", [1, 2])
+@pytest.mark.parametrize("started_at", [1, 3])
+def test_a_robot_far_behind_fetches_the_adapter_alone(
+    tmp_path: Path, form: Precision, desks: int, started_at: int
+) -> None:
+    """Through a relay, too; and from the first version, when nobody knew yet what would be trained."""
+    site = PatchSite(tmp_path, desks, form=form)
+    site.publish(started_at)
+    assert site.catch_up() > BACKBONE_BYTES / 2
+    site.publish(MAX_VERSIONS_BEHIND + 70)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+    kept = newest_version(VersionStore(tmp_path / "desk-0").load())
+    assert kept is not None and kept[0].version == site.version
+
+
+@pytest.mark.parametrize("run", [b"run", b"another"])
+def test_where_the_frozen_part_is_another_one_a_robot_fetches_all(tmp_path: Path, run: bytes) -> None:
+    """A learner that begins anew may have started from another backbone."""
+    site = PatchSite(tmp_path)
+    site.publish(3)
+    site.catch_up()
+    site.begin(seed=1, life=2, run=run)
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    assert site.catch_up() > BACKBONE_BYTES / 2
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+
+
+def test_a_robot_that_has_the_version_with_which_an_envoy_begins_anew_goes_on_from_it(tmp_path: Path) -> None:
+    site = PatchSite(tmp_path)
+    site.publish(3)
+    site.catch_up()
+    site.begin(seed=0, life=2)
+    site.version -= 1
+    site.publish()
+    assert site.catch_up() == 0, "the same once more"
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    assert site.catch_up() < 1.2 * ADAPTER_BYTES
+
+
+def test_where_a_frozen_part_changes_after_all_robots_get_it_once(tmp_path: Path) -> None:
+    site = PatchSite(tmp_path, tensors=8)
+    site.publish(3)
+    site.catch_up()
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    first = next(iter(site.backbone))
+    site.backbone[first] = site.backbone[first] + 1
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    assert BACKBONE_BYTES / 8 < site.catch_up() < BACKBONE_BYTES / 4
+
+
+def test_where_the_table_of_tensors_travels_apart_it_comes_with_the_adapter(tmp_path: Path) -> None:
+    site = PatchSite(tmp_path, tensors=512)
+    site.publish(2)
+    site.catch_up()
+    site.publish(MAX_VERSIONS_BEHIND + 10)
+    table_bytes = site.publisher._catalogue.manifests["exact", site.version][0].table_bytes
+    assert 0 < table_bytes < site.catch_up() < 1.2 * ADAPTER_BYTES + table_bytes
+
+
+def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versions_that_are_kept(
+    tmp_path: Path,
+) -> None:
+    site = PatchSite(tmp_path)
+    site.publish(MAX_VERSIONS_BEHIND + 9)
+    assert len(VersionStore(tmp_path / "desk-0").load().complete_versions()) == 2
+    site.now_s += 2 * OFFER_PIN_S
+    site.publish()
+    site.catch_up()
+    desk = site.desks[0]
+    assert len(desk._catalogue.complete_versions()) == 2
+    assert sorted(info.codec for info in desk._catalogue.patch_infos()) == ["full", "parts", "parts"]
+    assert sorted(info.codec for info in site.offers[-1].parcels) == ["full", "parts"]
+    assert len(site.publisher._catalogue.patches) == 2
+
+
+def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_behind_gets_what_was_trained(
+    tmp_path: Path,
+) -> None:
+    site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 8)
+    site.publish(2, share=0.01)
+    site.catch_up()
+    site.publish(share=0.01)
+    assert site.catch_up() < site.adapter_bytes / 10
+    site.publish(5 * MAX_VERSIONS_BEHIND, share=0.01)
+    assert site.catch_up() < 2 * site.adapter_bytes
+
+
+def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) -> None:
+    """By whoever is behind a slow link: a newer version has others, of which it would have to fetch all."""
+    site = PatchSite(tmp_path, adapter_bytes=BACKBONE_BYTES // 4)
+    site.publish(4)
+    parts = next(info for info in site.desks[0]._catalogue.patch_infos() if info.version == 3)
+    assert parts.codec == "parts" and parts.block_count > 3
+
+    def gets(grain: int) -> tuple[bool, bool]:
+        """Whether a robot gets it of the desk, and the desk of the learner."""
+        request, answers = WeightsRequest(parcel=parts.id, first=grain, count=1), list[AnyMessage]()
+        site.desks[0].on_message("slow", request, None)
+        site.publisher._take(Envelope(request, None))
+        while site.words:
+            answers += [word for word in (site.words.popleft()[2],) if not isinstance(word, WeightsOffer)]
+        of_desk, of_learner = (isinstance(answer, WeightsBlocks) for answer in answers)
+        return of_desk, of_learner
+
+    for grain in (0, 1, parts.block_count - 1):
+        assert gets(grain) == (True, True)
+        site.now_s += 2 * OFFER_PIN_S
+        site.publish(3)
+    assert gets(0) == (False, False)
+
+
+class DistantSite(PatchSite):
+    """All that is said over one link, the learner's or the robot's, takes half a round trip, and a step has its time.
+
+    What is trained cannot be compressed: all parcels with it are of one size.
+    """
+
+    ROUND_TRIP_S, PERIOD_S = 0.6, 0.1
+
+    def __init__(self, folder: Path, link: str, tensors: int, frozen: bool) -> None:
+        self.link, self.under_way = link, deque[tuple[float, tuple[int, str, AnyMessage, Payload | None]]]()
+        self.frozen = frozen
+        super().__init__(folder, tensors=tensors)
+
+    def publish(self, versions: int = 1, share: float = 1.0) -> None:
+        for _ in range(versions):
+            rng = np.random.default_rng(self.version)
+            for name in ("adapter.bits", *([] if self.frozen else self.backbone)):
+                size = self.backbone[name].size if name in self.backbone else self.adapter_bytes // 4
+                self.backbone[name] = rng.integers(0, 1 << 32, size, np.uint32)
+            super().publish(share=share)
+
+    def settle(self) -> None:
+        end_s = self.now_s + self.PERIOD_S
+        while self.now_s < end_s:
+            while self.words:
+                word = self.words.popleft()
+                if word[1] == self.link:
+                    self.under_way.append((self.now_s + self.ROUND_TRIP_S / 2, word))
+                else:
+                    self._deliver(*word)
+            while self.under_way and self.under_way[0][0] <= self.now_s:
+                self._deliver(*self.under_way.popleft()[1])
+            self.receiver.step()
+            self.desks[0]._go_on(0.0)
+            self.now_s += 0.01
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("tensors", [1, 512])
+@pytest.mark.parametrize("link", ["learner", "robot"])
+def test_versions_arrive_that_follow_faster_than_a_request_upon_an_offer(
+    tmp_path: Path, link: str, tensors: int, frozen: bool
+) -> None:
+    """Where the table of tensors travels apart, too; as what was trained, or as full parcels."""
+    site = DistantSite(tmp_path, link, tensors, frozen)
+    site.publish(20)
+    site.desks[0].on_robot_opened("robot")
+    site.publish(20)
+    for _ in range(3):
+        site.publish(20)
+        assert site.version - site.receiver.loaded_version < 5 * site.ROUND_TRIP_S / site.PERIOD_S

@@ -1,0 +1,187 @@
+"""Several learners in one run: each robot is at the desk of its embodiment, whoever comes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from hal.spec import ArraySpec, RobotSpec
+from user_sys.gateway.weights import WeightsDistributor
+from user_sys.gateway.weights_router import EMBODIMENT_FILE, WeightsRouter
+from user_sys.messages import (
+    WeightsApplied,
+    WeightsBlocks,
+    WeightsOffer,
+    WeightsOfferRequest,
+    WeightsProgress,
+    WeightsRequest,
+)
+from user_sys.robot_records import LEARNER, RobotRecord, assign_learners, learner_folder
+from user_sys.tunnel.protocol import AnyMessage, Payload
+from user_sys.tunnel.session import Peer
+from user_sys.weights.patches import full_patch
+from user_sys.weights.signing import new_signer
+from user_sys.weights.state import build_manifest, build_tensor_set
+
+PANDA = RobotSpec(
+    model="panda",
+    rate_hz=10.0,
+    observation=(),
+    action=ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,)),
+)
+ARM = msgspec.structs.replace(PANDA, model="so 101")
+CARDS = [
+    RobotRecord(robot=name, spec=spec, known_since_unix_ns=number)
+    for number, (name, spec) in enumerate((("a", PANDA), ("b", ARM), ("c", PANDA)))
+]
+FIRST, SECOND = (plan.name for plan in assign_learners(CARDS))
+
+
+def robot(name: str, spec: RobotSpec | None, via: str = "") -> Peer:
+    return Peer(name, "robot", f"key of {name}", "nowhere", b"1", spec=spec, via=via)
+
+
+def learner(name: str, spec: RobotSpec) -> Peer:
+    return Peer(name, "learner", f"key of {name}", "nowhere", b"1", spec=spec)
+
+
+class RouterBench:
+    """Desks, the robots that are connected, and what they were sent."""
+
+    def __init__(self, folder: Path, *robots: Peer) -> None:
+        self.robots, self.sent = list(robots), list[tuple[str, AnyMessage]]()
+        self.desks = WeightsRouter(folder, self.send, 4, lambda: self.robots)
+
+    def send(self, name: str, message: AnyMessage, payload: Payload | None) -> bool:
+        self.sent.append((name, message))
+        return True
+
+    def answered(self, name: str) -> bool:
+        """Whether somebody looks after what the robot asks for: here, that there is no such parcel."""
+        self.sent.clear()
+        self.desks.on_message(name, WeightsRequest(parcel=b"x" * 32, first=0, count=1), None)
+        return [who for who, _ in self.sent] == [name]
+
+
+def test_a_run_has_a_learner_for_each_embodiment_and_the_first_ones_name_is_plain() -> None:
+    assert FIRST == LEARNER and SECOND == f"learner-so-101-{ARM.embodiment[:6]}"
+    assert [plan.spec for plan in assign_learners(CARDS)] == [PANDA, ARM]
+    assert assign_learners([]) == ()
+
+
+def test_a_robot_waits_for_its_embodiments_learner_and_nobody_elses(tmp_path: Path) -> None:
+    a, b = robot("a", PANDA), robot("b", ARM)
+    hall = RouterBench(tmp_path, a, b)
+    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    for peer in (a, b):
+        hall.desks.on_peer_opened(peer)
+    assert hall.answered("a") and not hall.answered("b")
+    hall.desks.on_peer_opened(learner(SECOND, ARM))
+    assert hall.answered("b") and hall.answered("a")
+    hall.desks.on_peer_closed("b")
+    assert not hall.answered("b")
+
+
+def test_a_restarted_gateway_knows_whose_weights_lie_on_which_shelf(tmp_path: Path) -> None:
+    hall = RouterBench(tmp_path)
+    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    hall.desks.on_peer_opened(learner(SECOND, ARM))
+    nobody_acts = WeightsProgress(oldest=-1)
+    assert hall.sent == [(name, said) for name in (FIRST, SECOND) for said in (WeightsOfferRequest(), nobody_acts)]
+    assert (learner_folder(tmp_path, SECOND) / EMBODIMENT_FILE).read_text() == ARM.embodiment
+    again = RouterBench(tmp_path)
+    other = msgspec.structs.replace(PANDA, rate_hz=20.0)
+    for peer in (robot("b", ARM), robot("x", other), robot("old", None)):
+        again.desks.on_peer_opened(peer)
+    assert again.answered("b") and not again.answered("x") and again.answered("old")
+
+
+def test_a_robot_behind_a_relay_is_the_relays_business(tmp_path: Path) -> None:
+    hall = RouterBench(tmp_path)
+    hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
+    assert not hall.answered("a")
+    hall.desks.on_peer_opened(Peer("hall", "relay", "key", "nowhere", b"1"))
+    assert hall.answered("hall")
+
+
+def take_in(desk: WeightsDistributor) -> None:
+    """What the desk's thread would do; it does not run here."""
+    while not desk._inbox.empty():
+        desk._take_in(0.0)
+        desk._collect()
+    desk._fetcher.send_requests()
+
+
+def test_a_relay_is_at_every_learners_desk_and_hears_whose_weights_they_are(tmp_path: Path) -> None:
+    hall = RouterBench(tmp_path)
+    hall.desks.on_peer_opened(Peer("hall", "relay", "key", "nowhere", b"1"))
+    signer, offers = new_signer(), dict[str, WeightsOffer]()
+    for number, (name, spec) in enumerate(((FIRST, PANDA), (SECOND, ARM)), 1):
+        hall.desks.on_peer_opened(learner(name, spec))
+        state = build_tensor_set({"w": np.full(3, number, np.float32)})
+        manifest, parcel = build_manifest(state, number, 1, 0, (0.0, 0.0)), full_patch(state, number)
+        offer = WeightsOffer(manifests=(signer.sign(manifest),), parcels=(parcel.info,), signer=signer.public_key)
+        hall.sent.clear()
+        desk = hall.desks._desks[name]
+        desk.on_message(name, offer, None)
+        take_in(desk)
+        desk.on_message(name, WeightsBlocks(parcel=parcel.info.id, first=0), parcel.payload)
+        take_in(desk)
+        ((_, offers[name]),) = ((who, said) for who, said in hall.sent if who == "hall")
+        hall.sent.clear()
+        hall.desks.on_message("hall", WeightsRequest(parcel=parcel.info.id, first=0, count=1), None)
+        ((who, answer),) = hall.sent
+        assert who == "hall" and isinstance(answer, WeightsBlocks)
+    assert {name: (offer.learner, offer.embodiment) for name, offer in offers.items()} == {
+        FIRST: (FIRST, PANDA.embodiment),
+        SECOND: (SECOND, ARM.embodiment),
+    }
+
+
+def test_a_learner_waits_for_the_robots_behind_relays_too(tmp_path: Path) -> None:
+    hall = RouterBench(tmp_path)
+    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    hall.desks.on_peer_opened(robot("a", PANDA, via="hall"))
+    hall.sent.clear()
+    hall.desks.on_message("a", WeightsApplied(robot="a", version=3, seconds=0.1), None)
+    assert hall.sent == [(FIRST, WeightsProgress(oldest=3))] and "staleness_s/a" in hall.desks.scalars()
+    hall.desks.on_peer_closed("a")
+    assert hall.sent[1:] == [(FIRST, WeightsProgress(oldest=-1))]
+
+
+def test_a_robot_behind_a_relay_that_came_before_its_learner_holds_up_no_other(tmp_path: Path) -> None:
+    b = robot("b", ARM, via="hall")
+    hall = RouterBench(tmp_path, b)
+    hall.desks.on_peer_opened(b)
+    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    hall.sent.clear()
+    hall.desks.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert hall.sent == [], "nobody learns for it yet"
+    hall.desks.on_peer_opened(learner(SECOND, ARM))
+    hall.sent.clear()
+    hall.desks.on_message("b", WeightsApplied(robot="b", version=3, seconds=0.1), None)
+    assert hall.sent == [(SECOND, WeightsProgress(oldest=3))]
+
+
+def test_a_robot_leaves_the_desk_of_a_learner_that_turns_out_to_be_anothers(tmp_path: Path) -> None:
+    b = robot("b", ARM)
+    hall = RouterBench(tmp_path, b)
+    hall.desks.on_peer_opened(b)
+    assert hall.answered("b"), "nobody knows yet for whom the first learner learns"
+    hall.desks.on_peer_opened(learner(FIRST, PANDA))
+    assert not hall.answered("b")
+
+
+def test_the_metrics_of_further_learners_carry_their_names(tmp_path: Path) -> None:
+    hall = RouterBench(tmp_path)
+    hall.desks.on_peer_opened(learner(SECOND, ARM))
+    scalars = hall.desks.scalars()
+    assert {"weights_version", f"{SECOND}/weights_version"} <= set(scalars)
+
+
+@pytest.mark.parametrize(("name", "place"), [(LEARNER, "."), ("learner-x", "learner-x")])
+def test_the_first_learners_files_lie_where_they_always_lay(name: str, place: str, tmp_path: Path) -> None:
+    assert learner_folder(tmp_path, name) == tmp_path / place

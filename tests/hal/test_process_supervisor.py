@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import hal.process_supervisor
+from hal.errors import SupervisionError
+from hal.process_supervisor import ProcessState, ProcessStatus, ProcessSupervisor, RestartPolicy
+
+QUICK = RestartPolicy(backoff_s=0.02, backoff_max_s=0.1, max_restarts=3, window_s=600, stop_after_s=60)
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """True where the process is there and is not a zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "node.log"
+
+
+Make = Callable[..., ProcessSupervisor]
+
+
+@pytest.fixture
+def make(log: Path) -> Iterator[Make]:
+    made: list[ProcessSupervisor] = []
+
+    def build(argv: list[str], restart: RestartPolicy = QUICK, **env: str) -> ProcessSupervisor:
+        made.append(ProcessSupervisor(argv, env, log, restart))
+        return made[-1]
+
+    yield build
+    for supervisor in made:
+        supervisor.stop()
+
+
+def running(supervisor: ProcessSupervisor, log: Path, times: int = 1) -> int:
+    """Waits until the process has come up that many times; returns its pid."""
+    eventually(lambda: log.exists() and log.read_text().count("up") >= times)
+    eventually(lambda: supervisor.status().state is ProcessState.RUNNING)  # it may say so before its supervisor knows
+    pid = supervisor.status().pid
+    assert pid is not None
+    return pid
+
+
+def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "import os; print(os.environ['GREETING'])"], GREETING="hello there")
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is ProcessState.STOPPED)
+    assert log.read_text() == "hello there\n"
+    assert supervisor.status() == ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
+
+
+def test_the_log_of_a_process_that_writes_on_and_on_is_bounded(log: Path) -> None:
+    script = "import sys\nwhile True: sys.stdout.write('x' * 999 + chr(10)); sys.stdout.flush()"
+    older = log.with_name("node.log.1")
+    supervisor = ProcessSupervisor([sys.executable, "-c", script], log_path=log, max_log_bytes=1_000_000)
+    supervisor.start()
+    try:
+        eventually(older.exists)
+        first = older.stat().st_mtime_ns
+        eventually(lambda: older.stat().st_mtime_ns != first)
+    finally:
+        supervisor.stop()
+    assert older.stat().st_size > 1_000_000
+
+
+def test_a_process_that_has_ended_by_itself_is_started_however_soon_one_asks(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "print('up')"])
+    ended, go_on = threading.Event(), threading.Event()
+
+    class Hold(logging.Handler):
+        """Keeps the supervisor's thread from its end, once it has said that the process ended."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("node.ended"):
+                ended.set()
+                go_on.wait(60)
+
+    logger, held = logging.getLogger("hal.process_supervisor"), Hold(logging.INFO)
+    before = logger.level
+    logger.addHandler(held)
+    logger.setLevel(logging.INFO)
+    try:
+        supervisor.start()
+        assert ended.wait(60) and supervisor.status().state is ProcessState.STOPPED
+        starting = threading.Thread(target=supervisor.start)
+        starting.start()
+        starting.join(0.2)
+        go_on.set()
+        starting.join(60)
+        eventually(lambda: log.read_text().count("up") == 2)
+    finally:
+        go_on.set()
+        logger.removeHandler(held)
+        logger.setLevel(before)
+
+
+def test_a_killed_process_is_started_again(make: Make, log: Path) -> None:
+    supervisor = make(SLEEP)
+    supervisor.start()
+    supervisor.start()
+    first = running(supervisor, log)
+    os.kill(first, signal.SIGKILL)
+    second = running(supervisor, log, times=2)
+    assert second != first and not alive(first)
+    assert (supervisor.status().restarts, supervisor.status().last_exit) == (1, -signal.SIGKILL)
+
+
+def test_a_process_that_crashes_again_and_again_is_given_up_with_the_reason(make: Make, log: Path) -> None:
+    supervisor = make([sys.executable, "-c", "print('no arm here'); raise SystemExit(7)"])
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is ProcessState.FAILED)
+    status = supervisor.status()
+    assert (status.restarts, status.last_exit, status.pid) == (3, 7, None)
+    assert "ended 4 times within 600 s, last with exit status 7" in status.error and str(log) in status.error
+    assert log.read_text().count("no arm here") == 4
+    assert supervisor.stop().state is ProcessState.FAILED
+
+
+def test_crashes_far_apart_are_forgiven(make: Make, log: Path) -> None:
+    policy = RestartPolicy(backoff_s=0.01, max_restarts=1, window_s=0.001, stop_after_s=1)
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], policy)
+    supervisor.start()
+    eventually(lambda: supervisor.status().restarts >= 4)
+    assert supervisor.status().state is not ProcessState.FAILED
+
+
+def test_stopping_ends_it_and_it_may_be_started_anew(make: Make, log: Path) -> None:
+    supervisor = make(SLEEP)
+    supervisor.start()
+    pid = running(supervisor, log)
+    assert supervisor.stop() == ProcessStatus(state=ProcessState.STOPPED, last_exit=-signal.SIGTERM)
+    assert not alive(pid)
+    supervisor.stop()
+    supervisor.start()
+    running(supervisor, log, times=2)
+
+
+def test_a_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
+    supervisor = make(STUBBORN, msgspec.structs.replace(QUICK, stop_after_s=0.2))
+    supervisor.start()
+    pid = running(supervisor, log)
+    assert supervisor.stop().last_exit == -signal.SIGKILL
+    assert not alive(pid)
+
+
+def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
+    supervisor.start()
+    eventually(lambda: supervisor.status().state is ProcessState.WAITING and supervisor.status().last_exit == 1)
+    start = time.monotonic()
+    assert supervisor.stop().state is ProcessState.STOPPED
+    assert time.monotonic() - start < 60
+
+
+def test_a_stop_while_the_end_of_the_process_is_noted_is_a_stop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
+    noting = threading.Event()
+
+    def log(*_: object) -> None:  # called once the state is WAITING, before the pause
+        noting.set()
+        assert supervisor._stopping.wait(60)
+
+    monkeypatch.setattr(hal.process_supervisor.logger, "log", log)
+    supervisor.start()
+    assert noting.wait(60)
+    assert supervisor.stop().state is ProcessState.STOPPED
+
+
+def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SupervisionError, match="no program '/no/such/program'"):
+        ProcessSupervisor(["/no/such/program"]).start()
+    with pytest.raises(SupervisionError, match="no program"):
+        ProcessSupervisor([]).start()
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    with pytest.raises(SupervisionError, match="cannot be written"):
+        ProcessSupervisor(SLEEP, log_path=tmp_path / "logs" / "node.log").start()
+
+
+_PARENT = """
+import sys, time; from pathlib import Path; from hal.process_supervisor import Supervisor
+code = "import time; print('up', flush=True); time.sleep(600)"
+Supervisor([sys.executable, "-c", code], None, Path(sys.argv[1])).start()
+time.sleep(600)
+"""
+
+
+def test_the_process_does_not_outlive_a_killed_supervisor(log: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT, str(log)]) as parent:
+        eventually(lambda: log.exists() and "up" in log.read_text())
+        children = Path(f"/proc/{parent.pid}/task").glob("*/children")
+        (child,) = [int(pid) for path in children for pid in path.read_text().split()]
+        assert alive(child)
+        parent.kill()
+    eventually(lambda: not alive(child))
+
+
+def test_a_process_that_not_even_sigkill_ends_is_said_to_be_there_until_it_is_gone(
+    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = threading.Event()
+
+    class Hanging(subprocess.Popen[bytes]):
+        """A process that hangs in a device: signals change nothing until that lets go of it."""
+
+        def send_signal(self, sig: int) -> None:
+            if freed.is_set():
+                super().send_signal(sig)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not freed.wait(0.01):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.kill()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Hanging)
+    monkeypatch.setattr(hal.process_supervisor, "KILL_WAIT_S", 0.05)
+    supervisor = make(SLEEP, msgspec.structs.replace(QUICK, stop_after_s=0.05))
+    try:
+        supervisor.start()
+        pid = running(supervisor, log)
+        for deed in (supervisor.stop, supervisor.start, supervisor.stop):
+            with pytest.raises(SupervisionError, match=f"process {pid} .* cannot be ended"):
+                deed()
+        assert (supervisor.status().state, supervisor.status().pid, alive(pid)) == (ProcessState.RUNNING, pid, True)
+    finally:
+        freed.set()
+    eventually(lambda: supervisor.status().state is ProcessState.STOPPED)
+    assert not alive(pid)
+    monkeypatch.undo()
+    supervisor.stop()
+    supervisor.start()
+    running(supervisor, log, times=2)

@@ -1,0 +1,310 @@
+"""What is told of an address where no Ray cluster answers, in less time than Ray itself takes.
+
+The folder of a cluster: private, and removed by the next start if its program was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hal import ray_cluster
+from hal.errors import HalError, PlacementError
+from hal.lease import driver_process_of
+from hal.ray_cluster import (
+    ProcessState,
+    ProcessStatus,
+    RayTempFolder,
+    RestartPolicy,
+    RobotLockActor,
+    require_cluster,
+    require_token,
+)
+from hal.ray_nodes import node_argv, ray_labels, ray_resources
+from hal.resource import Health, Kind, ResourceRecord
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+
+
+def ask(says: bytes | None, host: str = "127.0.0.1") -> None:
+    """Asks a server that says this to whoever comes, and then ends; None: that is silent until it was asked."""
+    asked = threading.Event()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+
+        def serve() -> None:
+            link, _ = server.accept()
+            with link:
+                if says is None:
+                    asked.wait(60.0)
+                    return
+                link.recv(1024)
+                link.sendall(says)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            require_cluster(f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}")
+        finally:
+            asked.set()
+            thread.join(60.0)
+
+
+def test_what_speaks_as_ray_does_is_let_be() -> None:
+    ask(SETTINGS)
+    require_cluster("auto")
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    ask(SETTINGS, "::1")
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_something_else_that_listens_is_told_to_be_none(says: bytes) -> None:
+    with pytest.raises(HalError, match=r"what listens at 127\.0\.0\.1:\d+ is no Ray cluster"):
+        ask(says)
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "wants a token, and there is none in /nowhere"),
+        ({"HOME": "/nowhere"}, "wants a token, and none is given"),
+    ],
+)
+def test_a_token_that_is_not_there_is_told_in_one_line(token: dict[str, str], why: str) -> None:
+    with pytest.raises(HalError, match=f"^the Ray cluster at 127.0.0.1:1 {why}: copy the .*PATH$"):
+        require_token("127.0.0.1:1", {"RAY_AUTH_MODE": "token", **token})
+
+
+def test_what_is_silent_or_not_there_is_told_within_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "ANSWER_TIMEOUT_S", 0.05)
+    with pytest.raises(HalError, match=r"no Ray cluster answers at 127\.0\.0\.1:\d+: timed out"):
+        ask(None)
+    for address in ("127.0.0.1:1", "127.0.0.1:99999", f"{'a' * 70}.example:1", "a\0b:1"):
+        with pytest.raises(HalError, match="no Ray cluster answers at "):
+            require_cluster(address)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from hal import ray_folder
+ray_folder.BASE = Path(sys.argv[1])
+folder = ray_folder.RayFolder()
+folder.path.mkdir()
+(folder.path / "file").write_text("x")
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ray_cluster, "TEMP_BASE", tmp_path)
+    return tmp_path
+
+
+def test_it_is_for_this_user_alone_and_is_removed() -> None:
+    folder = RayTempFolder()
+    home = folder.path.parent
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    folder.path.mkdir(mode=0o777)
+    folder.remove()
+    folder.remove()
+    assert not home.exists()
+
+
+def test_that_of_a_killed_program_is_removed_by_the_next_start_and_no_other(base: Path) -> None:
+    foreign = base / f"{ray_cluster.TEMP_PREFIX}link"
+    foreign.symlink_to(base)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(base)], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        left = Path(program.stdout.readline().strip())
+        RayTempFolder().remove()
+        assert (left / "file").exists(), "its program lives"
+        program.send_signal(signal.SIGKILL)
+        program.wait(60)
+        RayTempFolder().remove()
+    assert not left.parent.exists() and foreign.is_symlink() and base.exists()
+
+
+# The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
+_RUN = [sys.executable, __file__]
+_MARK = "USER_SYS_TEST_FAMILY"
+
+
+def robot(name: str, model: str, health: Health = Health.READY) -> ResourceRecord:
+    return ResourceRecord(kind=Kind.ROBOT, name=name, model=model, node="desk", health=health)
+
+
+def test_records_become_ray_resources() -> None:
+    uuid = {"uuid": "GPU-5f"}
+    gpu = ResourceRecord(
+        kind=Kind.GPU, name="desk/gpu-0", model="NVIDIA H200", node="desk", memory_bytes=141_000_000_000, labels=uuid
+    )
+    fleet = [robot("a", "panda"), robot("b", "panda"), robot("c", "ur5e"), robot("d", "ur5e", Health.LOST), gpu]
+    assert ray_resources(fleet) == {
+        "robot:a": 1.0,
+        "robot:b": 1.0,
+        "robot:c": 1.0,
+        "robot:d": 1.0,
+        "robot_model:panda": 2.0,
+        "robot_model:ur5e": 2.0,
+        "card:gpu-0": 1.0,
+    }, "a robot that is off is declared too: it can never be added to a node that runs"
+    assert ray_labels([gpu], {"site": "lab (2nd floor)"}) == {
+        "card-gpu-0-model": "NVIDIA_H200",
+        "card-gpu-0-memory-mb": "141000",
+        "card-gpu-0-uuid": "GPU-5f",
+        "site": "lab-2nd-floor",
+    }
+    dead = msgspec.structs.replace(gpu, health=Health.LOST)
+    assert ray_resources([dead]) == ray_labels([dead], {}) == {}, "a GPU that has failed is there for nobody"
+    assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), "Ray would choose among those it counts"
+
+
+def test_a_keeper_that_is_started_anew_has_its_robots_lock_before_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "locks"))
+    keeper = RobotLockActor("arm-0", "run demo", True)
+    assert driver_process_of("arm-0").endswith(" run demo") and keeper.acquire() == ""
+    assert RobotLockActor("arm-0", "run two", True).acquire().startswith(f"pid {os.getpid()} of ")
+
+
+def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:
+    done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [
+        "started",
+        "placed",
+        "loopback only",
+        "a wrong token is told",
+        "child restarted",
+        "actor restarted",
+        "a signal is heard while it waits",
+        "stopped",
+    ]
+    assert done.stderr == ""
+    assert (tmp_path / "ray").is_dir() and list((tmp_path / "ray").iterdir())
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def family() -> set[int]:
+    """Ray's processes and all that they started: they inherit this process's mark."""
+    mark = f"{_MARK}={os.getpid()}".encode()
+    return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and mark in environment(p)}
+
+
+def environment(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def descriptors(process: Path) -> list[Path]:
+    try:
+        return list((process / "fd").iterdir())
+    except OSError:  # it has ended meanwhile
+        return []
+
+
+def listening_addresses() -> set[str]:
+    """The local addresses (/proc/net/tcp: hex, in the machine's byte order) on which Ray's processes listen."""
+    inodes: set[str] = set()
+    for pid in family():
+        for descriptor in descriptors(Path(f"/proc/{pid}")):
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:  # closed meanwhile
+                continue
+    tables = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {row[1].split(":")[0] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def scenario(folder: Path) -> None:
+    from hal import ray_cluster
+    from hal.ray_cluster import start_local_cluster
+    from hal.ray_nodes import Bundle
+
+    os.environ[_MARK] = str(os.getpid())
+    logging.getLogger("hal").setLevel(logging.ERROR)
+    resources = ray_resources([robot("panda-0", "panda")])
+    cluster = start_local_cluster(resources, num_cpus=1, object_store_bytes=150_000_000, log_dir=folder / "ray")
+    with cluster:
+        print("started")
+        with pytest.raises(PlacementError, match="asked for 1 x robot:ur-0 on one machine; there is .*robot:panda-0"):
+            cluster.start("arm", ["true"], {"robot:ur-0": 1.0})
+        argv = [
+            sys.executable,
+            "-c",
+            "import os, time; print(os.environ['RAY_AUTH_TOKEN'], flush=True); time.sleep(600)",
+        ]
+        quick = RestartPolicy(backoff_s=0.05, stop_after_s=5)
+        cluster.start("arm", argv, {"robot:panda-0": 1.0}, folder / "arm.log", restart=quick)
+
+        def arm() -> ProcessStatus:
+            return cluster.statuses()["arm"]
+
+        eventually(lambda: arm().state is ProcessState.RUNNING)
+        assert len(family()) > 3
+        print("placed")
+        addresses = listening_addresses()
+        assert addresses and all(address.endswith("0100007F") for address in addresses), addresses
+        print("loopback only")
+        address = gcs_address()
+        require_token(address, {**os.environ, "RAY_AUTH_MODE": "token"})
+        with pytest.raises(HalError, match=f"^the Ray cluster at {address} refuses the token: copy the file"):
+            require_token(address, {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"})
+        print("a wrong token is told")
+        first = arm().pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: arm().state is ProcessState.RUNNING and arm().restarts == 1)
+        second = arm().pid
+        assert second not in (None, first)
+        print("child restarted")
+        os.kill(cluster.actor_pid("arm", 120), signal.SIGKILL)
+        eventually(lambda: arm().state is ProcessState.RUNNING and arm().pid not in (first, second))
+        eventually(lambda: not Path(f"/proc/{second}").exists())
+        assert not (folder / "arm.log").read_text().strip(), "a node was told the cluster's token"
+        print("actor restarted")
+        ray_cluster.RESERVE_TIMEOUT_S = 3600.0  # beyond the test's own
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(2)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.reserve("demo", [Bundle(node="desk", resources={"robot:panda-0": 2.0})])
+        print("a signal is heard while it waits")
+    eventually(lambda: not family())
+    print("stopped")
+
+
+if __name__ == "__main__":
+    scenario(Path(sys.argv[1]))

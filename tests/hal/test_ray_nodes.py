@@ -1,0 +1,169 @@
+"""What is told of a Ray cluster, from what Ray tells of it, and what a person reads when a job does not get a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from hal.errors import PlacementError
+from hal.placement import place
+from hal.ray_nodes import cluster_records, make_bundles, ray_labels, ray_resources
+from hal.resource import Health, Kind, ResourceRecord, ResourceRequest
+
+GB = 1_000_000_000
+TRAINING = ResourceRequest(kind=Kind.GPU, memory_bytes=24 * GB)
+ARM = ResourceRequest(kind=Kind.ROBOT, name="panda-0")
+
+
+def gpu(number: int, model: str = "NVIDIA L4", gigabytes: int = 24) -> ResourceRecord:
+    """As its own computer knows it."""
+    name, labels = f"its-own-name/gpu-{number}", {"uuid": f"GPU-{number}-{gigabytes}"}
+    return ResourceRecord(
+        kind=Kind.GPU, name=name, model=model, node="its-own-name", labels=labels, memory_bytes=gigabytes * GB
+    )
+
+
+def node(
+    key: str, host: str, address: str, *gpus: ResourceRecord, alive: bool = True, **resources: float
+) -> dict[str, Any]:
+    """As ``ray.nodes`` has it."""
+    own = {f"node:{address}": 1.0, "memory": 64e9, **resources, **ray_resources(gpus)}
+    return {
+        "NodeID": key, "NodeManagerHostname": host, "NodeManagerAddress": address, "Alive": alive, "Resources": own,
+        "Labels": {"ray.io/node-id": key, **ray_labels(gpus, {})},
+    }  # fmt: skip
+
+
+DESK = {**node("a", "desk", "10.0.0.2", CPU=4.0), "Labels": {"robot-panda-0": "panda", "site": "lab"}}
+DESK["Resources"]["robot:panda-0"] = 1.0
+RACK = node("b", "rack", "10.0.0.3", gpu(0), gpu(1), CPU=16.0)
+DEMO = {
+    "name": "run demo#1a2b",
+    "state": "CREATED",
+    "bundles": {0: {"card:gpu-0": 1.0}, 1: {"card:gpu-1": 1.0}, 2: {"CPU": 6.0}},
+    "bundles_to_node_id": {0: "b", 1: "b", 2: "b"},
+}
+TAKEN = {"b": {"CPU": 10.0, "memory": 64e9}}
+
+
+def why(*requests: ResourceRequest, nodes: tuple[dict[str, Any], ...] = (DESK, RACK)) -> str:
+    with pytest.raises(PlacementError) as refusal:
+        place(requests, cluster_records(nodes, TAKEN, [DEMO]))
+    return str(refusal.value)
+
+
+def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
+    records = {record.name: record for record in cluster_records([DESK, RACK], {}, [])}
+    assert sorted(records) == ["desk", "panda-0", "rack", "rack/gpu-0", "rack/gpu-1"]
+    assert (records["panda-0"].model, records["panda-0"].node, records["panda-0"].labels) == (
+        "panda",
+        "desk",
+        {"site": "lab"},
+    )
+    found = records["rack/gpu-1"]
+    assert (found.model, found.memory_bytes, found.node, found.health) == ("NVIDIA L4", 24 * GB, "rack", Health.READY)
+    assert (records["rack"].cores, records["rack"].memory_bytes) == (16, 64 * GB)
+    assert records["rack"].labels == {}, "what a GPU is, is no fact of its computer"
+
+
+def test_what_a_robot_can_and_where_it_stands_is_known_of_it_and_of_no_other() -> None:
+    arm = ResourceRecord(
+        kind=Kind.ROBOT,
+        name="panda-0",
+        model="panda",
+        node="",
+        capabilities=("camera:front", "camera:left_wrist", "lifts", "v1.2", "camera:"),
+        labels={"site": "lab", "rate_hz": "12.5", "address": "10.0.0.5:30004", "long": "x" * 64},
+    )
+    other = msgspec.structs.replace(arm, name="panda-0-b", labels={}, capabilities=())
+    declared = {**node("a", "desk", "10.0.0.2"), "Labels": ray_labels([arm, other], {"site": "hall", "floor": "2"})}
+    declared["Resources"] |= ray_resources([arm, other])
+    records = {record.name: record for record in cluster_records([declared], {}, [])}
+    assert records["panda-0"].capabilities == ("camera:front", "camera:left_wrist", "lifts")
+    assert records["panda-0"].labels == {"site": "lab", "rate_hz": "12.5", "floor": "2"}, "its own before its node's"
+    assert records["panda-0-b"].labels == records["desk"].labels == {"site": "hall", "floor": "2"}
+
+
+UNLIKE = node("b", "rack", "10.0.0.3", gpu(0, "NVIDIA T1000", 8), gpu(1), gpu(2, "NVIDIA T1000", 8), CPU=16.0)
+
+
+def test_of_unlike_gpus_in_one_computer_a_job_gets_the_one_that_it_asks_for() -> None:
+    for request in (TRAINING, ResourceRequest(kind=Kind.GPU, model="NVIDIA L4")):
+        (chosen,) = place([request], cluster_records([UNLIKE], {}, [])).assigned
+        (bundle,) = make_bundles([request], [chosen], {"rack": "10.0.0.3"})
+        assert bundle.resources == {"node:10.0.0.3": 0.001, "card:gpu-1": 1.0} and bundle.uuid == "GPU-1-24"
+    (modest,) = place([ResourceRequest(kind=Kind.GPU)], cluster_records([UNLIKE], {}, [])).assigned
+    assert modest[0].name == "rack/gpu-0", "what suffices, so that the large one stays free"
+
+
+def test_a_small_gpu_that_is_free_is_none_for_a_job_that_needs_the_large_one() -> None:
+    large = {**DEMO, "bundles": {0: {"card:gpu-1": 1.0}}, "bundles_to_node_id": {0: "b"}}
+    free = {"b": {"CPU": 16.0, "card:gpu-0": 1.0, "card:gpu-2": 1.0}}
+    with pytest.raises(PlacementError, match="One would do, but none is free: rack/gpu-1 is used by run demo"):
+        place([TRAINING], cluster_records([UNLIKE], free, [large]))
+    with pytest.raises(PlacementError, match=r"rack/gpu-1 \(NVIDIA L4\), has 24 GB"):
+        place([msgspec.structs.replace(TRAINING, memory_bytes=25 * GB)], cluster_records([UNLIKE], {}, []))
+
+
+def test_of_gpus_that_ray_has_counted_by_itself_only_the_number_is_known() -> None:
+    plain = node("c", "plain", "10.0.0.4", CPU=4.0, GPU=2.0)
+    (chosen,) = place([ResourceRequest(kind=Kind.GPU)], cluster_records([plain], {}, [])).assigned
+    (bundle,) = make_bundles([ResourceRequest(kind=Kind.GPU)], [chosen], {"plain": "10.0.0.4"})
+    assert bundle.resources == {"node:10.0.0.4": 0.001, "GPU": 1.0} and bundle.is_gpu and not bundle.uuid
+    with pytest.raises(PlacementError, match="No GPU here says how much memory it has"):
+        place([TRAINING], cluster_records([plain], {}, []))
+
+
+def test_two_nodes_of_one_computer_are_told_apart_by_their_addresses() -> None:
+    records = cluster_records([DESK, node("c", "desk", "10.0.0.4", CPU=1.0)], {}, [])
+    assert {record.node for record in records} == {"10.0.0.2", "10.0.0.4"}
+
+
+def test_who_uses_a_gpu_is_said() -> None:
+    assert why(ARM, TRAINING) == (
+        "The job asks for the robot panda-0 and one GPU with at least 24 GB. Two would do, but none is free: "
+        "rack/gpu-0 is used by run demo and rack/gpu-1 is used by run demo. "
+        "It would fit if rack/gpu-0 or rack/gpu-1 were free."
+    )
+
+
+def test_who_uses_processors_is_said() -> None:
+    assert why(ResourceRequest(kind=Kind.COMPUTE, cores=12)) == (
+        "The job asks for one computer with 12 processors. No computer here has as many processors free: "
+        "rack has 10 free (run demo uses 6 of its 16)."
+    )
+
+
+def test_a_robot_that_another_run_has_reserved_is_driven_by_it() -> None:
+    other = {**DEMO, "name": "run two", "bundles": {0: {"robot:panda-0": 0.6}}, "bundles_to_node_id": {0: "a"}}
+    free = {"a": {"CPU": 4.0}}
+    with pytest.raises(PlacementError, match=r"panda-0 is driven by run two\. It would fit if panda-0 were free"):
+        place([ARM], cluster_records([DESK], free, [other]))
+
+
+def test_what_a_dead_node_had_is_not_there_until_a_node_with_its_address_is() -> None:
+    dead = {**RACK, "Alive": False}
+    assert why(TRAINING, nodes=(DESK, dead)).endswith(
+        "none is free: rack/gpu-0 is not there (its Ray node is gone) and rack/gpu-1 is not there (its Ray node is "
+        "gone). It would fit if rack/gpu-0 or rack/gpu-1 were there."
+    )
+    again = {**RACK, "NodeID": "z"}
+    (chosen,) = place([TRAINING], cluster_records([DESK, dead, again], {}, [])).assigned
+    assert chosen[0].name == "rack/gpu-0"
+
+
+def test_a_reservation_that_is_over_takes_nothing() -> None:
+    for state in ("REMOVED", "PENDING"):
+        records = cluster_records([RACK], {}, [{**DEMO, "state": state}])
+        assert all(record.health is Health.READY and not record.note for record in records)
+
+
+def test_a_placement_becomes_bundles_on_the_computers_that_were_chosen() -> None:
+    asked = [ARM, TRAINING, ResourceRequest(kind=Kind.COMPUTE, cores=8, memory_bytes=16 * GB)]
+    assigned = place(asked, cluster_records([DESK, RACK], {}, [])).assigned
+    robot, card, share = make_bundles(asked, assigned, {"desk": "10.0.0.2", "rack": "10.0.0.3"})
+    assert (robot.node, robot.resources) == ("desk", {"robot:panda-0": 0.6})
+    assert (card.node, card.resources) == ("rack", {"node:10.0.0.3": 0.001, "card:gpu-0": 1.0})
+    assert share.resources == {"node:10.0.0.3": 0.001, "CPU": 8.0, "memory": 16.0 * GB}

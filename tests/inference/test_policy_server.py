@@ -1,0 +1,571 @@
+"""What a policy process owes its robots: their own slots alone, weights once, and to go on whatever is sent to it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from blake3 import blake3
+from inference_kit import (
+    END_S,
+    ROBOTS,
+    Server,
+    acts,
+    link_to,
+    make_keys,
+    process,
+    serving,
+    slowly,
+    until,
+    weights_of,
+)
+from msgspec.structs import replace
+
+from hal.spec import STATE, Array
+from user_sys.codec import encode_packet
+from user_sys.compose import policy_factory
+from user_sys.errors import ConfigError, PolicyUnavailable, RunError, WireError
+from user_sys.inference.policy_server import (
+    MAX_JOBS,
+    MAX_SESSIONS,
+    SESSION_TIMEOUT_S,
+    EncodedWeightsCache,
+    PolicyServer,
+    SessionTable,
+)
+from user_sys.inference.protocol import (
+    MAX_MESSAGE_BYTES,
+    MAX_SLOTS,
+    MAX_WEIGHTS_BYTES,
+    PART_ARRAY,
+    POLICY_NODE,
+    POLICY_PROTOCOL_VERSION,
+    SESSION_BYTES,
+    ActionRequest,
+    ActionResponse,
+    AnyResponse,
+    InvalidInput,
+    LoadSlotWeights,
+    NextPart,
+    OpenSlot,
+    PackedWeights,
+    PolicyRequest,
+    RequestRejected,
+    ServerInfo,
+    SessionHeartbeat,
+    SlotBusy,
+    SlotNotFound,
+    SlotReady,
+    WeightsPart,
+    decode_response,
+    encode,
+)
+from user_sys.inference.remote_policy import LOAD_TIMEOUT_S
+from user_sys.policies.conformance import example_observation, example_spec
+from user_sys.policies.policy import ActionChunk, Policy
+from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key, new_keypair, save_keypair
+from user_sys.weights.double_buffer import DoubleBufferedPolicy
+
+SPEC = slowly(example_spec())
+SPEC_BYTES = msgspec.msgpack.encode(SPEC)
+LENGTH = 4
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return make_keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def server(keys: Path) -> Iterator[Server]:
+    with serving(keys) as found:
+        yield found
+
+
+class Peer:
+    """Somebody with a key who says what he likes."""
+
+    def __init__(self, server: Server, keys: Path, robot: str, session: bytes) -> None:
+        self.session, self._number = session, 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        pair = load_keypair(keys / f"{robot}.key")
+        self._socket.curve_publickey, self._socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
+        self._socket.curve_serverkey = load_public_key(keys / f"{POLICY_NODE}.pub").encode()
+        self._socket.connect(server.endpoint)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(0)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> AnyResponse:
+        assert self._socket.poll(1e3 * END_S)
+        return decode_response(self._socket.recv())[0]
+
+    def ask(
+        self, request: Callable[..., PolicyRequest], arrays: dict[str, Array] | None = None, **fields: Any
+    ) -> AnyResponse:
+        self._number += 1
+        self.send(encode(request(number=self._number, session=self.session, **fields), arrays))
+        answer = self.receive()
+        assert answer.number in (0, self._number)
+        return answer
+
+    def greet(self, *slots: int) -> None:
+        assert isinstance(self.ask(SessionHeartbeat, protocol=POLICY_PROTOCOL_VERSION, slots=slots), ServerInfo)
+
+    def open(self, slot: int = 0, **changes: Any) -> AnyResponse:
+        fields = {"slot": slot, "kind": "mlp", "features": (), "seed": 0, "spec": SPEC} | changes
+        return self.ask(OpenSlot, **fields)
+
+    def act(self, slot: int = 0, digest: bytes = b"", observation: dict[str, Array] | None = None) -> AnyResponse:
+        seen = example_observation(np.random.default_rng(0)) if observation is None else observation
+        return self.ask(ActionRequest, seen, slot=slot, digest=digest, sentence="", deterministic=True)
+
+    def load(self, weights: dict[str, Array], slot: int = 0) -> AnyResponse:
+        packet = encode_packet(PackedWeights(), weights)
+        digest = digest_of(packet)
+        answer = self.ask(LoadSlotWeights, slot=slot, digest=digest, size_bytes=len(packet))
+        if isinstance(answer, NextPart):
+            part = {PART_ARRAY: np.frombuffer(packet, np.uint8)}
+            answer = self.ask(WeightsPart, part, slot=slot, digest=digest, offset=answer.offset)
+        return answer
+
+
+def digest_of(packet: bytes) -> bytes:
+    return blake3(packet).digest()
+
+
+@pytest.fixture
+def peer(server: Server, keys: Path) -> Iterator[Callable[..., Peer]]:
+    with ExitStack() as stack:
+        yield lambda robot=ROBOTS[0], session=bytes(SESSION_BYTES): stack.enter_context(
+            Peer(server, keys, robot, session)
+        )
+
+
+# Who is let in
+
+
+def away(policy: Policy, says: str) -> None:
+    """Waits until the policy says why it gives no action."""
+    observation = example_observation(np.random.default_rng(0))
+
+    def said() -> bool:
+        try:
+            policy.act(observation, "", deterministic=True)
+        except PolicyUnavailable as error:
+            assert str(error).endswith("; the robot holds")
+            return says in str(error)
+        return False
+
+    until(said, f"it says {says!r}")
+
+
+def test_a_stranger_is_told_that_its_key_is_not_allowed_and_comes_in_once_it_is(server: Server, keys: Path) -> None:
+    save_keypair(new_keypair(), keys, "stranger")
+    with link_to(lambda: server.endpoint, keys, SPEC, "stranger") as link:
+        policy = link.make_policy(0)
+        host = server.endpoint.removeprefix("tcp://")
+        away(policy, f"the policy at {host} does not allow this robot's key; the robot holds")
+        Keyring(keys).allow(load_keypair(keys / "stranger.key").public, "stranger", "robot")
+        acts(policy)
+        Keyring(keys).revoke("stranger")
+        away(policy, "")
+
+
+def test_a_key_that_is_not_a_robots_has_no_policy(server: Server, keys: Path) -> None:
+    save_keypair(new_keypair(), keys, "learner")
+    Keyring(keys).allow(load_keypair(keys / "learner.key").public, "learner", "learner")
+    with link_to(lambda: server.endpoint, keys, SPEC, "learner") as link:
+        away(link.make_policy(0), "refuses this robot: a learner has no policy here")
+
+
+def test_a_robot_reaches_no_slot_of_another_even_with_the_others_session(peer: Callable[..., Peer]) -> None:
+    left, right = peer("left"), peer("right")
+    left.greet()
+    assert isinstance(left.open(), SlotReady)
+    weights = weights_of(SPEC, 0)
+    for greets in (False, True):
+        if greets:
+            right.greet(0)
+        assert isinstance(right.act(), SlotNotFound)
+        assert isinstance(right.load(weights), SlotNotFound)
+    right.greet()  # keeps none: a session of its own, though it has the other's name
+    assert isinstance(left.act(), ActionResponse)
+
+
+# Weights
+
+
+def test_two_robots_bring_the_same_weights_once(server: Server, keys: Path) -> None:
+    weights = weights_of(SPEC, 1, hidden=1 << 17)  # several parts
+    with ExitStack() as stack:
+        found = []
+        for robot in ROBOTS:
+            link = stack.enter_context(link_to(lambda: server.endpoint, keys, SPEC, robot))
+            policy = link.make_policy(0)
+            policy.load(weights)
+            found.append(acts(policy).actions)
+    np.testing.assert_array_equal(*found)
+    assert server.server.counters["packets"] == 1
+
+
+def test_weights_of_another_version_than_was_named_never_act(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    left.open()
+    weights = weights_of(SPEC, 0)
+    digest = digest_of(encode_packet(PackedWeights(), weights))
+    assert isinstance(left.act(digest=digest), SlotNotFound)
+    assert isinstance(left.load(weights), SlotReady)
+    assert isinstance(left.act(digest=digest), ActionResponse)
+    assert isinstance(left.act(), SlotNotFound)
+
+
+def test_a_chunk_is_of_one_version_and_recorded_under_it_when_weights_come_in_meanwhile(keys: Path) -> None:
+    class Chunks(Policy):
+        """Four actions that say with which weights each was chosen."""
+
+        size = 0.0
+
+        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+            return ActionChunk(np.full((LENGTH, 2), self.size, np.float32), np.zeros(LENGTH, np.float32))
+
+        def load(self, weights: Mapping[str, Array]) -> None:
+            self.size = float(weights["size"][0])
+
+    seen = example_observation(np.random.default_rng(0))
+    with serving(keys, lambda kind, features, spec, seed: Chunks()) as server:
+        with link_to(lambda: server.endpoint, keys, SPEC) as link:
+            swapper = DoubleBufferedPolicy(lambda: link.make_policy(0))
+            for version in range(1, 6):
+                swapper.load(version, {"size": np.array([version], np.float32)})
+                swapper.swap_if_ready()
+                chunk = acts(swapper.policy, seen)
+                swapper.load(99, {"size": np.array([99], np.float32)})  # mid-chunk, into the other slot
+                again = swapper.policy.act(seen, "", deterministic=True)
+                assert swapper.version == version
+                assert (chunk.actions == version).all() and (again.actions == version).all()
+
+
+# A process that is away
+
+
+def test_a_robot_holds_while_the_process_is_away_and_goes_on_with_the_same_version(keys: Path, tmp_path: Path) -> None:
+    spec = replace(SPEC, rate_hz=5.0)
+    with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
+        swapper = DoubleBufferedPolicy(lambda: link.make_policy(0))
+        swapper.load(7, weights_of(spec, 7))
+        swapper.swap_if_ready()
+        before = acts(swapper.policy).actions
+        host = site.endpoint.removeprefix("tcp://")
+        site.end(signal.SIGKILL)
+        away(swapper.policy, f"the policy at {host} does not answer; the robot holds")
+        site.start()
+        np.testing.assert_array_equal(acts(swapper.policy).actions, before)
+        assert swapper.version == 7
+        site.end(signal.SIGKILL)
+        swapper.load(8, weights_of(spec, 8))  # comes while nobody can take it
+        swapper.swap_if_ready()
+        away(swapper.policy, "; the robot holds")
+        site.start()
+        after = acts(swapper.policy).actions
+        assert swapper.version == 8 and not np.array_equal(after, before)
+
+
+def test_a_process_that_hangs_is_away_until_it_goes_on(keys: Path, tmp_path: Path) -> None:
+    spec = replace(SPEC, rate_hz=5.0)
+    with process(keys, tmp_path) as site, link_to(lambda: site.endpoint, keys, spec) as link:
+        policy = link.make_policy(0)
+        policy.load(weights_of(spec, 7))
+        before = acts(policy).actions
+        site.send(signal.SIGSTOP)
+        away(policy, "does not answer")
+        site.send(signal.SIGCONT)
+        np.testing.assert_array_equal(acts(policy).actions, before)
+
+
+def test_what_is_answered_late_moves_nothing(keys: Path) -> None:
+    class Echo(Policy):
+        """Acts as it sees, when it is let."""
+
+        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+            assert go.wait(END_S)
+            return ActionChunk(observation[STATE][None].copy(), np.zeros(1, np.float32))
+
+        def load(self, weights: Mapping[str, Array]) -> None:
+            raise WireError("it takes none")
+
+    go = threading.Event()
+    spec = replace(SPEC, rate_hz=20.0)
+    rest = example_observation(np.random.default_rng(0))
+    with serving(keys, lambda kind, features, spec, seed: Echo()) as server:
+        with link_to(lambda: server.endpoint, keys, spec) as link:
+            policy, count = link.make_policy(0), 0
+            away(policy, "does not answer")
+            go.set()
+
+            def attempt() -> bool:
+                nonlocal count
+                count += 1
+                try:
+                    chunk = policy.act(rest | {STATE: np.full(2, count, np.float32)}, "", deterministic=True)
+                except PolicyUnavailable:
+                    return False
+                assert (chunk.actions == count).all()
+                return True
+
+            for _ in range(20):
+                until(attempt, "it acts")
+
+
+def test_one_robot_does_not_wait_for_what_another_loads(keys: Path) -> None:
+    class Slow(Policy):
+        def act(self, observation: Mapping[str, Array], sentence: str, *, deterministic: bool) -> ActionChunk:
+            return ActionChunk(np.zeros((1, 2), np.float32), np.zeros(1, np.float32))
+
+        def load(self, weights: Mapping[str, Array]) -> None:
+            loading.set()
+            assert go.wait(END_S)
+
+    loading, go = threading.Event(), threading.Event()
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(keys, lambda kind, features, spec, seed: Slow()))
+        left, right = (stack.enter_context(link_to(lambda: server.endpoint, keys, SPEC, robot)) for robot in ROBOTS)
+        one, other = left.make_policy(0), right.make_policy(0)
+        acts(one), acts(other)
+        loader = threading.Thread(target=one.load, args=(weights_of(SPEC, 0),))
+        loader.start()
+        assert loading.wait(END_S)
+        acts(other)
+        go.set()
+        loader.join(END_S)
+        acts(one)
+
+
+def test_closing_ends_a_load_that_nobody_takes(keys: Path) -> None:
+    link = link_to(lambda: "", keys, SPEC)
+    with link:
+        policy = link.make_policy(0)
+        policy.load(weights_of(SPEC, 0))  # for when there is a process
+        away(policy, "the policy is not found yet")
+        loads = threading.Thread(target=policy.load, args=(weights_of(SPEC, 1),))
+        link.stop_loading()
+        loads.start()
+        loads.join(LOAD_TIMEOUT_S / 2)
+        assert not loads.is_alive()
+    link.raise_failure()
+
+
+# What may be asked
+
+
+def test_a_rate_at_which_no_network_answers_in_time_is_refused(keys: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.at: edge"):
+        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), answer_within=0.5)
+
+
+def test_a_port_that_is_in_use_is_told(server: Server, keys: Path) -> None:
+    pair = load_keypair(keys / f"{POLICY_NODE}.key")
+    second = PolicyServer(server.endpoint, pair, Keyring(keys), policy_factory("cpu"))
+    with pytest.raises(RunError, match=r"cannot listen on .*; choose another address with --listen"):
+        second.run(threading.Event())
+
+
+def test_a_policy_that_there_is_not_is_refused_in_words(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    endless = replace(SPEC, action=replace(SPEC.action, low=(-np.inf, 0.0)))
+    slower = SPEC_BYTES.replace(msgspec.msgpack.encode(SPEC.rate_hz), msgspec.msgpack.encode(-1.0))
+    for changes, says in (
+        ({"kind": "cnn"}, "expected one of mlp"),
+        ({"features": ("smell",)}, "smell"),
+        ({"spec": endless}, "finite bounds"),
+        ({"spec": msgspec.Raw(slower)}, "a control rate of -1 Hz is none"),
+    ):
+        answer = left.open(**changes)
+        assert isinstance(answer, RequestRejected) and says in answer.reason
+        assert isinstance(left.act(), SlotNotFound)
+
+
+def test_another_protocol_version_is_told_to_install_the_same_release(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    for record in (
+        {
+            "type": "greeting",
+            "number": 1,
+            "session": left.session,
+            "protocol": POLICY_PROTOCOL_VERSION + 1,
+            "slots": [],
+        },
+        {"type": "greeting", "protocol": POLICY_PROTOCOL_VERSION + 1, "of": "another shape"},
+    ):
+        raw, layout = msgspec.msgpack.encode(record), msgspec.msgpack.encode([])
+        head = b"USP2" + len(raw).to_bytes(4, "little") + len(layout).to_bytes(4, "little") + raw + layout
+        left.send(head + bytes(-len(head) % 64))
+        answer = left.receive()
+        assert isinstance(answer, RequestRejected)
+        assert (
+            f"speaks protocol version {POLICY_PROTOCOL_VERSION}, this peer {POLICY_PROTOCOL_VERSION + 1}; "
+            "install the same" in answer.reason
+        )
+
+
+def test_a_slot_that_is_not_kept_is_freed(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    left.open(0), left.open(1)
+    left.greet(1)
+    assert isinstance(left.act(0), SlotNotFound) and isinstance(left.act(1), ActionResponse)
+
+
+# Whatever is sent
+
+
+def test_the_process_goes_on_whatever_a_robot_sends(server: Server, keys: Path, peer: Callable[..., Peer]) -> None:
+    draw = random.Random(0)
+    left = peer()
+    left.greet()
+    left.open()
+    valid = encode(SessionHeartbeat(number=1, session=left.session, protocol=POLICY_PROTOCOL_VERSION))
+    hostile: list[tuple[bytes, ...]] = [(b"",), (b"\0" * 64,), (valid, valid), (valid[:40],), (b"\x91" * 4096,)]
+    for _ in range(200):
+        spoiled = bytearray(valid)
+        for _ in range(draw.randint(1, 8)):
+            spoiled[draw.randrange(len(spoiled))] = draw.randrange(256)
+        hostile.append((bytes(spoiled),))
+    for frames in hostile:
+        left.send(*frames)
+        left.receive()  # every message is answered, with a refusal where it is none
+    right = peer("right")
+    right.greet()
+    assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
+
+
+def test_weights_and_observations_that_do_not_fit_are_refused_and_change_nothing(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    left.open()
+    weights = weights_of(SPEC, 0)
+    assert isinstance(left.load(weights), SlotReady)
+    digest = digest_of(encode_packet(PackedWeights(), weights))
+    scalar = weights | {"hidden.0.weight": np.float32(1.0).reshape(())}
+    for foreign in ({}, scalar, weights | {"hidden.1.weight": np.zeros((0, 0, 3), np.float32)}):
+        assert isinstance(left.load(foreign), InvalidInput)
+    for observation in ({}, {STATE: np.zeros((9, 9), np.float32)}, {STATE: np.zeros(2, np.bool_)}):
+        answer = left.act(digest=digest, observation=observation)
+        assert isinstance(answer, InvalidInput) and "observation" in answer.reason
+    assert isinstance(left.act(digest=digest), ActionResponse)
+
+
+def test_a_robot_that_observes_nothing_is_refused_and_the_others_act_on(peer: Callable[..., Peer]) -> None:
+    left, right = peer("left"), peer("right")
+    left.greet(), right.greet()
+    assert isinstance(left.open(spec=replace(SPEC, observation=())), SlotReady)
+    assert isinstance(left.act(), RequestRejected)
+    assert isinstance(right.open(), SlotReady) and isinstance(right.act(), ActionResponse)
+
+
+def test_weights_that_are_not_as_announced_are_refused(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    left.open()
+    digest, lies = bytes(SESSION_BYTES), {PART_ARRAY: np.zeros(10, np.uint8)}
+    assert left.ask(LoadSlotWeights, slot=0, digest=digest, size_bytes=10) == NextPart(number=3, offset=0)
+    for arrays in (
+        {},
+        {PART_ARRAY: np.zeros(11, np.uint8)},
+        {PART_ARRAY: np.zeros(0, np.uint8)},
+        {PART_ARRAY: np.zeros(10, np.int8)},
+    ):
+        assert isinstance(left.ask(WeightsPart, arrays, slot=0, digest=digest, offset=0), RequestRejected)
+    assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=1), RequestRejected)
+    assert isinstance(left.ask(WeightsPart, lies, slot=0, digest=digest, offset=0), RequestRejected)  # another digest
+    assert isinstance(left.act(), ActionResponse)
+    with pytest.raises(msgspec.ValidationError):  # what the other end decodes with
+        raw = msgspec.msgpack.encode(
+            LoadSlotWeights(number=1, session=digest, slot=0, digest=digest, size_bytes=MAX_WEIGHTS_BYTES + 1)
+        )
+        msgspec.msgpack.decode(raw, type=LoadSlotWeights)
+
+
+def test_a_session_has_so_many_slots_and_a_robot_so_many_sessions(peer: Callable[..., Peer]) -> None:
+    left = peer()
+    left.greet()
+    for slot in range(MAX_SLOTS):
+        assert isinstance(left.open(slot), SlotReady)
+    assert isinstance(left.open(MAX_SLOTS), RequestRejected)
+    assert isinstance(left.open(0), SlotReady)  # one in the place of another
+    for number in range(1, MAX_SESSIONS + 1):
+        peer(session=bytes([number]) * SESSION_BYTES).greet()
+    assert isinstance(left.act(), SlotNotFound)  # the one that was silent for longest is forgotten
+
+
+def test_a_robot_that_asks_for_more_than_can_be_made_is_told_so_and_nothing_piles_up(keys: Path) -> None:
+    go = threading.Event()
+    make = policy_factory("cpu")
+
+    def slowly_made(*wanted: Any) -> Policy:
+        assert go.wait(END_S)
+        return make(*wanted)
+
+    with serving(keys, slowly_made) as server, Peer(server, keys, ROBOTS[0], bytes(SESSION_BYTES)) as left:
+        left.greet()
+        fields = {"session": left.session, "slot": 0, "kind": "mlp", "features": (), "seed": 0, "spec": SPEC}
+        for number in range(MAX_JOBS):
+            left.send(encode(OpenSlot(number=number, **fields)))
+        assert isinstance(left.open(), SlotBusy)
+        go.set()
+        assert all(isinstance(left.receive(), SlotReady) for _ in range(MAX_JOBS))
+        assert isinstance(left.open(), SlotReady)
+
+
+def test_a_message_that_is_too_long_costs_its_sender_the_connection_and_nobody_else(
+    server: Server, peer: Callable[..., Peer]
+) -> None:
+    left, right = peer("left"), peer("right")
+    left.greet(), right.greet()
+    right.open()
+    left.send(bytes(MAX_MESSAGE_BYTES + 1))
+    assert isinstance(right.act(), ActionResponse)
+
+
+def test_a_session_that_has_fallen_silent_is_forgotten() -> None:
+    now_s = 0.0
+    slots = SessionTable(lambda: now_s)
+    slots.heartbeat("left", b"one", ())
+    now_s += SESSION_TIMEOUT_S
+    slots.heartbeat("right", b"two", ())
+    slots.expire(lambda robot: True)
+    assert slots.session("left", b"one") and slots.session("right", b"two")
+    now_s += 1.0
+    slots.expire(lambda robot: True)
+    assert slots.session("left", b"one") is None and slots.session("right", b"two")
+    slots.expire(lambda robot: robot != "right")
+    assert slots.session("right", b"two") is None
+
+
+def test_packets_are_kept_within_their_bound_and_the_newest_always() -> None:
+    packets = EncodedWeightsCache(limit_bytes=10)
+    for name in (b"a", b"b"):
+        packets.put(name, memoryview(bytes(5)))
+    assert packets.get(b"a") is not None
+    packets.put(b"c", memoryview(bytes(5)))
+    assert packets.get(b"b") is None and packets.get(b"a") is not None
+    packets.put(b"d", memoryview(bytes(50)))
+    assert packets.get(b"a") is None and packets.get(b"d") is not None

@@ -1,0 +1,157 @@
+"""The control loop's questions: an answer counts in time, and for the newest question alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from user_sys.inference.protocol import (
+    SESSION_BYTES,
+    ActionRequest,
+    ActionResponse,
+    PolicyResponse,
+    decode_request,
+    encode,
+)
+from user_sys.inference.remote_policy import PROBE_PERIOD_S, RequestClient, ServerIdentity
+from user_sys.tunnel.sockets import ZmqSocket
+
+HERE = "inproc://policy"
+MEETING = ServerIdentity(HERE, b"first")
+WAIT_S = 30.0
+
+
+class Clock:
+    """Time moves by `step_s` whenever it is looked at: 0 leaves all the time that there is."""
+
+    def __init__(self) -> None:
+        self.now_s, self.step_s = 100.0, 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+class Process:
+    """The other end, which answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[ZmqSocket] = zmq.Context()
+        self.router: ZmqSocket = self.context.socket(zmq.ROUTER)
+        self.router.bind(HERE)
+        self.asked: list[tuple[bytes, ActionRequest]] = []
+        self.dialled = 0
+
+    def dial(self, endpoint: str) -> ZmqSocket:
+        self.dialled += 1
+        socket = self.context.socket(zmq.DEALER)
+        socket.connect(endpoint)
+        return socket
+
+    def listen(self) -> list[int]:
+        """Takes in what was asked; the numbers of all that was."""
+        while self.router.poll(0):
+            routing_id, frame = self.router.recv_multipart()
+            request, _ = decode_request(frame)
+            assert isinstance(request, ActionRequest)
+            self.asked.append((routing_id, request))
+        return [request.number for _, request in self.asked]
+
+    def answer(self, number: int, answer: PolicyResponse | None = None) -> None:
+        routing_id = next(routing_id for routing_id, request in self.asked if request.number == number)
+        self.router.send_multipart([routing_id, encode(answer or ActionResponse(number=number))])
+
+
+def act(number: int) -> ActionRequest:
+    return ActionRequest(
+        number=number, session=bytes(SESSION_BYTES), slot=0, digest=b"", sentence=str(number), deterministic=True
+    )
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    found = Process()
+    yield found
+    found.context.destroy(0)
+
+
+class Desk:
+    def __init__(self, process: Process) -> None:
+        self.process, self.clock = process, Clock()
+        self.caller = RequestClient(process.dial, WAIT_S, self.clock)
+
+    def call(self, meeting: ServerIdentity = MEETING) -> int:
+        """The number of the answer; 0 where none came. The answers that are to be found are there before."""
+        found = self.caller.call(meeting, act, {"observation.state": np.zeros(2, np.float32)})
+        return 0 if found is None else found[0].number
+
+    def in_vain(self, meeting: ServerIdentity = MEETING) -> None:
+        """A call whose time runs out at once."""
+        self.clock.step_s = WAIT_S
+        assert self.call(meeting) == 0
+        self.clock.step_s = 0.0
+
+
+@pytest.fixture
+def desk(process: Process) -> Iterator[Desk]:
+    found = Desk(process)
+    yield found
+    found.caller.close()
+
+
+def test_a_late_answer_is_never_taken_for_a_new_one(desk: Desk, process: Process) -> None:
+    desk.in_vain()
+    assert process.listen() == [1]
+    process.answer(1)  # late; and it was the newest question, so the process is there again
+    desk.in_vain()
+    assert process.listen() == [1, 2]
+    process.answer(1)
+    process.answer(1)
+    assert desk.call() == 0  # two old answers tell nothing of the newest question
+    assert process.listen() == [1, 2]
+
+
+def test_it_does_not_wait_while_the_process_is_known_to_be_away_but_asks_now_and_then(
+    desk: Desk, process: Process
+) -> None:
+    desk.in_vain()
+    for _ in range(5):
+        assert desk.call() == 0  # at once: by its clock it could wait for half a minute
+    assert process.listen() == [1]
+    desk.clock.now_s += PROBE_PERIOD_S
+    assert desk.call() == 0
+    assert process.listen() == [1], "an answer may take longer than that, and only one to the newest question counts"
+    desk.clock.now_s += WAIT_S
+    assert desk.call() == 0
+    assert desk.call() == 0
+    assert process.listen() == [1, 2]
+
+
+def test_it_goes_on_with_a_fresh_question_once_the_newest_was_answered(desk: Desk, process: Process) -> None:
+    desk.in_vain()
+    desk.clock.now_s += WAIT_S
+    assert desk.call() == 0
+    assert process.listen() == [1, 2]
+    process.answer(2)
+    desk.in_vain()
+    assert process.listen() == [1, 2, 3]  # the answer to 2 is of an observation of a while ago: nobody acts on it
+
+
+def test_a_process_that_began_anew_is_dialled_anew(desk: Desk, process: Process) -> None:
+    desk.in_vain()
+    desk.in_vain()
+    assert process.dialled == 1
+    desk.in_vain(ServerIdentity(HERE, b"second"))
+    assert process.dialled == 2
+
+
+def test_bytes_that_are_no_answer_are_passed_over(desk: Desk, process: Process) -> None:
+    desk.in_vain()
+    process.listen()
+    routing_id = process.asked[0][0]
+    process.router.send_multipart([routing_id, b"nonsense"])
+    process.router.send_multipart([routing_id, b""])
+    assert desk.call() == 0

@@ -1,0 +1,94 @@
+"""A gateway, and what a learner's envoy needs to know of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from user_sys.codec import Array
+from user_sys.gateway import Gateway, GatewayConfig
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.learner.publisher_client import PublisherClient
+from user_sys.learner.publisher_protocol import PublisherSettings
+from user_sys.messages import PROTOCOL_VERSION, Hello, WeightsManifest
+from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.signing import TrustedLearnerKey
+from user_sys.weights.state import build_tensor_set
+from user_sys.weights.version_store import VersionStore
+
+DEADLINE_S = 120.0
+QUICK = TunnelLimits(heartbeat_s=0.1, backoff_min_s=0.01, backoff_max_s=0.1)
+
+
+def weights(number: int, **more: Array) -> dict[str, Array]:
+    rng = np.random.default_rng(number)
+    return {"w": rng.normal(size=(30, 7)).astype(np.float32), "n": np.array(number), "none": np.empty(0), **more}
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.005)
+
+
+def digest(arrays: Mapping[str, Array]) -> bytes:
+    return build_tensor_set({name: array.copy() for name, array in arrays.items()}).digest
+
+
+def kill(learner: PublisherClient, number: int) -> None:
+    child = learner._child
+    assert child is not None
+    child.process.send_signal(number)
+
+
+class PublisherSite:
+    """A gateway in a thread of the test, and what a learner needs to know of it."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.keys, self.stops = run, run / "keys", list[str]()
+        pair = new_keypair()
+        save_keypair(pair, self.keys, "learner")
+        Keyring(self.keys).allow(pair.public, "learner", "learner")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        stop, self.gateway = threading.Event(), Gateway(GatewayConfig(tunnel=QUICK, report_s=0.05), self.run)
+        thread = threading.Thread(target=self.gateway.run, args=(stop,))
+        thread.start()
+        try:
+            until(lambda: read_gateway_address(self.run) is not None, "the gateway listens")
+            yield
+        finally:
+            stop.set()
+            thread.join(DEADLINE_S)
+
+    def setup(self, key: str = "learner.key") -> PublisherSettings:
+        address = read_gateway_address(self.run)
+        assert isinstance(address, GatewayAddress)
+        hello = Hello(protocol=PROTOCOL_VERSION, role="learner", name="learner")
+        return PublisherSettings(
+            address.endpoint, str(self.keys / key), address.public_key, hello, str(self.keys), PublishConfig()
+        )
+
+    def envoy(self) -> PublisherClient:
+        return PublisherClient(self.setup(), self.stops.append)
+
+    def manifests(self) -> list[WeightsManifest]:
+        """Of the versions on the gateway's disk, all of them signed with the learner's key."""
+        trust = TrustedLearnerKey(self.keys / "learner.verify")
+        return [
+            trust.verify(signed, WeightsManifest)
+            for _, signed in VersionStore(self.run / "weights").load().manifests.values()
+        ]
+
+    def digests(self) -> dict[int, bytes]:
+        """Of the versions on the gateway's disk, by number."""
+        return {manifest.version: manifest.digest for manifest in self.manifests()}

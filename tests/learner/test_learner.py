@@ -1,0 +1,594 @@
+"""The learner as a whole: from a store to published weights, within its bounds, and across stops and crashes."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from user_sys.algorithms.conformance import example_batch, to_host_arrays
+from user_sys.algorithms.rlpd import RlpdConfig
+from user_sys.codec import Array
+from user_sys.config import load, save
+from user_sys.episode import APPLIED_ACTION, Chunk, ChunkHeader, EpisodeEnd, EpisodeSource, Phase
+from user_sys.errors import ConfigError, RunError, WireError
+from user_sys.learner.checkpoint import load_latest_checkpoint
+from user_sys.learner.config import LearnerConfig
+from user_sys.learner.learner import VERSIONS_PER_CHECKPOINT, Learner, WeightsPublisher
+from user_sys.policies.conformance import example_spec
+from user_sys.policies.mlp import MlpPolicy
+from user_sys.replay.sampler import InterventionsConfig, SamplerConfig, StepFilterConfig
+from user_sys.run.config import RunConfig
+from user_sys.store.store import StoreReader, StoreWriter
+from user_sys.weights.gpu_copy import HostCopier
+from user_sys.weights.publisher import PublishConfig
+from user_sys.weights.snapshot import PolicySnapshot
+from user_sys.weights.state import NotFinite, TensorSet, build_tensor_set
+
+SPEC = example_spec()
+STEPS = 12
+SMALL = RlpdConfig(actor_hidden=(16,), critic_hidden=(16,), critics=3)
+CONFIG = LearnerConfig(
+    algorithm=SMALL, batch_size=16, cache_bytes=1 << 20, publish=PublishConfig(every_updates=1), warmup_updates=40
+)
+
+
+def episode(
+    name: str,
+    source: EpisodeSource,
+    seed: int,
+    spoil: float = 0.0,
+    *,
+    robot: str = "r",
+    task: str = "t",
+    persons: Sequence[int] = (),
+    version: int = 0,
+    at_s: int = 0,
+) -> bytes:
+    """`spoil` is added to each reward; a person had the robot in the steps `persons`."""
+    rng = np.random.default_rng(seed)
+    batch = example_batch(rng, STEPS)
+    terminated = np.arange(STEPS) == STEPS - 1
+    columns: dict[str, Array] = {
+        **batch.observation,
+        "action": batch.action,
+        APPLIED_ACTION: batch.action,
+        "reward": terminated.astype(np.float32) + np.float32(spoil),
+        "terminated": terminated,
+        "truncated": np.zeros(STEPS, bool),
+        "phase": np.where(np.isin(np.arange(STEPS), persons), Phase.TELEOP, Phase.POLICY).astype(np.uint8),
+        "safety": np.zeros(STEPS, np.uint16),
+        "policy_version": np.full(STEPS, version, np.int64),
+        "log_prob": np.zeros(STEPS, np.float32),
+        **{f"t_{what}_ns": np.arange(STEPS) for what in ("capture", "inference", "command")},
+    }
+    header = ChunkHeader(
+        episode=name, index=0, first_step=0, steps=STEPS, robot=robot, embodiment=SPEC.embodiment, task=task,
+        sentence="", source=source, seed=seed, started_unix_ns=0, end=EpisodeEnd(steps=STEPS, success=True),
+        unix_offset_ns=at_s * 10**9,
+    )  # fmt: skip
+    return Chunk(header, columns, {name: value[-1:] for name, value in batch.next_observation.items()}).encode()
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    version: int
+    updates: int
+    state: TensorSet
+
+
+@dataclass
+class RecordingPublisher:
+    """Copies versions as the envoy does, and keeps them all."""
+
+    versions: list[PublishedVersion]
+    versions_ahead: int = 0
+    is_busy: bool = False
+
+    def publish(self, weights: PolicySnapshot, version: int, updates: int) -> None:
+        copies = {name: array.copy() for name, array in to_host_arrays(weights).items()}
+        self.versions.append(PublishedVersion(version, updates, build_tensor_set(copies)))
+
+    def observe(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class LearnerBench:
+    """A store with its writer, and what a learner published and reported."""
+
+    folder: Path
+    writer: StoreWriter
+    published: list[PublishedVersion] = field(default_factory=list)
+    reported: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def fill(self, source: EpisodeSource, episodes: int, spoil: float = 0.0) -> None:
+        for i in range(episodes):
+            self.writer.append(episode(f"{source.value}-{i}", source, i, spoil))
+        self.writer.sync()
+
+    def learner(
+        self,
+        config: LearnerConfig,
+        checkpoints: str = "a",
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sink: WeightsPublisher | None = None,
+        device: str = "cpu",
+    ) -> Learner:
+        return Learner(
+            config,
+            SPEC,
+            StoreReader.open(self.folder / "store"),
+            publisher=sink or RecordingPublisher(self.published),
+            report=lambda count, scalars: self.reported.append((count, scalars)),
+            checkpoint_dir=self.folder / checkpoints,
+            seed=seed,
+            device=device,
+            clock=clock,
+        )
+
+    def train(self, config: LearnerConfig, checkpoints: str = "a", seed: int = 0) -> Learner:
+        learner = self.learner(config, checkpoints, seed)
+        learner.run(threading.Event())
+        return learner
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[LearnerBench]:
+    torch.set_num_threads(1)
+    with StoreWriter.open(tmp_path / "store") as writer:
+        yield LearnerBench(tmp_path, writer)
+
+
+def test_demonstrations_become_weights_that_a_robot_can_load(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    learner = bench.train(replace(CONFIG, max_updates=10))
+    assert learner.updates == 10 and learner.training_s > 0
+    versions = [published.version for published in bench.published]
+    assert versions == list(range(1, len(versions) + 1))
+    assert bench.published[-1].updates == 10
+    MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
+    count, scalars = bench.reported[-1]
+    assert count == 10 and scalars["demo_transitions"] == 3 * STEPS and np.isfinite(scalars["critic_loss"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_trains_publishes_and_goes_on_from_its_checkpoint_also_without_one(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.fill(EpisodeSource.ONLINE, 4)
+    for updates, device in ((10, "cuda"), (20, "cuda"), (30, "cpu"), (40, "cuda")):
+        learner = bench.learner(replace(CONFIG, max_updates=updates, batches_ahead=2), device=device)
+        learner.run(threading.Event())
+        assert learner.updates == updates == bench.published[-1].updates
+        MlpPolicy(SPEC).load(bench.published[-1].state.tensors)
+    assert np.isfinite(bench.reported[-1][1]["critic_loss"])
+
+
+def test_a_learner_whose_weights_are_fetched_publishes_what_it_would_on_the_processor(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    config = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9, every_updates=4), max_updates=22)
+    bench.train(config, "here")
+    here = [(each.updates, each.state.digest) for each in bench.published]
+    bench.published.clear()
+    monkeypatch.setattr("user_sys.weights.gpu_copy.make_host_copier", lambda *_: HostCopier(torch.device("cpu")))
+    bench.train(config, "there")
+    assert [(each.updates, each.state.digest) for each in bench.published] == here and len(here) > 5
+    kept = load_latest_checkpoint(bench.folder / "there")
+    assert kept is not None and kept.scalars["policy"] == here[-1][1].hex()
+
+
+def test_a_resumed_run_is_bit_identical(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.fill(EpisodeSource.ONLINE, 4)
+    bench.train(replace(CONFIG, max_updates=30), "straight")
+    bench.train(replace(CONFIG, max_updates=13), "halves")
+    learner = bench.train(replace(CONFIG, max_updates=30), "halves", seed=99)
+    assert learner.updates == 30
+    straight, halves = (load_latest_checkpoint(bench.folder / name) for name in ("straight", "halves"))
+    assert straight is not None and halves is not None
+    for name, value in straight.arrays.items():
+        np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
+
+
+def test_time_and_versions_go_on_after_a_resumption(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 2)
+    first = bench.train(replace(CONFIG, max_updates=5))
+    last_version = bench.published[-1].version
+    second = bench.learner(replace(CONFIG, max_updates=9))
+    assert second.updates == 5 and second.training_s == first.training_s
+    second.run(threading.Event())
+    later = [p.version for p in bench.published if p.updates > 5]
+    assert min(later) > last_version + VERSIONS_PER_CHECKPOINT - 1 and second.training_s > first.training_s
+
+
+def test_more_versions_than_are_reserved_bring_the_next_checkpoint_forward(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.learner.learner.VERSIONS_PER_CHECKPOINT", 2)
+    bench.fill(EpisodeSource.DEMO, 2)
+    bench.train(replace(CONFIG, max_updates=30, checkpoint_interval_s=3600.0))
+    assert bench.published[-1].updates == 30, "robots get what was learned last"
+    kept = load_latest_checkpoint(bench.folder / "a")
+    assert kept is not None and kept.scalars["policy"] == bench.published[-1].state.digest.hex()
+
+
+def test_experience_that_comes_later_is_followed_and_bounds_the_updates(bench: LearnerBench) -> None:
+    config = replace(CONFIG, warmup_updates=20, utd_max=0.5, report_interval_s=0.0)
+    bench.fill(EpisodeSource.DEMO, 2)
+    stop, learner = threading.Event(), bench.learner(config)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            learner.run(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: learner.updates == 20 and bool(bench.reported) and bench.reported[-1][1]["waited_s"] > 0.05)
+        bench.fill(EpisodeSource.ONLINE, 5)
+        wait_until(lambda: learner.updates == 20 + 5 * STEPS // 2)
+    finally:
+        stop.set()
+        thread.join(120)
+    assert not failures and not thread.is_alive()
+    assert bench.reported[-1][1]["online_steps"] == 5 * STEPS
+
+
+def test_it_ends_when_the_training_time_is_used_up(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 2)
+    readings = itertools.count()  # of a clock on which everything takes a hundredth of a second
+    config = replace(CONFIG, warmup_updates=10**9, max_training_s=0.2)
+    learner = bench.learner(config, clock=lambda: next(readings) / 100)
+    learner.run(threading.Event())
+    assert 0.2 <= learner.training_s < 0.3
+    assert bench.learner(CONFIG).training_s == learner.training_s
+
+
+def test_what_is_not_finite_is_neither_published_nor_kept(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 2, spoil=3e38)  # finite, as the buffer wants it, and too large for float32 to square
+    with pytest.raises(NotFinite):
+        bench.train(replace(CONFIG, max_updates=5))
+    assert bench.published == []
+    kept = load_latest_checkpoint(bench.folder / "a")
+    assert kept is not None and kept.updates == 0
+
+
+def test_a_learner_that_can_set_no_multiprocessors_aside_is_refused_at_the_start(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 2)
+    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
+        bench.train(replace(CONFIG, publish=PublishConfig(green_sms=8)))
+    assert bench.published == [] and load_latest_checkpoint(bench.folder / "a") is None
+
+
+def test_a_learner_whose_checkpoints_cannot_be_read_does_not_begin_anew(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5, checkpoints_kept=2))
+    older, newer = sorted((bench.folder / "a").glob("*.checkpoint"))
+    shutil.rmtree(newer)
+    newer.mkdir()
+    resumed = bench.learner(CONFIG)
+    assert resumed.updates < 5
+    resumed.close()
+    (older / "index.json").write_bytes(b"{}")
+    with pytest.raises(RunError, match=f"{newer.name}: .* is missing; .*{older.name}: .*is torn or damaged"):
+        bench.learner(CONFIG)
+
+
+def test_training_pauses_while_the_disk_is_full_and_goes_on(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    full = threading.Event()
+    sync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(fd)
+
+    def waiting() -> bool:
+        return any(scalars["disk_needed_bytes"] > 0 < scalars["disk_free_bytes"] for _, scalars in bench.reported)
+
+    learner = bench.learner(replace(CONFIG, max_updates=CONFIG.warmup_updates, checkpoint_interval_s=0.0))
+    monkeypatch.setattr(os, "fsync", fsync)
+    full.set()
+    ended = threading.Thread(target=learner.run, args=(threading.Event(),), daemon=True)
+    ended.start()
+    wait_until(waiting)
+    assert learner.updates == 0 and not list((bench.folder / "a").glob("*"))
+    full.clear()
+    ended.join(60)
+    kept = load_latest_checkpoint(bench.folder / "a")
+    assert kept is not None and kept.updates == learner.updates == CONFIG.warmup_updates
+    assert bench.reported[-1][1]["disk_needed_bytes"] == 0
+
+
+def test_a_learner_that_is_told_to_stop_does_not_wait_for_the_disk(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5))
+    learner, stop = bench.learner(CONFIG), threading.Event()
+    stop.set()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    learner.run(stop)
+    assert bench.reported[-1][1]["disk_needed_bytes"] > 0
+    kept = load_latest_checkpoint(bench.folder / "a")
+    assert kept is not None and kept.updates == 5
+
+
+def test_a_checkpoint_of_another_run_is_refused(bench: LearnerBench, tmp_path: Path) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.train(replace(CONFIG, max_updates=5))
+    with pytest.raises(WireError, match="another RLPD"):
+        bench.learner(replace(CONFIG, algorithm=replace(SMALL, critics=4)))
+    (tmp_path / "other").mkdir()
+    with StoreWriter.open(tmp_path / "other" / "store") as writer:
+        other = LearnerBench(tmp_path / "other", writer)
+        (tmp_path / "other" / "a").symlink_to(tmp_path / "a")
+        with pytest.raises(ConfigError, match="another store"):
+            other.learner(CONFIG)
+
+
+def test_settings_that_would_learn_nothing_are_refused() -> None:
+    nothing = ({"batch_size": 0}, {"utd_max": 0.0}, {"warmup_updates": 0})
+    for wrong in (*nothing, {"cache_bytes": 10}, {"batches_ahead": -1}, {"demo_fraction": 1.5}):
+        with pytest.raises(ConfigError):
+            replace(CONFIG, **wrong)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+class LaggingPublisher:
+    """Robots that are four versions behind until it was asked fifty times; remembers when updates were made."""
+
+    def __init__(self) -> None:
+        self.asked, self.updated_at, self.is_busy = 0, list[int](), False
+
+    @property
+    def versions_ahead(self) -> int:
+        self.asked += 1
+        return 4 if self.asked <= 50 else 0
+
+    def publish(self, arrays: Mapping[str, Array], version: int, updates: int) -> None:
+        assert updates and self.asked > 50
+
+    def observe(self, seconds: float) -> None:
+        self.updated_at.append(self.asked)
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+
+def test_the_learner_waits_for_robots_that_are_too_far_behind_and_then_goes_on(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    behind = LaggingPublisher()
+    config = replace(CONFIG, publish=PublishConfig(every_updates=1, max_lead=3), max_updates=5)
+    bench.learner(config, sink=behind).run(threading.Event())
+    assert len(behind.updated_at) == 5 and min(behind.updated_at) > 50, "no update before the robots had caught up"
+
+
+def test_it_publishes_when_the_policy_has_moved_or_at_the_ends_of_episodes(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    moved = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e-9), max_updates=25)
+    bench.train(moved, "moved")
+    assert [published.updates for published in bench.published] == [10, 20, 25], "each tenth update, and at the end"
+    bench.published.clear()
+    far = replace(CONFIG, publish=PublishConfig(every_s=0.0, kl=1e9), max_updates=25)
+    bench.train(far, "far")
+    assert [published.updates for published in bench.published] == [10, 25], "the first has nothing to be compared with"
+    bench.published.clear()
+    ends = replace(CONFIG, publish=PublishConfig(every_s=0.0, at_episode_ends=True), max_updates=5)
+    bench.train(ends, "ends")
+    assert [published.updates for published in bench.published] == [1, 5]
+
+
+def test_a_policy_of_more_tensors_than_travel_ends_the_learner_at_the_start(
+    bench: LearnerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("user_sys.weights.state.MAX_TENSORS", 3)
+    with pytest.raises(WireError, match="at most 3 and"):
+        bench.train(CONFIG)
+    assert bench.published == [] and load_latest_checkpoint(bench.folder / "a") is None
+
+
+# The rows of `scene`: twelve an episode, in this order.
+DEMO, OTHER_DEMO, HELPED, NEWEST, EVALUATION = (set(range(at, at + STEPS)) for at in range(0, 5 * STEPS, STEPS))
+PERSONS = {2 * STEPS + 3, 2 * STEPS + 4}
+PRIORITIZED = SamplerConfig(kind="prioritized", n_step=3)
+
+
+def scene(bench: LearnerBench) -> None:
+    bench.writer.append(episode("a", EpisodeSource.DEMO, 0, version=-1))
+    bench.writer.append(episode("b", EpisodeSource.DEMO, 1, task="u", version=-1, at_s=10))
+    bench.writer.append(episode("c", EpisodeSource.ONLINE, 2, persons=(3, 4), version=5, at_s=20))
+    bench.writer.append(episode("d", EpisodeSource.ONLINE, 3, robot="s", version=9, at_s=30))
+    bench.writer.append(episode("e", EpisodeSource.EVALUATION, 4, version=9, at_s=30))
+    bench.writer.sync()
+
+
+class RecordingLearner(Learner):
+    """Keeps of each update what was drawn, and the TD errors that came of it."""
+
+    def _update(self) -> None:
+        super()._update()
+        batch = self._share.batch
+        copies = (
+            batch.row,
+            batch.weight,
+            batch.reward,
+            batch.discount,
+            batch.terminated,
+            self._share.algorithm.td_errors(),
+        )
+        self.drawn = [*getattr(self, "drawn", []), tuple(np.array(column) for column in copies)]
+
+
+def watched(bench: LearnerBench, sampler: SamplerConfig, updates: int = 40) -> list[tuple[Array, ...]]:
+    """Rows, weights, rewards, discounts, terminations and TD errors of `updates` updates of a learner."""
+    config = replace(CONFIG, sampler=sampler, max_updates=updates)
+    learner = RecordingLearner(
+        config, SPEC, StoreReader.open(bench.folder / "store"), publisher=RecordingPublisher(bench.published),
+        report=lambda count, scalars: None, checkpoint_dir=bench.folder / "a",
+    )  # fmt: skip
+    learner.run(threading.Event())
+    return learner.drawn
+
+
+ONLY: list[tuple[SamplerConfig, set[int]]] = [
+    (SamplerConfig(kind="uniform"), DEMO | OTHER_DEMO | HELPED | NEWEST),
+    (SamplerConfig(kind="prioritized"), DEMO | OTHER_DEMO | HELPED | NEWEST),
+    (SamplerConfig(only=StepFilterConfig(robots=("s",))), NEWEST),
+    (SamplerConfig(kind="prioritized", only=StepFilterConfig(tasks=("u", "unheard-of"))), OTHER_DEMO),
+    (SamplerConfig(kind="uniform", only=StepFilterConfig(phases=("teleop", "correction"))), PERSONS),
+    (SamplerConfig(kind="interventions", interventions=InterventionsConfig(weight=1e9)), PERSONS),
+    (SamplerConfig(kind="uniform", only=StepFilterConfig(sources=(EpisodeSource.EVALUATION,))), EVALUATION),
+    (SamplerConfig(kind="uniform", only=StepFilterConfig(max_age_s=12.0)), HELPED | NEWEST),
+    (SamplerConfig(kind="uniform", only=StepFilterConfig(max_age_versions=3)), NEWEST),
+    (SamplerConfig(only=StepFilterConfig(max_age_versions=3)), DEMO | OTHER_DEMO | PERSONS | NEWEST),
+    (SamplerConfig(kind="tasks", only=StepFilterConfig(robots=("r",))), DEMO | OTHER_DEMO | HELPED),
+]
+
+
+@pytest.mark.parametrize(("sampler", "rows"), ONLY, ids=range(len(ONLY)))
+def test_a_run_draws_what_its_sampler_is_set_to(bench: LearnerBench, sampler: SamplerConfig, rows: set[int]) -> None:
+    scene(bench)
+    assert set(np.concatenate([drawn[0] for drawn in watched(bench, sampler)]).tolist()) == rows
+
+
+def test_n_steps_are_summed_and_discounted_up_to_the_end(bench: LearnerBench) -> None:
+    scene(bench)
+    for row, _, reward, discount, terminated, _ in watched(bench, SamplerConfig(n_step=3), 5):
+        left = STEPS - row % STEPS  # steps to the end, which alone is rewarded
+        np.testing.assert_allclose(discount, SMALL.discount ** np.minimum(left, 3), rtol=1e-6)
+        np.testing.assert_allclose(reward, np.where(left <= 3, SMALL.discount ** (left - 1.0), 0), rtol=1e-6)
+        np.testing.assert_array_equal(terminated, left <= 3)
+
+
+def test_what_surprises_the_critics_is_drawn_more_often_and_weighs_less(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.writer.append(episode("z", EpisodeSource.ONLINE, 9, spoil=5.0))
+    bench.writer.sync()
+    drawn = watched(bench, SamplerConfig(kind="prioritized"))
+    surprising = [float((row >= 3 * STEPS).mean()) for row, *_ in drawn]
+    assert surprising[0] == 0.25 and np.mean(surprising[10:]) > 0.5
+    row, weight, *_ = drawn[-1]
+    assert weight[row >= 3 * STEPS].max() < weight.max() == 1.0
+    kept = load_latest_checkpoint(bench.folder / "a")
+    assert kept is not None
+    expected = {int(row): (float(error) + 1e-6) ** 0.6 for row, error in zip(drawn[-1][0], drawn[-1][-1], strict=True)}
+    powers = kept.arrays["sampler.chooser.powers"]
+    assert [powers[row] for row in expected] == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+def test_tasks_are_drawn_evenly_and_the_side_that_does_worse_more_often(bench: LearnerBench) -> None:
+    bench.fill(EpisodeSource.DEMO, 3)
+    bench.writer.append(episode("u", EpisodeSource.DEMO, 8, task="u"))
+    bench.writer.append(episode("z", EpisodeSource.ONLINE, 9, spoil=5.0))
+    bench.writer.sync()
+    drawn = watched(bench, SamplerConfig(kind="tasks"), 30)
+    other, online = set(range(3 * STEPS, 4 * STEPS)), set(range(4 * STEPS, 5 * STEPS))
+    assert all(sum(row in other for row in drawing[0].tolist()) == 8 for drawing in drawn)
+    shares = [sum(row in online for row in drawing[0].tolist()) / 8 for drawing in drawn]
+    assert shares[0] == 0.5 and np.mean(shares[5:]) == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize("sampler", [PRIORITIZED, SamplerConfig(kind="tasks")], ids=["prioritized", "tasks"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_that_hears_of_its_errors_resumes_bit_identically(
+    bench: LearnerBench, sampler: SamplerConfig, ahead: int
+) -> None:
+    scene(bench)
+    config = replace(CONFIG, sampler=sampler, batches_ahead=ahead, max_updates=20)
+    bench.train(config, "straight")
+    bench.train(replace(config, max_updates=9), "halves")
+    bench.train(config, "halves", seed=99)
+    straight, halves = (load_latest_checkpoint(bench.folder / name) for name in ("straight", "halves"))
+    assert straight is not None and halves is not None and straight.arrays.keys() == halves.arrays.keys()
+    for name, value in straight.arrays.items():
+        np.testing.assert_array_equal(value, halves.arrays[name], err_msg=name)
+
+
+def test_online_steps_allow_updates_whatever_is_drawn_and_an_empty_choice_is_told(
+    bench: LearnerBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene(bench)
+    stop, readings = threading.Event(), itertools.count()
+
+    def clock() -> float:
+        if (reading := next(readings)) > 100:
+            stop.set()
+        return reading / 100
+
+    sampler = SamplerConfig(kind="uniform", only=StepFilterConfig(robots=("nobody",)))
+    learner = bench.learner(replace(CONFIG, sampler=sampler), clock=clock)
+    learner.run(stop)
+    assert learner.updates == 0 and bench.reported[-1][1]["online_steps"] == 2 * STEPS
+    assert caplog.text.count("learner.nothing_to_draw") == 1
+
+
+SAMPLER_ERRORS = {
+    "{kind: prioritised}": ["sampler.kind", "did you mean 'prioritized'?"],
+    "{kinds: uniform}": ["sampler.kinds", "unknown key; did you mean 'learner.sampler.kind'?"],
+    "{kind: uniform, weight: 2}": ["sampler.weight", "did you mean 'learner.sampler.interventions.weight'?"],
+    "{only: {robot: a}}": ["only.robot", "did you mean 'learner.sampler.only.robots'?"],
+    "{only: {phases: [teleops]}}": ["only.phases.0", "did you mean 'teleop'?"],
+    "{only: {sources: demo}}": ["only.sources", "expected a list"],
+    "{only: {sources: [evaluation]}}": ["the mixed sampler draws from demo and online"],
+    "{only: {max_age_s: .nan}}": ["only: max_age_s is nan"],
+    "{only: {max_age_versions: -1}}": ["only: max_age_versions is -1"],
+    "{n_step: 0}": ["n_step is 0"],
+    "{prioritized: {alpha: 0.5}}": ["prioritized means nothing to kind 'mixed'"],
+    "{kind: prioritized, prioritized: {alpha: 1.5}}": ["alpha 1.5", "0..1"],
+    "{kind: interventions, interventions: {weight: 0.5}}": ["weighted by 0.5", "at least 1"],
+    "{kind: tasks, tasks: {low: 0.9}}": ["(0.9, 0.8)"],
+    "{kind: tasks, only: {tasks: [lift]}}": ["finds tasks and sources by itself"],
+    "{kind: uniform}, demo_fraction: 0.25": ["demo_fraction means nothing to sampler.kind 'uniform'"],
+}
+
+
+@pytest.mark.parametrize("text", SAMPLER_ERRORS)
+def test_a_sampler_that_cannot_be_is_refused_before_a_run_starts(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"learner: {{sampler: {text}}}")
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, path)
+    message = str(caught.value)
+    assert [part for part in ("run.yaml: learner", *SAMPLER_ERRORS[text]) if part not in message] == [], message
+
+
+def test_a_samplers_settings_are_kept_with_the_run(tmp_path: Path) -> None:
+    text = "{kind: tasks, n_step: 3, tasks: {window: 50}, only: {robots: [a], phases: [policy], success: true}}"
+    (tmp_path / "run.yaml").write_text(f"learner: {{sampler: {text}}}")
+    config = load(RunConfig, tmp_path / "run.yaml")
+    save(config, tmp_path / "saved.yaml")
+    assert load(RunConfig, tmp_path / "saved.yaml") == config
+    assert config.learner.sampler.only == StepFilterConfig(robots=("a",), phases=("policy",), success=True)

@@ -1,0 +1,146 @@
+"""Filters: which steps they take, and that it does not matter how the store's content came in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_kit import Store, chunk
+
+from user_sys.episode import EpisodeSource, Phase
+from user_sys.replay.batches import ObservationIndex
+from user_sys.replay.selectors import INTERVENTION_PHASES, AnyStepFilter, EligibleSteps, StepFilter
+from user_sys.store.index import Index
+from user_sys.store.index_block import CHUNK_KIND, LABEL_KIND, IndexBlockBuilder
+from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, SuccessLabel, encode_label
+from user_sys.store.record_format import RecordRef
+
+POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
+
+
+@pytest.mark.parametrize(
+    ("where", "episodes"),
+    [
+        (StepFilter(), {1, 2, 3, 4}),
+        (StepFilter(sources=frozenset({EpisodeSource.DEMO})), {1}),
+        (StepFilter(embodiments=frozenset({"e2"})), {3}),
+        (StepFilter(robots=frozenset({"ur-1", "unheard-of"})), {2}),
+        (StepFilter(tasks=frozenset({"stack"})), {4}),
+        (StepFilter(success=False), {2}),
+        (StepFilter(max_age_s=5.0), {3, 4}),
+        (StepFilter(max_age_versions=1), {2, 4}),
+        (StepFilter(embodiments=frozenset({"e2"}), max_age_versions=1), {3}),
+        (StepFilter(embodiments=frozenset({"e1"}), max_age_versions=100), {2, 4}),
+        (StepFilter(embodiments=frozenset({"e1"}), success=True), {1, 4}),
+        (StepFilter(embodiments=frozenset({"e2"})) | StepFilter(success=False), {2, 3}),
+        (
+            StepFilter(embodiments=frozenset({"e2"}))
+            | StepFilter(success=False)
+            | StepFilter(tasks=frozenset({"stack"})),
+            {2, 3, 4},
+        ),
+    ],
+)
+def test_filters_look_at_episodes_age_and_versions(store: Store, where: AnyStepFilter, episodes: set[int]) -> None:
+    store.put(
+        chunk(1, 0, 2, end=True, source=EpisodeSource.DEMO, version=-1, at_s=1.0),
+        chunk(2, 0, 2, end=True, robot="ur-1", version=8, at_s=2.0, success=False),
+        chunk(3, 0, 2, end=True, embodiment="e2", version=3, at_s=9.0),
+        chunk(4, 0, 2, end=True, task="stack", version=9, at_s=11.0),
+    )
+    with store.replay() as replay:
+        candidates = EligibleSteps(where)
+        replay.subscribe(lambda timeline, change: None if candidates.update(timeline, change) else None)
+        found = replay.observation_index.index.episode_of(candidates.rows.astype(np.int64)) + 1
+        assert set(found.tolist()) == episodes and len(found) == 2 * len(episodes)
+
+
+def test_phases_are_of_the_step_and_labels_count(store: Store) -> None:
+    store.put(chunk(1, 0, 4, end=True, phase=[POLICY, TELEOP, POLICY, Phase.CORRECTION]))
+    with store.replay() as replay:
+        candidates = EligibleSteps(StepFilter(phases=INTERVENTION_PHASES))
+        replay.subscribe(lambda timeline, change: None if candidates.update(timeline, change) else None)
+        assert candidates.rows.tolist() == [1, 3]
+        store.put(PhaseLabel(episode="ep-1", labeller="a", at_unix_ns=1, first_step=0, steps=2, phase=Phase.RECOVERY))
+        replay.refresh()
+        assert candidates.rows.tolist() == [3]
+
+
+Record = tuple[int, int, bool]
+records = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.booleans()), max_size=30)
+
+
+def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
+    """One block a record: chunks of five robots' episodes, and labels about them."""
+    at = {robot: (robot, 0, 0) for robot in range(5)}
+    blocks = []
+    for number, (robot, what, end) in enumerate(plan):
+        episode, first, index = at[robot]
+        payload, kind = b"", CHUNK_KIND
+        if what < 4:
+            steps = what + 1
+            payload = chunk(
+                episode, first, steps, index=index, end=end, version=number, at_s=float(number), phase=what % 2
+            ).encode()
+            at[robot] = (episode + 5, 0, 0) if end else (episode, first + steps, index + 1)
+        else:
+            said: Label = (
+                SuccessLabel(episode=f"ep-{episode}", labeller="a", at_unix_ns=1, success=end)
+                if what == 4
+                else DeleteLabel(episode=f"ep-{episode}", labeller="a", at_unix_ns=1, deleted=end)
+            )
+            payload, kind = encode_label(said), LABEL_KIND
+        builder = IndexBlockBuilder()
+        builder.add(RecordRef(0, 1000 * number, len(payload), kind, number), payload)
+        blocks.append(builder)
+    return blocks
+
+
+FILTERS: list[AnyStepFilter] = [
+    StepFilter(),
+    StepFilter(success=True),
+    StepFilter(phases=frozenset({TELEOP})),
+    StepFilter(max_age_s=6.0),
+    StepFilter(max_age_versions=9) | StepFilter(phases=frozenset({TELEOP})),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=records, cuts=st.lists(st.integers(0, 30), max_size=8), which=st.integers(0, len(FILTERS) - 1))
+def test_candidates_depend_on_the_content_alone(plan: list[Record], cuts: list[int], which: int) -> None:
+    """Taken in bit by bit or all at once, the same rows come out: those that a plain look at each row finds."""
+    blocks = [builder.build() for builder in _blocks(plan)]
+    edges = sorted({0, len(blocks), *(cut for cut in cuts if cut < len(blocks))})
+    index, candidates = Index(), EligibleSteps(FILTERS[which])
+    timeline = ObservationIndex(index)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        change = index.apply(blocks[start:stop])
+        timeline.extend()
+        candidates.update(timeline, change)
+    rows = np.arange(len(index.steps))
+    plain = FILTERS[which].matches(timeline, 0) & (timeline.observation_after(rows) >= 0)
+    assert candidates.rows.tolist() == np.flatnonzero(plain).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=records)
+def test_observations_are_numbered_so_that_what_follows_a_step_is_found(plan: list[Record]) -> None:
+    index = Index()
+    timeline = ObservationIndex(index)
+    for builder in _blocks(plan):
+        index.apply([builder.build()])
+        timeline.extend()
+    rows = np.arange(len(index.steps))
+    numbers = timeline.observation_before(rows)
+    assert len(set(numbers.tolist())) == len(rows)
+    place = timeline.locate(numbers)
+    assert (place.chunk == index.steps.chunk).all()
+    assert (place.step == rows - index.chunks.first_row[index.steps.chunk]).all()
+    following, successor = timeline.observation_after(rows), timeline.successor(rows)
+    for row in rows.tolist():
+        if successor[row] >= 0:
+            assert following[row] == numbers[successor[row]]
+        else:
+            assert (following[row] >= 0) == bool(index.is_last(np.array([row]))[0])
+    assert timeline.observation_count == len(rows) + int(index.chunks.has_final.sum())

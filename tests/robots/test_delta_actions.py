@@ -1,0 +1,96 @@
+"""Targets that add steps up keep the limits on where a robot may be, however far it lags behind them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hal.robot import Observation
+from hal.safety import SafetyKernel
+from hal.spec import STATE, Array, Box
+from robots.delta_actions import add_step, make_step_limiter
+from robots.ur import UrConfig, ur_spec
+
+HIGH = (0.5, 0.3, 0.4)
+POST = Box((0.2, -0.1, 0.0), (0.3, 0.1, 0.4))
+PLACE = (0.1, 0.0, 0.2)
+SKIN_M = 1e-6
+NOW_NS = 10**9
+
+
+def tool_config(**limits: object) -> UrConfig:
+    return UrConfig(host="x", workspace_low=(-0.5, -0.3, 0.0), workspace_high=HIGH, **limits)  # type: ignore[arg-type]
+
+
+class Lagging:
+    """An arm behind the safety kernel that follows its targets by a share of the way, in each control period."""
+
+    def __init__(self, config: UrConfig, place: tuple[float, ...], share: float, lead: float = 10.0) -> None:
+        self.spec = ur_spec(config)
+        self.measured: Array = np.array(place)
+        self._share, self._lead = share, lead
+        self._within = make_step_limiter(self.spec)
+        self._kernel = SafetyKernel(self.spec, clock=lambda: NOW_NS)
+        self.target: Array | None = None
+
+    def command(self, step: Array) -> None:
+        limits, state = self.spec.limits, np.zeros(len(self.spec.feature(STATE).labels), np.float32)
+        state[list(limits.tool_position if self.spec.tool_delta else limits.joint_position)] = self.measured
+        verdict = self._kernel.filter(step.astype(np.float32), Observation({STATE: state}, NOW_NS))
+        assert verdict.applied is not None
+        self.target, made = add_step(self.target, self.measured, verdict.applied, self._lead, self._within)
+        self._kernel.set_applied(made.astype(np.float32))
+        self.measured = self.measured + self._share * (self.target - self.measured)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_a_tool_that_lags_behind_is_not_led_out_of_its_workspace(share: float) -> None:
+    arm = Lagging(tool_config(), PLACE, share)
+    for _ in range(200):
+        arm.command(np.array([0.0, 0.007, 0.007]))
+        assert arm.target is not None and (arm.target <= np.array(HIGH) + SKIN_M).all()
+    np.testing.assert_allclose(arm.target, [PLACE[0], HIGH[1], HIGH[2]], atol=1e-5)
+
+
+def test_a_tool_that_lags_behind_is_not_led_into_a_forbidden_box() -> None:
+    arm = Lagging(tool_config(keep_out=(POST,)), PLACE, share=0.1)
+    for _ in range(100):
+        arm.command(np.array([0.012, 0.0, 0.0]))
+        assert arm.target is not None and arm.target[0] <= POST.low[0]
+    assert arm.target[0] > POST.low[0] - 0.001
+
+
+@given(st.lists(st.tuples(*[st.floats(-0.02, 0.02)] * 3), max_size=60), st.floats(0, 1))
+def test_wherever_a_tool_is_sent_its_target_stays_where_it_may_be(steps: list[tuple[float, ...]], share: float) -> None:
+    arm = Lagging(tool_config(keep_out=(POST,)), PLACE, share)
+    for step in steps:
+        arm.command(np.array(step))
+        assert arm.target is not None and (np.abs(arm.target[:2]) <= np.array(HIGH[:2]) + SKIN_M).all()
+        inside = (arm.target > np.array(POST.low) + SKIN_M) & (arm.target < np.array(POST.high) - SKIN_M)
+        assert not inside.all()
+
+
+def test_joints_that_lag_behind_are_not_led_beyond_their_limits() -> None:
+    action: Literal["joint_delta"] = "joint_delta"
+    arm = Lagging(UrConfig(host="x", action=action, joint_low=(-1.0,) * 6, joint_high=(0.5,) * 6), (0.0,) * 6, 0.1)
+    for _ in range(60):
+        arm.command(np.full(6, 0.05))
+        assert arm.target is not None and (arm.target <= 0.5 + SKIN_M).all()
+    np.testing.assert_allclose(arm.target, np.full(6, 0.5), atol=1e-5)
+
+
+def test_a_robot_that_is_out_of_its_range_may_come_back_and_is_not_led_farther() -> None:
+    arm = Lagging(tool_config(), (0.1, 0.0, 0.5), share=1.0)
+    arm.command(np.array([0.0, 0.0, 0.01]))
+    assert arm.target is not None and arm.target[2] == pytest.approx(0.5)
+    arm.command(np.array([0.0, 0.0, -0.01]))
+    assert arm.target[2] == pytest.approx(0.49)
+
+
+def test_a_target_does_not_run_away_from_a_robot_that_stands() -> None:
+    target, step = add_step(np.array([0.4]), np.array([0.0]), np.array([0.3]), max_lead=0.5)
+    assert (target.tolist(), step.tolist()) == ([0.5], pytest.approx([0.1]))

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from hal.conformance import RobotConformance
+from hal.driver import RobotSetup
+from hal.errors import HardwareLost, SpecError
+from hal.robot import Observation, Robot, StopLevel
+from hal.safety import SafetyKernel
+from hal.spec import ACTION, ENVIRONMENT_STATE, STATE, Array, ArraySpec, RobotSpec, SafetyLimits
+from robots.fake import FakeRobot
+from robots.manual_task import HumanJudgedTask
+from robots.reach_task import ReachConfig, ReachRobotWrapper, ReachTask, add_reach_task
+
+LOW, HIGH, SPEED = (-2.0, -1.0), (2.0, 1.0), 0.5
+
+
+class Arm(Robot):
+    """Two joints that are where they are told to be, a gripper, and a tool above the first joint."""
+
+    def __init__(self) -> None:
+        labels = ("a", "b", "grip", "x", "y", "z")
+        self.spec = RobotSpec(
+            model="arm",
+            rate_hz=10.0,
+            observation=(
+                ArraySpec(name=STATE, labels=labels, units=("rad", "rad", *"mmmm"), low=(-3.0,) * 6, high=(3.0,) * 6),
+            ),
+            action=ArraySpec(
+                name=ACTION, labels=("grip", "b", "a"), units=("m", "rad", "rad"), low=(0, -1, -2), high=(0.1, 1, 2)
+            ),
+            limits=SafetyLimits(
+                joint_position=(1, 0),
+                joint_low=LOW[::-1],
+                joint_high=HIGH[::-1],
+                joint_velocity_max=(SPEED, SPEED),
+                tool_position=(3, 4, 5),
+            ),
+            neutral=(0.1, 0.0, 0.0),
+            joint_target=(1, 2),
+            gripper=0,
+        )
+        self.state: Array = np.zeros(6, np.float32)
+        self.stuck = self.open = False
+        self.t_ns = 0
+
+    def connect(self) -> None:
+        self.open = True
+
+    def observe(self) -> Observation:
+        self._require_open()
+        self.t_ns += 1
+        return Observation({STATE: self.state.copy()}, self.t_ns)
+
+    def command(self, action: Array) -> Array:
+        self.spec.action.validate(action)
+        self._require_open()
+        applied = np.clip(action, np.float32(self.spec.action.low), np.float32(self.spec.action.high))
+        if not self.stuck:
+            self.state[[2, 1, 0]] = applied
+        self.state[3:] = self.state[0], 0.0, 0.5
+        self.sent = applied
+        return applied
+
+    def stop(self, level: StopLevel) -> None:
+        self._require_open()
+
+    def close(self) -> None:
+        self.open = False
+
+    def _require_open(self) -> None:
+        if not self.open:
+            raise HardwareLost("closed")
+
+
+class TestReachingRobot(RobotConformance):
+    def make_robot(self) -> Robot:
+        return ReachRobotWrapper(Arm(), ReachConfig())
+
+
+def reaching(**config: object) -> tuple[Arm, ReachRobotWrapper]:
+    arm = Arm()
+    robot = ReachRobotWrapper(arm, ReachConfig(**config))  # type: ignore[arg-type]
+    robot.connect()
+    return arm, robot
+
+
+def step(b: float, a: float, grip: float = 0.1) -> Array:
+    return np.array([grip, b, a], np.float32)
+
+
+def test_a_step_moves_the_joints_from_where_they_were_told_to_be() -> None:
+    arm, robot = reaching()
+    robot.observe()
+    np.testing.assert_allclose(robot.command(step(0.02, 0.05)), [0.1, 0.02, 0.05], rtol=1e-5)
+    robot.observe()
+    np.testing.assert_allclose(robot.command(step(0.02, 9.0)), [0.1, 0.02, SPEED / 10], rtol=1e-5)
+    np.testing.assert_allclose(arm.sent, [0.1, 0.04, 0.1], rtol=1e-5)
+
+
+def test_what_the_robot_clips_is_not_reported_as_applied() -> None:
+    arm, robot = reaching()
+    arm.state[1] = 0.99
+    robot.observe()
+    assert robot.command(step(0.05, 0))[1] == pytest.approx(0.01, abs=1e-6)
+
+
+def test_a_joint_that_is_held_up_is_not_run_away_from() -> None:
+    arm, robot = reaching()
+    arm.stuck = True
+    for _ in range(50):
+        robot.observe()
+        robot.command(step(0.05, 0))
+    assert arm.sent[1] <= 4 * SPEED / 10 + 1e-6
+
+
+def test_after_a_stop_steps_begin_where_the_robot_is_measured() -> None:
+    arm, robot = reaching()
+    robot.observe()
+    robot.command(step(0.05, 0.05))
+    robot.stop(StopLevel.HOLD)
+    arm.state[1] = 0.5
+    robot.observe()
+    robot.command(step(0.01, 0))
+    assert arm.sent[1] == pytest.approx(0.51, abs=1e-6)
+
+
+def test_the_goal_is_seen_with_the_way_to_it_and_a_seed_repeats_itself() -> None:
+    _, robot = reaching()
+    task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "")
+    task.reset(robot, np.random.default_rng(3))
+    goal = robot.goal.copy()
+    assert (np.abs(goal) <= np.array([0.5, 1.0])).all(), "the inner half of each joint's range"
+    seen = robot.observe().arrays[ENVIRONMENT_STATE]
+    np.testing.assert_allclose(seen, [*goal, *goal], rtol=1e-5)
+    assert robot.spec.feature(ENVIRONMENT_STATE).labels == ("goal_b", "goal_a", "to_goal_b", "to_goal_a")
+    task.reset(robot, np.random.default_rng(3))
+    np.testing.assert_array_equal(robot.goal, goal)
+
+
+def test_only_the_joints_that_are_named_are_to_be_at_the_goal() -> None:
+    station = add_reach_task(RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(joints=("a",)))
+    robot, task = station.robot, station.task
+    assert isinstance(robot, ReachRobotWrapper) and station.make_expert is not None
+    assert robot.spec.feature(ENVIRONMENT_STATE).labels == ("goal_a", "to_goal_a")
+    with robot:
+        task.reset(robot, np.random.default_rng(3))
+        steps = station.make_expert(0, 0.0)(robot.observe().arrays)
+        assert (steps[1], abs(steps[2])) == (0.0, pytest.approx(SPEED / 10)), "b stays where it is"
+        arm = robot.robot
+        assert isinstance(arm, Arm)
+        arm.state[:2] = robot.goal[0], -1.0
+        assert task.evaluate(robot.observe()).success
+    with pytest.raises(SpecError, match="no joint 'c'; there are \\['b', 'a'\\]"):
+        ReachRobotWrapper(Arm(), ReachConfig(joints=("c",)))
+
+
+def test_the_expert_reaches_every_goal_through_the_safety_kernel() -> None:
+    station = add_reach_task(
+        RobotSetup("arm-0", Arm(), HumanJudgedTask("x", "x", 9)), ReachConfig(max_steps=60), "go there"
+    )
+    robot, task = station.robot, station.task
+    assert station.make_expert is not None and (task.name, task.instruction, task.max_steps) == (
+        "reach",
+        "go there",
+        60,
+    )
+    expert, kernel = station.make_expert(0, 0.0), SafetyKernel(robot.spec, clock=lambda: 0)
+    with robot:
+        for seed in range(10):
+            task.reset(robot, np.random.default_rng(seed))
+            kernel.reset()
+            for _ in range(task.max_steps):
+                seen = replace(robot.observe(), t_capture_ns=0)
+                verdict = kernel.filter(expert(seen.arrays), seen)
+                assert verdict.applied is not None, verdict.text
+                kernel.set_applied(robot.command(verdict.applied))
+                outcome = task.evaluate(robot.observe())
+                if outcome.terminated:
+                    break
+            assert (outcome.reward, outcome.success) == (1.0, True)
+
+
+def test_a_goal_of_the_tool_is_in_its_space_and_judged_by_its_distance() -> None:
+    arm, robot = reaching(space="tool", low=(0.2, -0.1, 0.4), high=(0.4, 0.1, 0.6))
+    robot.goal = np.array([0.3, 0.0, 0.5])
+    arm.state[3:] = 0.25, 0.0, 0.5
+    task = ReachTask(robot, HumanJudgedTask("x", "x", 9), "")
+    assert not task.evaluate(robot.observe()).terminated
+    arm.state[3] = 0.28
+    assert task.evaluate(robot.observe()).terminated
+    assert robot.spec.feature(ENVIRONMENT_STATE).labels[:3] == ("goal_x", "goal_y", "goal_z")
+
+
+def test_what_cannot_be_reached_is_refused_in_words() -> None:
+    with pytest.raises(SpecError, match="an observation.environment_state of its own"):
+        ReachRobotWrapper(FakeRobot(), ReachConfig(space="tool"))
+    with pytest.raises(SpecError, match=r"out of reach: arm can be from \[-1.0, -2.0\] to \[1.0, 2.0\]"):
+        ReachRobotWrapper(Arm(), ReachConfig(low=(-0.5, -1.0), high=(0.5, 2.5)))
+    with pytest.raises(SpecError, match="3 bounds each"):
+        ReachRobotWrapper(Arm(), ReachConfig(space="tool"))
+    slow = Arm()
+    slow.spec = msgspec.structs.replace(
+        slow.spec, limits=msgspec.structs.replace(slow.spec.limits, joint_velocity_max=())
+    )
+    with pytest.raises(SpecError, match="step_max"):
+        ReachRobotWrapper(slow, ReachConfig())

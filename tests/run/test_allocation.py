@@ -1,0 +1,379 @@
+"""A run that needs robots: which of those that its file lists it gets, and what it is told where it gets none."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from run_kit import until, user_sys
+
+from hal.errors import PlacementError, RegistryError
+from hal.lease import driven_robots, robot_lock
+from hal.registry import OperatorOverrides
+from hal.resource import Health, Kind, ResourceRecord, local_node
+from user_sys.compose import PolicyConfig, RobotConfig
+from user_sys.config import load, save
+from user_sys.robot_records import read_robot_records
+from user_sys.run import allocation
+from user_sys.run.allocation import (
+    LocalAllocation,
+    LocalLocks,
+    available_resources,
+    merge_cluster_records,
+    place_run,
+    select_robots,
+)
+from user_sys.run.config import ResourceRequestConfig, RunConfig
+from user_sys.store.store import StoreReader
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "runtime"))
+    monkeypatch.setattr(allocation, "RETRY_INTERVAL_S", 0.0)
+    yield tmp_path / "runtime"
+
+
+def robot(name: str, site: str = "lab", model: str = "panda", **facts: object) -> ResourceRecord:
+    labels = {"site": site}
+    record = ResourceRecord(
+        kind=Kind.ROBOT, name=name, model=model, node=f"{site}-desk", labels=labels, embodiment=f"that of a {model}"
+    )
+    return msgspec.structs.replace(record, **facts)
+
+
+def gpu(site: str, gigabytes: int) -> ResourceRecord:
+    node = f"{site}-rack"
+    return ResourceRecord(
+        kind=Kind.GPU, name=f"{node}/gpu-0", model="L4", node=node, labels={"site": site}, memory_bytes=gigabytes * GB
+    )
+
+
+def run_of(*names: str, needs: Sequence[ResourceRequestConfig], runs: Path = Path("nowhere")) -> RunConfig:
+    return RunConfig(
+        robots=tuple(RobotConfig(name=name, driver="fake", task="reach") for name in names),
+        needs=tuple(needs),
+        runs=runs,
+    )
+
+
+PAIR = (
+    ResourceRequestConfig(kind="robot", model="panda", count=2, near="cell", near_by="site"),
+    ResourceRequestConfig(kind="gpu", memory_gb=24, near="cell", near_by="site"),
+)
+LISTED = ("a", "b", "c", "d", "u")
+THERE = [
+    *(robot("u", model="ur5e"), robot("a", "hall"), robot("b"), robot("c", "hall"), robot("d")),
+    *(gpu("hall", 8), gpu("lab", 24)),
+]
+
+
+def chosen(config: RunConfig, records: Sequence[ResourceRecord]) -> list[str]:
+    assigned = place_run(config, config.requests(), records).assigned
+    names = [record.name for given in assigned for record in given if record.kind is Kind.ROBOT]
+    return [robot.name for robot in select_robots(config, names).robots]
+
+
+def why(config: RunConfig, records: Sequence[ResourceRecord]) -> str:
+    with pytest.raises(PlacementError) as refusal:
+        place_run(config, config.requests(), records)
+    return str(refusal.value)
+
+
+def test_a_run_gets_two_pandas_with_a_gpu_near_them_whatever_the_order_of_what_is_there() -> None:
+    config = run_of(*LISTED, needs=PAIR)
+    assert chosen(config, THERE) == chosen(config, THERE[::-1]) == ["b", "d"]
+    for health in (Health.LOST, Health.LEASED, Health.QUARANTINED, Health.DRAINING):
+        assert "b" not in chosen(run_of(*LISTED, needs=PAIR[:1]), [robot("b", health=health), *THERE[:2], *THERE[3:]])
+
+
+def test_a_need_may_name_its_robot_and_the_rest_is_chosen_beside_it() -> None:
+    config = run_of(*LISTED, needs=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="robot", name="a")])
+    assert chosen(config, THERE) == ["a", "b"], "in the order of the file"
+
+
+def test_without_a_need_of_robots_a_run_has_all_that_it_lists() -> None:
+    config = run_of(*LISTED, needs=[ResourceRequestConfig(kind="gpu")])
+    assert select_robots(config, []) == config
+    assert [request.name for request in config.robot_requests()] == list(LISTED)
+
+
+def test_what_is_missing_is_told_as_a_colleague_would() -> None:
+    assert why(run_of(*LISTED, needs=PAIR), [*THERE[:4], *THERE[5:]]) == (
+        "The job asks for two robots of model panda and one GPU with at least 24 GB, the robots and GPU at one site. "
+        "Each of them is there, but not near each other (robots of model panda: a on hall, b on lab and c on hall; "
+        "GPUs with at least 24 GB: lab-rack/gpu-0 on lab)."
+    )
+
+
+def test_a_robot_that_the_file_does_not_list_is_named_and_not_taken() -> None:
+    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot", model="panda", count=2)])
+    there = [robot("a"), robot("b", health=Health.LEASED, note="by run demo"), robot("c"), robot("u", model="ur5e")]
+    assert why(config, there) == (
+        "The job asks for two robots of model panda. Only one is free, a: b is driven by run demo. It would fit if b "
+        "were free. c is free too, but not listed under robots: nothing says what drives it."
+    )
+    assert why(config, [*there, robot("d")]).endswith("c and d are free too, but not listed under robots: nothing "
+                                                     "says what drives them.")  # fmt: skip
+
+
+def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None:
+    config = run_of(*LISTED, needs=PAIR)
+    had = select_robots(config, chosen(config, THERE))
+    save(had, tmp_path / "config.yaml")
+    again = load(RunConfig, tmp_path / "config.yaml")
+    assert again == had and chosen(again, [robot("0"), *THERE]) == ["b", "d"]
+    assert "d is not there" in why(again, [*THERE[:4], robot("d", health=Health.LOST), *THERE[5:]]), "a and c are free"
+
+
+def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None:
+    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
+    book = OperatorOverrides(tmp_path / "demo" / "orders.json")
+    book.set_override("b", "quarantined", "ana", "the gripper sticks")
+    (tmp_path / "latest").symlink_to(tmp_path / "demo")
+    assert "b is quarantined (by ana: the gripper sticks, in run demo)" in why(
+        config, available_resources(config, [robot("a"), robot("b")])
+    )
+    with LocalAllocation(replace(config, runs=Path("nowhere")), "one", tmp_path) as one, pytest.raises(PlacementError):
+        one.acquire(refuse_to_wait)
+    book.clear_override("b", "ana")
+    assert chosen(config, available_resources(config, [robot("a"), robot("b")])) == ["a", "b"]
+    book.path.write_text("{")
+    with pytest.raises(RegistryError, match="cannot be read"):
+        available_resources(config, [robot("a")])
+
+
+def test_a_computer_that_says_no_site_is_at_that_of_its_robots_where_these_agree() -> None:
+    card = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
+    at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
+    config = run_of("a", "b", needs=(ResourceRequestConfig(kind="robot", near="cell", near_by="site"), PAIR[1]))
+    assert chosen(config, available_resources(config, [card, at_lab])) == ["a"]
+    assert "not near each other" in why(config, available_resources(config, [card, at_lab, at_hall]))
+
+
+def test_the_files_labels_of_a_robot_go_before_those_of_its_node() -> None:
+    listed = [RobotConfig(name=name, driver=driver) for name, driver in (("a", "ur"), ("s", "fake"), ("r", "ur"))]
+    desk = ResourceRecord(kind=Kind.COMPUTE, name="desk", model="Ray node", node="desk", labels={"site": "desk-hall"})
+    there = merge_cluster_records(
+        listed,
+        [robot("a", "lab"), robot("s", "lab", labels={}), robot("r")],
+        [desk, robot("a", "hall", node="rack", labels={"site": "hall", "floor": "2"})],
+        "desk",
+    )
+    known = {record.name: record for record in there}
+    assert (known["a"].labels, known["a"].node) == ({"site": "lab", "floor": "2"}, "rack")
+    assert (known["s"].labels, known["s"].node) == ({"site": "desk-hall"}, "desk"), "it runs beside the store"
+    assert (known["r"].health, known["r"].trouble) == (Health.LOST, "no node of the cluster has it")
+
+
+# On one computer
+
+
+class Waits(Exception):
+    """What a run said when it had to wait."""
+
+
+def refuse_to_wait(text: str) -> None:
+    raise Waits(text)
+
+
+def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
+    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    with LocalAllocation(config, "one") as one, LocalAllocation(config, "two") as two:
+        one.acquire(refuse_to_wait)
+        assert [robot.name for robot in one.config.robots] == ["a", "b"]
+        with pytest.raises(Waits) as waits:
+            two.acquire(refuse_to_wait)
+        assert str(waits.value).startswith(
+            "run two waits, and holds nothing meanwhile. The job asks for two robots. Only one is free, c: "
+            "a is driven by pid "
+        )
+        assert " run one and b is driven by " in str(waits.value)
+        assert LocalLocks("another").acquire(["c"]) and not driven_robots(), "it holds nothing, and nothing moves"
+
+
+def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> None:
+    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    said: list[str] = []
+    with ExitStack() as until_then, LocalAllocation(config, "two") as two:
+        until_then.enter_context(LocalAllocation(config, "one")).acquire(refuse_to_wait)
+
+        def say(text: str) -> None:
+            said.append(text)
+            until_then.close()
+
+        two.acquire(say)
+        assert len(said) == 1 and [robot.name for robot in two.config.robots] == ["a", "b"]
+
+
+def test_a_robot_that_another_program_drives_is_passed_over() -> None:
+    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(config, "one") as one:
+        one.acquire(refuse_to_wait)
+        assert [robot.name for robot in one.config.robots] == ["b", "c"]
+
+
+def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> None:
+    every, some = run_of("a", "b", needs=()), run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot")])
+    with (
+        LocalAllocation(some, "some") as first,
+        LocalAllocation(every, "every") as all_of_them,
+        LocalAllocation(some, "other") as other,
+    ):
+        first.acquire(refuse_to_wait)
+        all_of_them.acquire(refuse_to_wait)
+        other.acquire(refuse_to_wait)
+        assert [robot.name for robot in first.config.robots] == ["a"]
+        assert all_of_them.config == every, "its drivers wait for what another run has"
+        assert [robot.name for robot in other.config.robots] == ["c"]
+
+
+def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_waits_for_it() -> None:
+    every = run_of("a", "b", needs=())
+    with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(every, "every") as waiting:
+        waiting.acquire(refuse_to_wait)
+        notes = [record.note for record in available_resources(every, [robot("a"), robot("b")])]
+    assert notes[0].endswith("user-sys edge") and notes[1].endswith("run every")
+
+
+def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
+    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot")])
+    crane = RobotConfig(name="a", driver="fake", task="reach", options={"rate": 5})
+    said: list[str] = []
+    with LocalAllocation(replace(config, robots=(crane, config.robots[1])), "one") as one:
+        one.acquire(said.append)
+        assert [robot.name for robot in one.config.robots] == ["b"]
+    assert said == ["a cannot be chosen: unknown option 'rate'; did you mean 'rate_hz'?"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetName=lambda device: "L4",
+        nvmlDeviceGetUUID=lambda device: f"GPU-{device}",
+        nvmlDeviceGetCudaComputeCapability=lambda device: (8, 9),
+        nvmlDeviceGetMemoryInfo=lambda device: SimpleNamespace(total=24 * GB, used=0),
+        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=0),
+        nvmlDeviceGetNumGpuCores=lambda device: 7424,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_of("a", needs=[ResourceRequestConfig(kind="gpu")])
+    with ExitStack() as until_then, LocalAllocation(config, "two") as two, LocalAllocation(config, "three") as three:
+        one = until_then.enter_context(LocalAllocation(config, "one"))
+        one.acquire(refuse_to_wait)
+        two.acquire(refuse_to_wait)
+        assert (one.learner_gpus, two.learner_gpus) == (("GPU-0",), ("GPU-1",))
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            until_then.close()
+
+        three.acquire(say)
+        assert three.learner_gpus == ("GPU-0",) and re.search(
+            r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used", said[0]
+        )
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with LocalAllocation(config, "four") as four:
+            four.acquire(refuse_to_wait)
+        assert four.learner_gpus == (), "whoever says which it is to see may share it"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
+    needs = (ResourceRequestConfig(kind="gpu"), ResourceRequestConfig(kind="gpu", use="policy"))
+    both = RunConfig(robots=(RobotConfig(name="a", driver="fake"),), needs=needs, policy=PolicyConfig(at="site"))
+    with LocalAllocation(both, "one") as one, LocalAllocation(run_of("b", needs=[needs[0]]), "two") as two:
+        one.acquire(refuse_to_wait)
+        assert (one.learner_gpus, one.policy_gpus) == (("GPU-0",), ("GPU-1",))
+        with pytest.raises(
+            Waits, match=r"gpu-0 is used by pid \d+ of \S+ run one and .*gpu-1 is used by pid \d+ of \S+ run one"
+        ):
+            two.acquire(refuse_to_wait)
+
+
+def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
+    needs = [ResourceRequestConfig(kind="robot", labels={"site": "moon"})]
+    with (
+        LocalAllocation(run_of("a", needs=needs), "one") as one,
+        pytest.raises(PlacementError, match="None is at site moon"),
+    ):
+        one.acquire(refuse_to_wait)
+    here = available_resources(run_of("a", needs=[]), [robot("a", node=local_node())])
+    assert here[0].health is Health.READY
+
+
+def test_of_the_claims_of_a_run_there_are_all_or_none() -> None:
+    first, second, third = LocalLocks("run one"), LocalLocks("run two"), LocalLocks("run three")
+    assert first.acquire(["b"]) and not second.acquire(["a", "b"])
+    assert third.acquire(["a"])
+    third.release()
+    first.release()
+    assert second.acquire(["a", "b"])
+    second.release()
+
+
+LAB = """
+robots:
+  - {name: a, driver: fake, task: reach}
+  - {name: crane, driver: nowhere, task: reach}
+  - {name: b, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+  - {name: c, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
+needs: [{kind: robot, count: 2}]
+demonstrations: {episodes: 1}
+learner: {max_training_s: 1, batch_size: 32, warmup_updates: 5}
+evaluation: {episodes: 1, video_episodes: 0}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+@pytest.mark.timeout(3600)
+def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lab.yaml").write_text(LAB)
+    runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
+    monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(runtime))
+    others = LocalLocks("run other")
+    with robot_lock("a", "user-sys edge", simulated=True), ExitStack() as stack:
+        stack.callback(others.release)
+        assert others.acquire(["b"])
+        launch = stack.enter_context(user_sys(tmp_path, "train", "lab.yaml", "--name", "lab", runtime=runtime))
+        until(lambda: "waits, and holds nothing meanwhile" in launch.out, "it waits")
+        assert re.search(
+            r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out
+        )
+        assert "crane cannot be chosen: no driver 'nowhere'" in launch.out
+        assert not (tmp_path / "runs").exists(), "nothing is made before"
+        others.release()
+        assert launch.wait() == 0, launch.err
+        launch.require_nothing_left()
+    run = tmp_path / "runs" / "lab"
+    config = load(RunConfig, run / "config.yaml")
+    assert [robot.name for robot in config.robots] == ["b", "c"] and config.selects_robots
+    assert {path.name for path in (run / "edge").iterdir()} == {"b", "c"}
+    assert {card.robot for card in read_robot_records(run / "robots")} == {"b", "c"}
+    with StoreReader.open(run / "store") as reader:
+        reader.refresh()
+        assert {episode.robot for episode in reader.episodes()} == {"b", "c"}

@@ -1,0 +1,167 @@
+"""A run's two halves on a real Ray cluster: both or neither, who waits for whom, and that nothing stays reserved."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
+_RUN = [sys.executable, __file__]
+SAID = [
+    "both",
+    "one waits for the other",
+    "impossible is refused",
+    "a lease outside of the cluster counts",
+    "a choice passes over what is driven",
+    "a simulated robot runs beside the store",
+    "a killed launcher holds nothing",
+]
+
+
+@pytest.mark.slow
+def test_a_run_gets_its_robots_and_its_compute_or_neither(tmp_path: Path) -> None:
+    env = {**os.environ, "USER_SYS_TEST_FOLDER": str(tmp_path)}
+    done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == SAID
+    assert done.stderr == ""
+
+
+class Waits(Exception):
+    """What a job said when it had to wait."""
+
+
+def say(text: str) -> None:
+    raise Waits(text)
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def scenario(folder: Path) -> None:
+    from hal.errors import PlacementError
+    from hal.lease import driver_process_of, robot_lock
+    from hal.ray_cluster import start_local_cluster
+    from hal.resource import Health, local_node
+    from user_sys.compose import RobotConfig
+    from user_sys.run.cluster_allocation import ClusterAllocation
+    from user_sys.run.config import ResourceRequestConfig, RunConfig
+
+    def job(cores: int) -> RunConfig:
+        return RunConfig(
+            robots=(RobotConfig(name="panda-0", driver="fake"),),
+            needs=(ResourceRequestConfig(kind="compute", cores=cores),),
+        )
+
+    arms = {f"robot:panda-{number}": 1.0 for number in range(3)}
+    with start_local_cluster(arms, num_cpus=2, object_store_bytes=150_000_000) as cluster:
+
+        def free() -> bool:
+            records = {record.name: record for record in cluster.records()}
+            unused = all(records[name.removeprefix("robot:")].health is Health.READY for name in arms)
+            unlocked = not any(driver_process_of(name.removeprefix("robot:")) for name in arms)
+            return unused and unlocked and records[local_node()].cores == 2
+
+        first, second = (
+            ClusterAllocation(cluster, job(2), "one", folder),
+            ClusterAllocation(cluster, job(2), "two", folder),
+        )
+        first.acquire(say)
+        assert list(first.slot_from_robot) == ["panda-0"] and [seat.node for seat in first.learner_slots] == [
+            local_node()
+        ]
+        print(SAID[0])
+        with pytest.raises(Waits) as waits:
+            second.acquire(say)
+        assert str(waits.value) == (
+            "run two waits, and holds nothing meanwhile. The job asks for the robot panda-0 and one computer with 2 "
+            "processors. panda-0 is driven by run one. No computer here has as many processors free: "
+            f"{local_node()} has 0 free (run one uses 2 of its 2)."
+        )
+        assert not second.slot_from_robot and not second.learner_slots
+        print(SAID[1])
+        with pytest.raises(PlacementError, match=r"9999 processors\. The largest computer here, .* has 2 processors\."):
+            ClusterAllocation(cluster, job(9999), "three", folder).acquire(say)
+        print(SAID[2])
+        first.release()
+        eventually(free)
+        with robot_lock("panda-0", "user-sys edge", simulated=True), pytest.raises(Waits) as waits:
+            second.acquire(say)
+        assert str(waits.value).endswith(
+            f" panda-0 is driven by pid {os.getpid()} of {getpass.getuser()} user-sys edge. "
+            "It would fit if panda-0 were free."
+        )
+        eventually(free)
+        print(SAID[3])
+        names = ("panda-0", "panda-1", "panda-2", "lone")
+        lab = RunConfig(
+            robots=tuple(RobotConfig(name=name, driver="fake") for name in names),
+            needs=(
+                ResourceRequestConfig(kind="robot", count=2),
+                ResourceRequestConfig(kind="robot", name="lone"),
+                ResourceRequestConfig(kind="compute"),
+            ),
+        )
+        chooser, other = (
+            ClusterAllocation(cluster, lab, "four", folder),
+            ClusterAllocation(cluster, lab, "five", folder),
+        )
+        with robot_lock("panda-0", "user-sys edge", simulated=True):
+            chooser.acquire(say)
+            assert [robot.name for robot in chooser.config.robots] == ["panda-1", "panda-2", "lone"]
+            assert list(chooser.slot_from_robot) == ["panda-1", "panda-2"] and driver_process_of("panda-1")
+        print(SAID[4])
+        with pytest.raises(Waits) as waits:
+            other.acquire(say)
+        assert f" lone is driven by pid {os.getpid()} of {getpass.getuser()} run four." in str(waits.value)
+        chooser.release()
+        eventually(free)
+        other.acquire(say)
+        assert [robot.name for robot in other.config.robots] == ["panda-0", "panda-1", "lone"]
+        assert list(other.slot_from_robot) == ["panda-0", "panda-1"]
+        other.release()
+        eventually(free)
+        print(SAID[5])
+        import ray  # it has taken in its settings by now
+
+        address = ray.get_runtime_context().gcs_address
+        with subprocess.Popen([*_RUN, str(folder), address], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None and other.stdout.readline() == b"has both\n"
+            assert not free()
+            os.kill(other.pid, signal.SIGKILL)
+        eventually(free)
+        print(SAID[6])
+
+
+def launcher(folder: Path, address: str) -> None:
+    """Takes both halves and holds them until it is killed."""
+    from hal.ray_cluster import connect_cluster
+    from user_sys.compose import RobotConfig
+    from user_sys.run.cluster_allocation import ClusterAllocation
+    from user_sys.run.config import ResourceRequestConfig, RunConfig
+
+    config = RunConfig(
+        robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(ResourceRequestConfig(kind="compute", cores=1),)
+    )
+    ClusterAllocation(connect_cluster(address), config, "killed", folder).acquire(say)
+    print("has both", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        launcher(Path(sys.argv[1]), sys.argv[2])
+    else:
+        scenario(Path(sys.argv[1]))

@@ -1,0 +1,534 @@
+"""Run folders, what lies in them before a run starts, what is known while it goes on, and how bad input is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from run_kit import Launch, user_sys
+
+from user_sys.compose import RobotConfig, robot_spec
+from user_sys.config import load
+from user_sys.edge.session import SessionConfig
+from user_sys.errors import ConfigError, RunError
+from user_sys.gateway import GatewayConfig
+from user_sys.gateway.relay import RelayConfig
+from user_sys.messages import EpisodeReport, MetricsReport, RobotStatus
+from user_sys.process_exit import ExitStatus
+from user_sys.robot_records import read_robot_records
+from user_sys.run.config import (
+    METADATA_FILE,
+    RunConfig,
+    RunMetadata,
+    TargetConfig,
+    create_run_folder,
+    default_run_name,
+    open_run_folder,
+)
+from user_sys.run.evaluate import EvaluationConfig
+from user_sys.run.launcher import report_unreadable_checkpoints
+from user_sys.run.metrics import MetricsWriter
+from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.progress import ROBOT_TIMEOUT_S, ProgressTracker, plain_line, previous_elapsed_s
+from user_sys.run.report import RunSummary, exit_status
+from user_sys.tunnel.keys import load_keypair
+
+ENDPOINT = "tcp://127.0.0.1:5999"
+RUN = Path("runs/demo")
+
+
+def fleet(runs: Path, *names: str) -> RunConfig:
+    robots = tuple(RobotConfig(name=name, driver="fake") for name in names or ("left",))
+    return RunConfig(robots=robots, runs=runs)
+
+
+# Run folders
+
+
+def test_a_run_folder_opens_again_with_what_it_was_made_of(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path / "runs", "left", "right"), seed=7)
+    folder, card = create_run_folder(config, "first", ENDPOINT)
+    again, found, found_card = open_run_folder(tmp_path / "runs" / "first")
+    assert again.path == folder.path.resolve() and found_card == card
+    assert found == replace(config, name="first", gateway=replace(config.gateway, endpoint=ENDPOINT))
+    assert found_card.endpoint == ENDPOINT
+
+
+def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
+    create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    _, config, _ = open_run_folder(tmp_path / "first", ["--learner.max_training_s=7", "--console.port", "0"])
+    assert (config.learner.max_training_s, config.console.port) == (7.0, 0)
+    with pytest.raises(ConfigError, match="did you mean 'learner.batch_size'"):
+        open_run_folder(tmp_path / "first", ["--learner.batchsize=7"])
+    with pytest.raises(RunError, match=f"gateway.endpoint: the run in .*first listens on {ENDPOINT} for as long"):
+        open_run_folder(tmp_path / "first", ["--gateway.endpoint=tcp://0.0.0.0:7777"])
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    with pytest.raises(RunError, match=r"there is a run 'first' in .* already; go on with `--resume .*/first`"):
+        create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    open_run_folder(tmp_path / "first")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunError, match="cannot make the run folder .*: Not a directory"):
+        create_run_folder(fleet(tmp_path / "runs"), "first", ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        (None, "is not a run folder: it has no run.json"),
+        (b"{", "cannot be read"),
+        (b'{"format": 1}', "cannot be read"),
+        (
+            msgspec.json.encode(RunMetadata(format=2, name="x", started_unix_s=0.0, endpoint=ENDPOINT)),
+            r"another version \(run format 2, this is 1\)",
+        ),
+    ],
+)
+def test_what_is_no_run_of_ours_is_not_opened(card: bytes | None, said: str, tmp_path: Path) -> None:
+    folder, _ = create_run_folder(fleet(tmp_path), "first", ENDPOINT)
+    if card is None:
+        (folder.path / METADATA_FILE).unlink()
+    else:
+        (folder.path / METADATA_FILE).write_bytes(card)
+    with pytest.raises(RunError, match=said):
+        open_run_folder(folder.path)
+    with pytest.raises(RunError, match="not a run folder"):
+        open_run_folder(tmp_path / "nowhere")
+
+
+def test_a_default_name_says_what_and_when() -> None:
+    assert re.fullmatch(r"demo-\d{4}-\d{4}-\d\d", default_run_name(Path("configs/demo.yaml")))
+    assert default_run_name(None).startswith("run-")
+
+
+def test_a_target_over_no_episodes_is_no_target() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        TargetConfig(success=0.9, episodes=0)
+
+
+# Preparation
+
+
+def test_preparing_again_keeps_keys_and_lets_a_new_robot_in(tmp_path: Path) -> None:
+    config = fleet(tmp_path, "left")
+    folder, card = create_run_folder(config, "first", ENDPOINT)
+    prepare_run_folder(config, folder, card)
+    before = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
+    assert set(before) == {"gateway.key", "learner.key", "console.key", "left.key"}
+    larger = fleet(tmp_path, "left", "right")
+    specs = prepare_run_folder(larger, folder, card)
+    after = {path.name: path.read_bytes() for path in folder.keys.glob("*.key")}
+    assert set(after) - set(before) == {"right.key"} and all(after[name] == key for name, key in before.items())
+    for path in folder.keys.glob("*.key"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        public = load_keypair(path).public
+        allowed = "\n".join(p.read_text() for p in (folder.keys / "allowed").rglob("*") if p.is_file())
+        assert (public in allowed) == (path.stem != "gateway")
+    assert set(specs) == {"left", "right"}
+
+
+def test_what_is_prepared_is_what_the_processes_read(tmp_path: Path) -> None:
+    config = replace(fleet(tmp_path, "left"), seed=5)
+    folder, card = create_run_folder(config, "first", ENDPOINT)
+    prepare_run_folder(config, folder, card)
+    state = folder.edge("left")
+    assert [(card.robot, card.spec) for card in read_robot_records(folder.robots)] == [
+        ("left", robot_spec(config.robots[0]))
+    ]
+    assert load(RobotConfig, state / "robot.yaml") == config.robots[0]
+    session = load(SessionConfig, state / "session.yaml")
+    assert (session.robot, session.holder, session.endpoint, session.seed) == ("left", "run first", ENDPOINT, 5)
+    assert session.state == state.resolve() and session.keys == folder.keys.resolve()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "5555", "0.0.0.0:5555", "tcp://0.0.0.0", "tcp://*:*", "tcp://:5555", "tcp://::1:5555", "tcp://a:65536"],
+)
+def test_an_address_at_which_nobody_can_listen_is_refused_before_anything_is_made(endpoint: str) -> None:
+    for config in (GatewayConfig, RelayConfig):
+        with pytest.raises(ConfigError, match=f"^endpoint: {re.escape(endpoint)}: expected tcp://ADDRESS:PORT, "):
+            config(endpoint=endpoint)
+
+
+def test_an_address_of_another_machine_is_refused_before_anything_is_made() -> None:
+    assert free_endpoint("tcp://*:0").startswith("tcp://*:")
+    with pytest.raises(RunError, match="gateway.endpoint: cannot listen on tcp://192.0.2.1:0: "):
+        free_endpoint("tcp://192.0.2.1:0")
+
+
+def test_a_free_port_is_found_once_and_a_given_one_is_kept() -> None:
+    found = free_endpoint("tcp://127.0.0.1:0")
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", found)
+    assert free_endpoint(found) == found
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_a_free_port_is_found_on_an_ipv6_address() -> None:
+    assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", free_endpoint("tcp://[::1]:0"))
+
+
+# The monitor
+
+
+class Clock:
+    now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def monitor(clock: Clock) -> ProgressTracker:
+    return ProgressTracker("demo", "http://here", 300.0, clock, RUN)
+
+
+def episode(success: bool | None, steps: int = 10, person: int = 0) -> EpisodeReport:
+    return EpisodeReport(
+        robot="left",
+        episode="e",
+        source="online",
+        steps=steps,
+        success=success,
+        intervention_steps=person,
+        episode_return=0.0,
+        policy_version=3,
+    )
+
+
+def status(robot: str, version: int = 3) -> RobotStatus:
+    return RobotStatus(
+        robot=robot,
+        authority="policy",
+        operator="",
+        phase="policy",
+        episode="e",
+        step=4,
+        policy_version=version,
+        real_time=False,
+        outbox_chunks=2,
+        control_hz=10.0,
+        safety_interventions=0,
+    )
+
+
+def learner(updates: int, training_s: float, version: int) -> MetricsReport:
+    scalars = {"training_s": training_s, "policy_version": float(version)}
+    return MetricsReport(node="learner", count=updates, scalars=scalars)
+
+
+def test_success_counts_only_episodes_without_a_person(monitor: ProgressTracker) -> None:
+    for report in (episode(True), episode(False), episode(None), episode(True, person=3), episode(True)):
+        monitor.on_episode(report)
+    assert monitor.success_rate(4) == 0.5 and monitor.success_rate(2) == 0.5 and monitor.success_rate(5) is None
+    assert (monitor.episodes, monitor.env_steps, monitor.interventions) == (5, 50, 1)
+    assert [(p.success, p.intervened) for p in monitor.points].count((True, True)) == 1
+
+
+def test_rates_and_staleness_follow_what_is_reported(monitor: ProgressTracker, clock: Clock) -> None:
+    monitor.on_status(status("left", version=2))
+    monitor.on_status(status("right", version=5))
+    for second in range(5):
+        clock.now_s += 1
+        monitor.on_episode(episode(True, steps=20))
+        monitor.on_metrics(learner(100 * second, float(second), version=6))
+    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={"training_s": 99.0}))
+    progress = monitor.progress("training")
+    assert (progress.env_steps_per_s, progress.updates_per_s) == (20.0, 100.0)
+    assert (progress.updates, progress.policy_version, progress.staleness, progress.left_s) == (400, 6, 4, 296.0)
+    assert monitor.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in monitor.scalars()
+
+
+def test_a_full_store_is_told_until_there_is_room(monitor: ProgressTracker) -> None:
+    assert not monitor.progress("training").warning
+    for node, folder in (
+        ("gateway", "store"),
+        ("learner", "checkpoints"),
+        ("learner-ur5e-1", "checkpoints/learner-ur5e-1"),
+    ):
+        short = {"disk_needed_bytes": 5e6, "disk_free_bytes": 4096.0}
+        monitor.on_metrics(MetricsReport(node=node, count=9, scalars=short))
+        said = f"waiting for disk space in {RUN / folder}: needs 5 MB, 0.0041 MB free; "
+        assert said in monitor.progress("training").warning
+        monitor.on_metrics(MetricsReport(node=node, count=9, scalars={key: 0.0 for key in short}))
+        assert not monitor.progress("training").warning
+
+
+def test_checkpoints_that_a_learner_passes_over_are_counted(monitor: ProgressTracker) -> None:
+    scalars = {"checkpoints_unreadable": 2.0}
+    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars=scalars))
+    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={}))
+    assert monitor.unreadable_checkpoints == {"learner": 2}
+
+
+def test_training_that_waits_for_a_persons_order_is_told(monitor: ProgressTracker) -> None:
+    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
+    assert "training waits" in monitor.progress("training").warning
+    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
+    assert not monitor.progress("training").warning
+
+
+def test_a_robot_is_behind_its_own_learner_and_no_other(monitor: ProgressTracker) -> None:
+    monitor.on_metrics(learner(100, 1.0, version=90))
+    monitor.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))
+    monitor.on_status(status("left", version=89))
+    monitor.on_status(status("right", version=2))
+    monitor.set_learners({"left": "learner", "right": "learner-arm-1"})
+    assert monitor.progress("training").staleness == 2
+    monitor.set_learners({"left": "learner", "right": "learner-that-is-silent"})
+    assert monitor.progress("training").staleness == 1
+
+
+def test_a_robot_that_is_silent_is_shown_as_lost(monitor: ProgressTracker, clock: Clock) -> None:
+    monitor.on_status(status("left"))
+    clock.now_s += ROBOT_TIMEOUT_S + 1
+    monitor.on_status(status("right"))
+    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("left", "lost"), ("right", "policy")]
+    assert monitor.seen_robots == {"left", "right"}
+
+
+def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent_since_when(
+    monitor: ProgressTracker, clock: Clock
+) -> None:
+    monitor.expect_robots(["far"])
+    clock.now_s += 65
+    assert [(r.name, r.control, r.note) for r in monitor.progress("training").robots] == [
+        ("far", "missing", "not come in yet, for 1:05")
+    ]
+    assert not monitor.seen_robots
+    monitor.on_status(status("far"))
+    assert monitor.active_robots == {"far"}
+    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("far", "policy")]
+    clock.now_s += 125
+    assert "far lost (silent for 2:05)" in plain_line(monitor.progress("training"))
+    assert not monitor.active_robots and monitor.seen_robots == {"far"}
+
+
+def test_a_resumed_run_counts_on(monitor: ProgressTracker, clock: Clock, tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, "run") as metrics:
+        assert previous_elapsed_s(metrics.path) == 0.0
+        clock.now_s += 100.0
+        metrics.write(500, monitor.scalars())
+        before_s = previous_elapsed_s(metrics.path)
+    resumed = ProgressTracker("demo", "http://here", 300.0, clock)
+    resumed.seed_history(episodes=10, env_steps=500, interventions=2, elapsed_s=before_s)
+    resumed.expect_robots(["far"])
+    clock.now_s += 5.0
+    resumed.on_episode(episode(True, person=1))
+    resumed.on_metrics(learner(900, training_s=80.0, version=9))
+    assert (resumed.episodes, resumed.env_steps, resumed.interventions) == (11, 510, 3)
+    progress = resumed.progress("training")
+    assert (progress.elapsed_s, progress.left_s, resumed.scalars()["elapsed_s"]) == (105.0, 220.0, 105.0)
+    assert progress.robots[0].note == "not come in yet, for 0:05", "in this launch"
+
+
+# Bad input at the real command line
+
+FAKE = """
+robots: [{name: left, driver: fake, task: reach}]
+demonstrations: {episodes: 2}
+console: {port: 0}
+logging: {wandb: {mode: disabled}}
+"""
+
+
+def require_one_line(folder: Path, said: str, *argv: object, env: dict[str, str] | None = None) -> None:
+    """The command fails with one line for a person, and leaves no process behind."""
+    with user_sys(folder, *argv, env=env) as launch:
+        require_told(launch, said)
+
+
+def require_told(launch: Launch, said: str) -> None:
+    assert launch.wait() == 2, launch.err
+    err = "".join(
+        line for line in launch.err.splitlines(True) if "machine.test_folder" not in line
+    )  # says the test kit
+    assert err.count("\n") == 1 and err.startswith("user-sys: error: "), err
+    assert re.search(said, err), err
+    assert "Traceback" not in launch.out + err
+    launch.require_nothing_left()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "fake.yaml"
+    path.write_text(FAKE)
+    return path
+
+
+MISTAKES = {
+    "did you mean 'learner.batch_size'": ["train", "fake.yaml", "--learner.batchsize=3"],
+    "fak.yaml: no such file; did you mean fake.yaml": ["train", "fak.yaml"],
+    "robot left: unknown option 'rate'; did you mean 'rate_hz'": ["train", "fake.yaml", "--robots.0.options.rate=3"],
+    "nowhere is not a run folder": ["train", "--resume", "nowhere"],
+    "nothing is not a run folder": ["evaluate", "nothing"],
+    "robot arm: no scripted expert knows the task 'tidy': say --demonstrations.episodes=0": ["train", "own.yaml"],
+    "no scripted expert knows the task 'tidy': .* [(]docs/people.md[)]": ["record", "own.yaml"],
+    "asks for one computer with 9999 processors. The largest computer here, .* has": ["train", "greedy.yaml"],
+}
+
+
+OWN = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]\n"  # demonstrations by default
+
+
+def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
+    (config.parent / "greedy.yaml").write_text(f"{FAKE}needs: [{{kind: compute, cores: 9999}}]\n")
+    (config.parent / "own.yaml").write_text(f"{FAKE[FAKE.index('console') :]}{OWN}")
+    with ExitStack() as stack:
+        launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
+        for said, launch in launches.items():
+            require_told(launch, said)
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_console_port_in_use_is_found_before_anything_is_made(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        require_one_line(
+            config.parent, f"port {port} .*in use.*--console.port", "train", config, f"--console.port={port}"
+        )
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.fixture
+def without_egl(tmp_path: Path) -> dict[str, str]:
+    """An environment in which files that are no libraries stand before the real ones."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    for number in ("", *(f".{n}" for n in range(10))):
+        (folder / f"libEGL.so{number}").write_bytes(b"no library")
+    (tmp_path / "sim.yaml").write_text(
+        "robots: [{name: panda-0}]\nconsole: {port: 0}\nlogging: {wandb: {mode: disabled}}\n"
+    )
+    return {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+
+
+def test_a_machine_without_egl_is_told_what_to_install(tmp_path: Path, without_egl: dict[str, str]) -> None:
+    require_one_line(
+        tmp_path, "EGL is missing or broken.*apt-get install libegl1", "train", "sim.yaml", env=without_egl
+    )
+
+
+@pytest.mark.slow
+def test_a_robot_that_never_comes_up_ends_the_run(tmp_path: Path, without_egl: dict[str, str]) -> None:
+    """Without demonstrations the first to draw is the driver process."""
+    require_one_line(
+        tmp_path,
+        "panda-0 cannot be driven: .*EGL is missing or broken.*; see .*panda-0-driver.log",
+        *("train", "sim.yaml", "--demonstrations.episodes=0"),
+        env=without_egl,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+def test_a_learner_that_fails_at_every_start_ends_the_run(config: Path) -> None:
+    require_one_line(
+        config.parent,
+        "learner cannot be kept alive: .*learner.device is cuda, and torch .* finds no GPU on .*; see .*learner.log; "
+        "nothing that was recorded is lost",
+        *("train", config, "--learner.device=cuda"),
+    )
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_unasked(config: Path) -> None:
+    folder, _ = create_run_folder(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
+    (folder.checkpoints / "learner-fake-0a1b2c" / "000001-000000000700.checkpoint").mkdir(parents=True)
+    said = "learner-fake-0a1b2c/000001-000000000700.checkpoint: .*index.json is missing.*--restart-if-unreadable"
+    require_one_line(config.parent, said, "train", "--resume", folder.path)
+
+
+def test_unreadable_checkpoints_are_kept_if_training_is_to_begin_anew(config: Path) -> None:
+    folder, _ = create_run_folder(replace(load(RunConfig, config), runs=config.parent / "runs"), "first", ENDPOINT)
+    (folder.checkpoints / "000001-000000000700.checkpoint").mkdir(parents=True)
+    told = StringIO()
+    report_unreadable_checkpoints(folder, Console(file=told, width=400))
+    kept = folder.checkpoints / "unreadable-1" / "000001-000000000700.checkpoint"
+    assert kept.is_dir() and str(kept.parent) in told.getvalue() and "training begins anew" in told.getvalue()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root, to mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, ["umount", "-l", disk], check=True)
+        yield disk
+
+
+@pytest.mark.parametrize("room", [8, 40])
+def test_a_full_disk_is_one_line(config: Path, small_disk: Path, room: int) -> None:
+    """With so many KiB left the run folder or the demonstrations do not fit."""
+    (small_disk / "filler").write_bytes(bytes((96 - room) * 1024))
+    require_one_line(config.parent, "No space|no space|full", "train", config, f"--runs={small_disk}", "--name=full")
+
+
+# How a run ends
+
+
+@pytest.mark.parametrize(
+    ("reached", "successes", "any_result", "status"),
+    [
+        (None, 0, False, ExitStatus.REACHED),
+        (True, 6, False, ExitStatus.REACHED),
+        (False, 6, False, ExitStatus.NOT_REACHED),
+        (True, 5, False, ExitStatus.NOT_REACHED),
+        (False, 0, True, ExitStatus.REACHED),
+    ],
+)
+def test_the_exit_status_says_whether_the_target_was_reached(
+    reached: bool | None, successes: int, any_result: bool, status: ExitStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = 0.6 if reached is not None else 0.0
+    config = RunConfig(target=TargetConfig(0.9, 30), evaluation=EvaluationConfig(required=required))
+    counts = RunSummary("x", successes, 10, 1.0, 1, 1, 0, 0, target_reached=reached)
+    assert exit_status(config, counts, any_result, Console()) == status
+    assert ("target not reached" in capsys.readouterr().out) == (reached is False or successes == 5)
+
+
+def test_a_required_share_is_not_reached_where_nothing_was_evaluated() -> None:
+    config = RunConfig(evaluation=EvaluationConfig(required=0.6))
+    assert exit_status(config, RunSummary("x", 0, 0, 1.0, 1, 1, 0, 0), False, Console()) == ExitStatus.NOT_REACHED
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("", 0o700), ("027", 0o750)])
+def test_what_a_command_writes_is_private_unless_configured(umask: str, mode: int, tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text(FAKE)
+    env = {"USER_SYS_UMASK": umask}
+    with user_sys(tmp_path, "record", "demo.yaml", "--output", "demos", "--episodes", 1, env=env) as launch:
+        assert launch.wait() == 0, launch.err
+    found = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "demos").rglob("*") if path.is_dir()}
+    files = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "demos").rglob("*") if path.is_file()}
+    assert found <= {mode} and files <= {mode & 0o666, 0o600} and (mode & 0o666) in files
+
+
+def test_a_umask_that_is_none_is_refused(tmp_path: Path) -> None:
+    env = {"USER_SYS_UMASK": "private"}
+    require_one_line(tmp_path, "USER_SYS_UMASK='private' is no umask", "record", "demo.yaml", env=env)

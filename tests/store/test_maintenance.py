@@ -1,0 +1,156 @@
+"""Labels, retention, compaction and merging of a whole store on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_kit import chunk, stored
+
+from user_sys.episode import EpisodeSource
+from user_sys.errors import StoreError, StoreRecordGone
+from user_sys.store.index_block import CHUNK_KIND, summarise_records
+from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
+from user_sys.store.log import LogWriter
+from user_sys.store.maintenance import (
+    Retention,
+    SegmentUsage,
+    add_labels,
+    compact_store,
+    disk_bytes,
+    merge_stores,
+    plan_rewrites,
+)
+from user_sys.store.store import StoreReader, StoreWriter
+
+SEGMENT_BYTES = 20_000
+
+
+def fill(path: Path, episodes: range, *, source: EpisodeSource = EpisodeSource.ONLINE, chunks: int = 3) -> None:
+    with StoreWriter.open(path, segment_bytes=SEGMENT_BYTES) as writer:
+        for episode in episodes:
+            for index in range(chunks):
+                writer.append(
+                    chunk(f"e{episode:02d}", index, source=source, end=index == chunks - 1, width=200).encode()
+                )
+
+
+def names(path: Path) -> list[str]:
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        return sorted({episode for episode, _ in stored(reader)})
+
+
+def delete(episode: str) -> Label:
+    return DeleteLabel(episode=episode, labeller="ada", at_unix_ns=1)
+
+
+def test_compaction_gives_back_what_was_deleted_and_remembers_that_it_was(tmp_path: Path) -> None:
+    fill(tmp_path, range(20))
+    before = disk_bytes(tmp_path)
+    add_labels(tmp_path, [delete(f"e{n:02d}") for n in range(0, 20, 2)])
+    with StoreReader.open(tmp_path) as alive:
+        alive.refresh()
+        report = compact_store(tmp_path)
+        assert report.size_bytes == disk_bytes(tmp_path) and report.freed_bytes > 0.4 * before
+        assert not report.damaged and not report.dropped
+        rows = np.flatnonzero(alive.index.chunks.alive).tolist()
+        assert len(rows) == 30
+        for row in rows:
+            assert (alive.read(row).columns["observation.state"] == alive.index.chunks.index[row]).all()
+        with pytest.raises(StoreRecordGone):
+            alive.read(0)
+        alive.refresh()
+        assert alive.index.chunks.gone.sum() == 30 and not alive.damaged
+    assert names(tmp_path) == [f"e{n:02d}" for n in range(1, 20, 2)]
+    with StoreWriter.open(tmp_path) as writer:
+        assert not writer.append(chunk("e00", 0, width=200).encode()) and not writer.append(chunk("e01", 0).encode())
+        assert writer.chunks == 30
+    assert compact_store(tmp_path).size_bytes <= report.size_bytes + 1000
+
+
+def test_retention_brings_a_store_below_its_bound_and_keeps_demonstrations(tmp_path: Path) -> None:
+    fill(tmp_path, range(0, 5), source=EpisodeSource.DEMO)
+    fill(tmp_path, range(5, 30))
+    bound = disk_bytes(tmp_path) // 2
+    report = compact_store(tmp_path, Retention(max_bytes=bound, keep_interventions=False))
+    assert disk_bytes(tmp_path) == report.size_bytes <= bound and report.shortfall_bytes == 0
+    left = names(tmp_path)
+    assert left[:5] == [f"e{n:02d}" for n in range(5)] and len(left) + len(report.dropped) == 30
+    tight = compact_store(tmp_path, Retention(max_bytes=bound // 10, keep_interventions=False))
+    assert tight.shortfall_bytes == tight.size_bytes - bound // 10 > 0
+    assert names(tmp_path) == left[:5]
+
+
+def test_stores_are_merged_with_their_labels_and_as_often_as_one_likes(tmp_path: Path) -> None:
+    a, b, both = tmp_path / "a", tmp_path / "b", tmp_path / "both"
+    fill(a, range(0, 6))
+    fill(b, range(4, 10))
+    add_labels(a, [SuccessLabel(episode="e00", success=False, labeller="ada", at_unix_ns=1), delete("e01")])
+    add_labels(b, [RewardLabel(episode="e09", first_step=1, rewards=(9.0,), labeller="ada", at_unix_ns=1)])
+    report = merge_stores([a, b], both)
+    assert (report.chunks, report.duplicates, report.labels) == (27, 6, 2)
+    again = merge_stores([a, b], both)
+    assert (again.chunks, again.duplicates, again.labels) == (0, 33, 0)
+    with StoreReader.open(both) as reader:
+        reader.refresh()
+        assert sorted({name for name, _ in stored(reader)}) == ["e00", *(f"e{n:02d}" for n in range(2, 10))]
+        assert reader.episodes()[0].success is False and reader.index.steps.reward.max() == 9.0
+
+
+def test_a_merge_leaves_out_chunks_in_an_episode_of_another_robot(tmp_path: Path) -> None:
+    with LogWriter.open(tmp_path / "a", summarise=summarise_records) as log:  # past the store's own check
+        for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):
+            log.append(CHUNK_KIND, each.encode())
+    report = merge_stores([tmp_path / "a"], tmp_path / "b")
+    assert (report.chunks, report.damaged, report.duplicates) == (2, 1, 0)
+    with StoreReader.open(tmp_path / "b") as reader:
+        reader.refresh()
+        assert stored(reader) == [("e", 0), ("f", 0)]
+
+
+def test_labels_that_waited_for_a_gateway_come_before_newer_ones(tmp_path: Path) -> None:
+    fill(tmp_path, range(1))
+    said = {"episode": "e00", "labeller": "ada", "at_unix_ns": 1}
+    queue_labels(tmp_path, [SuccessLabel(success=True, **said), NoteLabel(note="waited", **said)])  # type: ignore[arg-type]
+    (tmp_path / "inbox" / "00-nonsense.labels").write_bytes(b"\xc1")
+    add_labels(tmp_path, [SuccessLabel(success=False, **said)])  # type: ignore[arg-type]
+    with StoreReader.open(tmp_path) as reader:
+        reader.refresh()
+        assert [each.success for each in reader.index.labels("e00") if isinstance(each, SuccessLabel)] == [True, False]
+        assert reader.episodes()[0].success is False
+    assert [file.name for file in queued_files(tmp_path)] == ["00-nonsense.labels"], (
+        "what is no post is left to a person"
+    )
+
+
+def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:
+    for attempt in (
+        compact_store,
+        lambda path: add_labels(path, [NoteLabel(episode="a", labeller="ada", at_unix_ns=1)]),
+    ):
+        with pytest.raises(StoreError, match="is no store"):
+            attempt(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+LOADS = st.lists(st.tuples(st.integers(1, 100), st.floats(0, 1)), max_size=30).map(
+    lambda drawn: [SegmentUsage(n, size, int(size * share)) for n, (size, share) in enumerate(drawn)]
+)
+
+
+@settings(deadline=None)
+@given(loads=LOADS, least=st.sampled_from([0.0, 0.25, 1.0]))
+def test_a_plan_joins_neighbours_that_fit_and_forgets_no_dead_one(loads: list[SegmentUsage], least: float) -> None:
+    groups = plan_rewrites(loads, 100, least)
+    planned = [number for group in groups for number in group]
+    assert planned == sorted(set(planned))
+    for group in groups:
+        assert group == list(range(group[0], group[-1] + 1))
+        assert len(group) == 1 or sum(loads[n].size_bytes - loads[n].dead_bytes for n in group) <= 100
+    for load in loads:
+        if load.dead_bytes > 0 and load.dead_bytes >= least * load.size_bytes:
+            assert load.number in planned

@@ -1,0 +1,402 @@
+"""``user-sys store`` as a person uses it: inspect, verify, repair, label, stats, compact, merge."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from store_kit import chunk
+
+from user_sys.commands.main import main
+from user_sys.episode import EpisodeSource, Phase
+from user_sys.errors import WireError
+from user_sys.gateway.config import GatewayConfig
+from user_sys.gateway.ingest import ChunkIngester, LabelImporter
+from user_sys.interchange.episodes import EpisodeReader
+from user_sys.store.labels import RewardLabel, SuccessLabel, queue_labels, queued_files
+from user_sys.store.log import segment_path
+from user_sys.store.maintenance import add_labels
+from user_sys.store.store import StoreReader, StoreWriter
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def order(*argv: str | Path) -> tuple[int, str]:
+        status = main(["store", *map(str, argv)])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return order
+
+
+def fill(path: Path, episodes: int = 4, *, chunks: int = 3, sealed: bool = False, width: int = 64) -> Path:
+    with StoreWriter.open(path, segment_bytes=1 << 14 if sealed else 1 << 26) as writer:
+        for number in range(episodes):
+            source = EpisodeSource.DEMO if number == 0 else EpisodeSource.ONLINE
+            for index in range(chunks):
+                end = index == chunks - 1
+                made = chunk(f"e{number}", index, end=end, success=number % 2 == 0, source=source, width=width)
+                header = msgspec.structs.replace(made.header, started_unix_ns=number + 1)
+                writer.append(type(made)(header, made.columns, made.final).encode())
+    return path
+
+
+def spoil(path: Path, episode: str, index: int) -> None:
+    """Flips a byte in the middle of a chunk's payload."""
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        chunks = reader.index.chunks
+        (row,) = np.flatnonzero((chunks.episode == reader.index.episodes.find(episode)) & (chunks.index == index))
+        segment, offset = int(chunks.segment[row]), int(chunks.offset[row])
+        at = offset + 32 + int(chunks.length[row]) - 100
+    with segment_path(path, segment).open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+def index_of(path: Path) -> StoreReader:
+    reader = StoreReader.open(path)
+    reader.refresh()
+    reader.close()
+    return reader
+
+
+def test_inspect_chooses_episodes_and_shows_one_in_detail(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    status, text = run("inspect", path, "--failed", "--last", "1")
+    assert status == 0 and "e3  " in text and "\n e1" not in text
+    assert json.loads(run("inspect", path, "--source", "demo", "--json")[1])["episodes"] == 1
+    run("label", path, "e1", "--note", "the cube slipped", "--by", "ada")
+    status, text = run("inspect", path, "--episode", "e1")
+    assert status == 0 and "failed" in text and "by ada" in text and "the cube slipped" in text
+    assert "teleop 0 to 0, correction 1 to 1, recovery 2 to 2, policy 3 to 3" in text
+    shown = json.loads(run("inspect", path, "--episode", "e1", "--json")[1])
+    assert [each["state"] for each in shown["chunks"]] == ["whole"] * 3
+    assert run("inspect", path, "--episode", "zz") == (
+        2,
+        f"user-sys: error: {path} has no episode 'zz'; `user-sys store inspect {path}` lists them\n",
+    )
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["tail", "sealed"])
+def test_verify_names_what_is_lost_and_repair_sets_it_aside_once(run: Run, tmp_path: Path, sealed: bool) -> None:
+    path = fill(tmp_path / "store", 8, sealed=sealed)
+    assert run("verify", path)[0] == 0
+    spoil(path, "e2", 1)
+    before = {file: file.read_bytes() for file in path.glob("*.seg")}
+    status, text = run("verify", path)
+    assert status == 1 and "e2, chunk 1, steps 4 to 7" in text and "repair" in text
+    (finding,) = json.loads(run("verify", path, "--json")[1])["findings"]
+    assert finding["chunks"] == [{"episode": "e2", "index": 1, "first_step": 4, "steps": 4}]
+    assert run("repair", path, "--dry-run")[0] == 1 and not (path / "quarantine").exists()
+    status, text = run("repair", path)
+    assert status == 0 and "e2, chunk 1, steps 4 to 7" in text and "set aside: 1 places, 1 copies" in text
+    assert len(list((path / "quarantine").iterdir())) == 1
+    assert {file: file.read_bytes() for file in path.glob("*.seg")} == before
+    status, text = run("verify", path)
+    assert status == 0 and "nothing is damaged" in text
+    assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
+    assert run("stats", path)[0] == run("inspect", path)[0] == 0
+    with StoreWriter.open(path) as writer:
+        assert writer.append(chunk("e2", 1, width=64).encode()) and not writer.append(chunk("e2", 2).encode())
+    known = {each.episode: each for each in index_of(path).episodes()}
+    assert len(known) == 8 and known["e2"].steps == 12 and known["e2"].complete
+    assert run("compact", path)[0] == 0 and "lacks" not in run("verify", path)[1]
+
+
+def test_verify_says_what_a_damaged_record_without_an_index_was(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 2)
+    spoil(path, "e1", 0)
+    status, text = run("verify", path)
+    assert status == 1 and "by its own word" in text and "e1 lacks steps 0 to 3" in text
+
+
+def cut_off(path: Path, kept: int) -> tuple[list[tuple[str, int]], Path]:
+    """Cuts off a sealed segment of 60 chunks, six of each episode, after `kept` and half a chunk; what is lost."""
+    with StoreWriter.open(path) as writer:
+        for number in range(10):
+            for index in range(6):
+                writer.append(chunk(f"e{number}", index, end=index == 5).encode())
+        writer.rotate()
+        writer.append(chunk("later", end=True).encode())
+    with StoreReader.open(path) as reader:
+        reader.refresh()
+        offsets = reader.index.chunks.offset.tolist()
+        length = int(reader.index.chunks.length[kept])
+    file = segment_path(path, 0)
+    with file.open("r+b") as stream:
+        stream.truncate(offsets[kept] + length // 2)
+    return [(f"e{number // 6}", number % 6) for number in range(kept, 60)], file
+
+
+@pytest.mark.parametrize("kept", [56, 44, 2])
+def test_verify_names_all_that_a_sealed_segment_has_lost_with_its_end(run: Run, tmp_path: Path, kept: int) -> None:
+    lost, _ = cut_off(tmp_path / "store", kept)
+    status, text = run("verify", tmp_path / "store")
+    assert status == 1 and f"{kept} to 59" in text and "is cut off at byte" in text
+    named = [f"e{number // 6}, chunk {number % 6}, steps" in text for number in range(kept, 60)]
+    assert named == [True] * min(20, len(lost)) + [False] * (len(lost) - 20)
+    assert ("more chunks, which --json names" in text) is (len(lost) > 20)
+    verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
+    assert [(each["episode"], each["index"]) for each in verdict["findings"][0]["chunks"]] == lost
+    hit = {each["episode"]: each["what"] for each in verdict["episodes_hit"]}
+    assert hit == {f"e{n}": "gone" if n * 6 >= kept else "end" for n in range(kept // 6, 10)}
+    assert f"e{kept // 6} lost its end, from step {kept % 6 * 4} on" in text and ("e9 is gone" in text) is (kept < 54)
+    run("repair", tmp_path / "store")
+    assert run("verify", tmp_path / "store")[0] == 0
+    run("compact", tmp_path / "store")
+    with StoreReader.open(tmp_path / "store") as reader:
+        reader.refresh()
+        assert len(reader.index.chunks) == kept + 1
+
+
+def test_verify_names_what_a_missing_segment_held(run: Run, tmp_path: Path) -> None:
+    _, file = cut_off(tmp_path / "store", 59)
+    file.unlink()
+    verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
+    (finding,) = verdict["findings"]
+    assert (finding["sequence"], finding["last_sequence"], len(finding["chunks"])) == (0, 59, 60)
+    assert [each["what"] for each in verdict["episodes_hit"]] == ["gone"] * 10
+
+
+def test_verify_names_the_lost_records_also_if_what_said_their_content_is_lost(run: Run, tmp_path: Path) -> None:
+    _, file = cut_off(tmp_path / "store", 44)
+    file.with_suffix(".footer").write_bytes(b"torn")
+    status, text = run("verify", tmp_path / "store")
+    assert status == 1 and "44 to 59" in text
+    run("repair", tmp_path / "store")
+    assert run("verify", tmp_path / "store")[0] == 0
+
+
+def test_copies_of_footers_go_with_their_segments(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 8, sealed=True)
+    assert len(list(path.glob("*.footer"))) == len(list(path.glob("*.seg"))) - 1
+    run("label", path, "e1", "--delete")
+    run("compact", path)
+    sealed = {file.stem for file in path.glob("*.seg")}
+    assert {file.stem for file in path.glob("*.footer")} <= sealed
+
+
+def test_verify_of_nothing_is_one_line(run: Run, tmp_path: Path) -> None:
+    status, text = run("verify", tmp_path)
+    assert status == 2 and "is no store" in text and text.count("\n") == 1
+
+
+def test_labels_change_what_readers_see(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    assert run("label", path, "e0", "e2", "--success", "no", "--note", "dropped it", "--by", "ada")[0] == 0
+    assert run("label", path, "e1", "--reward", "2.5", "--phase", "recovery", "--steps", "4-6")[0] == 0
+    assert run("label", path, "e3", "--delete")[0] == 0
+    reader = index_of(path)
+    known = {each.episode: each for each in reader.episodes()}
+    assert known["e0"].success is False and known["e2"].labelled_by == "ada" and known["e3"].deleted
+    rows = np.flatnonzero(reader.index.steps.reward == 2.5)
+    assert reader.index.step_of(rows).tolist() == [4, 5, 6]
+    assert (reader.index.steps.phase[rows] == Phase.RECOVERY).all()
+    assert run("label", path, "e3", "--restore")[0] == 0
+    assert not index_of(path).index.episodes.deleted.any()
+
+
+def test_a_corrected_verdict_is_taken_back_and_survives_compaction_merge_and_export(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 4, sealed=True)
+    recorded = last_rewards(path)
+    assert run("label", path, "e2", "--success", "no")[0] == 0
+    assert run("label", path, "e1", "--success", "yes", "--keep-reward")[0] == 0
+    corrected = recorded | {"e2": 0.0}
+    assert last_rewards(path) == corrected
+    assert run("label", path, "e3", "--delete")[0] == run("compact", path)[0] == 0
+    assert run("merge", path, "--into", tmp_path / "all")[0] == 0
+    remaining = {name: reward for name, reward in corrected.items() if name != "e3"}
+    assert last_rewards(path) == last_rewards(tmp_path / "all") == remaining
+    assert float(EpisodeReader(index_of(tmp_path / "all")).read("e2").columns["reward"][-1]) == 0.0
+    assert "(taken back)" not in run("inspect", path, "--episode", "e2")[1]
+    assert run("label", path, "e2", "--undo")[0] == 0
+    assert last_rewards(path)["e2"] == recorded["e2"] and index_of(path).episodes()[2].success is True
+    assert "(taken back)" in run("inspect", path, "--episode", "e2")[1]
+    status, text = run("label", path, "e2", "--undo")
+    assert status == 2 and "no label to take back" in text
+
+
+def last_rewards(path: Path) -> dict[str, float]:
+    """Of each complete episode that is stored: the reward of its last step, as a learner gets it."""
+    index = index_of(path).index
+    rows = np.flatnonzero(index.is_last(np.arange(len(index.steps))) & index.steps.alive)
+    names = [index.episodes.ids.names[row] for row in index.episode_of(rows)]
+    return dict(zip(names, index.steps.reward[rows].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("e0", "--undo", "--success", "no"), "a command of their own"),
+        (("e0", "--keep-reward", "--reward", "1"), "--keep-reward goes with --success"),
+        (("zz", "--delete"), "no episode 'zz'"),
+        (("e0",), "nothing to say"),
+        (("e0", "--reward", "1", "--steps", "10-90"), "e0 has steps 0 to 11"),
+        (("e0", "--delete", "--steps", "1-2"), "--steps goes with"),
+    ],
+)
+def test_what_cannot_be_labelled_is_one_line(run: Run, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
+    status, text = run("label", fill(tmp_path / "store"), *argv)
+    assert status == 2 and said in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf", "1e39", "much"])
+def test_a_reward_that_no_learner_could_use_is_refused(
+    run: Run, tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fill(tmp_path / "store")
+    with pytest.raises(SystemExit):
+        run("label", path, "e0", "--reward", reward)
+    assert f"got '{reward}'" in capsys.readouterr().err
+    assert not index_of(path).index.labels("e0")
+
+
+def test_a_label_that_could_not_be_read_again_is_never_stored(tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    spoilt = RewardLabel(episode="e0", labeller="ada", at_unix_ns=1, first_step=0, rewards=(1.0, float("nan")))
+    with pytest.raises(WireError, match="not a label"):
+        add_labels(path, [spoilt])
+    with pytest.raises(WireError, match="not a label"):
+        queue_labels(path, [spoilt])
+    reader = index_of(path)
+    assert not reader.damaged and not reader.index.labels("e0") and not queued_files(path)
+
+
+def test_inspect_goes_on_where_segments_were_rewritten_and_counts_what_is_chosen(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 8, sealed=True)
+    run("label", path, "e1", "--delete")
+    assert run("compact", path)[0] == 0 and any("-" in file.name for file in path.glob("*.seg"))
+    found = json.loads(run("inspect", path, "--json")[1])
+    assert found["size_bytes"] == sum(file.stat().st_size for file in path.glob("*.seg"))
+    assert found["episodes"] == 7 and found["chunks"] == 21
+    assert json.loads(run("inspect", path, "--source", "demo", "--json")[1])["chunks"] == 3
+    status, text = run("inspect", path, "--episode", "e0", "--episode", "zz")
+    assert status == 2 and "no episode 'zz'" in text
+    status, text = run("inspect", path, "--pictures", tmp_path / "drawn", "--json")
+    assert status == 2 and "--json goes with neither" in text and not (tmp_path / "drawn").exists()
+
+
+def test_damage_in_an_unsealed_segment_is_told_by_each_verb_and_outlives_a_compaction(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 4)
+    spoil(path, "e2", 2)
+    assert run("inspect", path, "--episode", "e2")[0] == 1
+    status, text = run("merge", path, "--into", tmp_path / "all")
+    assert status == 1 and "11 chunks" in text and "1 chunks are damaged" in text
+    run("label", path, "e1", "--delete")
+    status, text = run("compact", path)
+    assert status == 1 and "repair first" in text
+    status, text = run("verify", path)
+    assert status == 1 and "e2, chunk 2, steps 8 to 11" in text
+    assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
+    assert run("compact", path)[0] == 0 and run("verify", path)[0] == 0
+    assert {each.episode for each in index_of(path).episodes()} == {"e0", "e2", "e3"}
+
+
+def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store")
+    stop = threading.Event()
+
+    def serve() -> None:
+        with StoreWriter.open(path) as writer:
+            committer = ChunkIngester(
+                writer, lambda peer, answer: None, lambda peer, sequence, size: None, GatewayConfig()
+            )
+            committer.start()
+            postman = LabelImporter(path, committer.append_labels)
+            locked.set()
+            while not stop.wait(0.01):
+                postman.poll()
+            committer.close()
+
+    locked = threading.Event()
+    gateway = threading.Thread(target=serve)
+    gateway.start()
+    try:
+        assert locked.wait(120)
+        (path / "inbox").mkdir()
+        (path / "inbox/00-nonsense.labels").write_bytes(b"\xc1")
+        status, text = run("label", path, "e1", "--success", "yes", "--by", "ada")
+        assert status == 0 and "by the process that writes the store" in text
+        assert [file.name for file in queued_files(path)] == ["00-nonsense.labels"]
+        status, text = run("repair", path)
+        assert status == 0 and "nothing is damaged" in text
+        status, text = run("compact", path)
+        assert status == 2 and "is being written by process" in text
+        status, text = run("compact", path, "--max-bytes", "10kB", "--keep", "demo", "--dry-run")
+        assert status == 0 and "unsuccessful" in text
+    finally:
+        stop.set()
+        gateway.join(120)
+    labels = index_of(path).index.labels("e1")
+    assert len(labels) == 1 and isinstance(labels[0], SuccessLabel) and labels[0].success
+
+
+def test_stats_count_measure_and_say_what_takes_the_space(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 5)
+    run("label", path, "e4", "--delete")
+    found = json.loads(run("stats", path, "--json")[1])
+    groups = {group["source"]: group for group in found["groups"]}
+    assert found["deleted"] == 1 and groups["demo"]["episodes"] == 1 and groups["online"]["successes"] == 1
+    assert groups["online"]["judged"] == 3 and groups["online"]["steps_mean"] == 12
+    assert found["intervention_share"] == [0.5, 0.5, 0.5]
+    first = found["ranges"][0]
+    assert (first["feature"], first["min"], first["max"], first["mean"]) == ("observation.state", 0, 2, 1)
+    size = sum(file.stat().st_size for file in path.glob("*.seg"))
+    assert sum(found["disk"][kind] for kind in ("frames", "columns", "deleted", "rest")) == size
+    status, text = run("stats", path)
+    assert status == 0 and "33% of 3" in text and "observation.state" in text
+    spoil(path, "e0", 1)
+    assert run("stats", path)[0] == 1
+
+
+def test_compaction_says_what_would_go_and_then_gives_it_back(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 12, sealed=True)
+    run("label", path, "e5", "--delete")
+    before = sum(file.stat().st_size for file in path.glob("*.seg"))
+    status, text = run("compact", path, "--max-bytes", f"{before // 2}", "--keep", "demo", "--dry-run")
+    assert status == 0 and "e1 " in text and "unsuccessful" in text and "e0 " not in text
+    assert sum(file.stat().st_size for file in path.glob("*.seg")) == before
+    report = json.loads(run("compact", path, "--max-bytes", f"{before // 2}", "--keep", "demo", "--json")[1])
+    assert report["freed_bytes"] > before / 2 and "e1" in report["dropped"] and "e0" not in report["dropped"]
+    status, text = run("compact", path, "--max-bytes", "1kB", "--keep", "demo")
+    assert status == 0 and "above the bound remain" in text
+    assert run("compact", path, "--keep", "demo")[0] == 2
+
+
+def test_a_damaged_segment_is_compacted_once_it_is_repaired(run: Run, tmp_path: Path) -> None:
+    path = fill(tmp_path / "store", 8, sealed=True)
+    run("label", path, "e1", "--delete")
+    spoil(path, "e2", 0)
+    status, text = run("compact", path)
+    assert status == 1 and "repair first" in text
+    assert run("repair", path)[0] == 0 and run("compact", path)[0] == 0
+    assert {each.episode for each in index_of(path).episodes()} == {f"e{n}" for n in range(8) if n != 1}
+
+
+def test_stores_are_merged_and_unlike_episodes_of_one_name_stay_apart(run: Run, tmp_path: Path) -> None:
+    a, b, into = fill(tmp_path / "a", 3), tmp_path / "b", tmp_path / "into"
+    with StoreWriter.open(b) as writer:
+        made = chunk("e1", end=True)
+        header = msgspec.structs.replace(made.header, robot="panda-1", seed=99)
+        writer.append(type(made)(header, made.columns, made.final).encode())
+        writer.append_label(SuccessLabel(episode="e1", success=False, labeller="ada", at_unix_ns=1))
+    status, text = run("merge", a, b, "--into", into)
+    assert status == 0 and "10 chunks and 1 labels added" in text and "renamed" in text
+    known = {(each.robot, each.episode.partition(".")[0]): each for each in index_of(into).episodes()}
+    assert len(known) == 4 and known["panda-1", "e1"].success is False and known["panda-0", "e1"].steps == 12
+    status, text = run("merge", a, b, "--into", into)
+    assert status == 0 and "0 chunks and 0 labels added, 10 were there already" in text
+    assert run("merge", a, "--into", a)[0] == 2
+    assert run("merge", tmp_path / "none", "--into", tmp_path / "new")[0] == 2 and not (tmp_path / "new").exists()

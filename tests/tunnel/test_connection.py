@@ -1,0 +1,154 @@
+"""A thread that waits for weights reads their connection itself, and the tunnel's own thread when nobody waits."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tunnel_kit import QUICK, RecordingHandler, hello, prepare, until
+
+from user_sys.errors import WireError
+from user_sys.messages import WeightsBlocks, WeightsRequest
+from user_sys.tunnel.client import TunnelClient
+from user_sys.tunnel.connection import Connection
+from user_sys.tunnel.keys import Keyring, new_keypair
+from user_sys.tunnel.protocol import Channel
+from user_sys.tunnel.server import TunnelServer
+
+PARCEL = b"p" * 32
+MORE_THAN_A_WINDOW = 3 * QUICK.weights.window_messages
+KEEPING = """
+import ctypes
+from user_sys.tunnel.sockets import keep_freed_memory
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes, libc.mallinfo2.restype = ctypes.c_void_p, [ctypes.c_void_p], Info
+assert keep_freed_memory()
+libc.free(libc.malloc(8 << 20))
+print(libc.mallinfo2().fordblks)
+"""
+
+
+class ConnectionPair:
+    """A gateway that records what it hears, and one client."""
+
+    def __init__(self, folder: Path) -> None:
+        self.handler, keys, server_keys = RecordingHandler(), prepare(folder), new_keypair()
+        ring = Keyring(folder / "keys")
+        self.server = TunnelServer("tcp://127.0.0.1:0", server_keys, ring, self.handler, QUICK)
+        self.server.start()
+        endpoint, greeting = self.server.endpoint, hello("panda-0")
+        self.client = TunnelClient(endpoint, keys["panda-0"], server_keys.public, greeting, limits=QUICK)
+        self.client.start()
+        self.client.wait_open(120)
+        until(lambda: self.server.peers(), "the gateway has opened it too")
+
+    def give(self, number: int) -> None:
+        assert self.server.send("panda-0", WeightsBlocks(parcel=PARCEL, first=number), bytes(1000))
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[ConnectionPair]:
+    made = ConnectionPair(tmp_path)
+    yield made
+    made.close()
+    assert made.server.failure is None
+
+
+@contextmanager
+def tunnels_thread_held_up(client: TunnelClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the client does meanwhile, other threads do."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def wait(link: Connection, *_: object) -> None:
+        held.set()
+        assert go_on.wait(120)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "wait", wait)
+        client._wakeup.set()
+        assert held.wait(120)
+        try:
+            yield
+        finally:
+            patched.undo()
+            go_on.set()
+
+
+def first_of(client: TunnelClient) -> int:
+    envelope = client.receive_weights(120)
+    assert envelope is not None and isinstance(envelope.message, WeightsBlocks)
+    return envelope.message.first
+
+
+def test_weights_are_asked_for_and_come_although_the_tunnels_thread_is_busy(
+    ends: ConnectionPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tunnels_thread_held_up(ends.client, monkeypatch):
+        assert ends.client.send_weights(WeightsRequest(parcel=PARCEL, first=0, count=1))
+        until(lambda: ends.handler.messages, "the request is there")
+        for number in range(MORE_THAN_A_WINDOW):  # it goes on only where what was taken is told
+            ends.give(number)
+        assert [first_of(ends.client) for _ in range(MORE_THAN_A_WINDOW)] == list(range(MORE_THAN_A_WINDOW))
+
+
+def test_weights_for_which_nobody_waits_are_taken_in_by_the_tunnels_thread(ends: ConnectionPair) -> None:
+    assert ends.client.receive_weights(0.01) is None  # somebody did, once
+    ends.give(0)
+    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
+    assert first_of(ends.client) == 0
+
+
+def test_weights_are_read_although_sending_has_swallowed_the_news_of_them(ends: ConnectionPair) -> None:
+    ends.client._readers[Channel.WEIGHTS]._ident = -1  # a thread that waits, and whose file descriptor stays silent
+    ends.give(0)
+    until(lambda: len(ends.client._readers[Channel.WEIGHTS].inbox), "it is taken in")
+
+
+def test_who_waits_for_weights_gets_those_of_the_next_session(ends: ConnectionPair) -> None:
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(ends.client.receive_weights(120)))
+    waiting.start()
+    until(lambda: ends.client._readers[Channel.WEIGHTS]._ident, "it waits")
+    ends.client._verdict = WireError("something malformed came")
+    ends.client._wakeup.set()
+    until(lambda: len(ends.handler.opened) == 2, "another session")
+    ends.give(0)
+    waiting.join(120)
+    assert found != [None]
+
+
+def test_what_arrives_together_keeps_its_order_whoever_reads(ends: ConnectionPair) -> None:
+    numbers, found = 400, list[int]()
+
+    def take() -> None:
+        while len(found) < numbers:
+            found.append(first_of(ends.client))
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    for number in range(numbers):
+        ends.give(number)
+        ends.client.send_weights(WeightsRequest(parcel=PARCEL, first=number, count=1))  # reads, too, what is there
+    taking.join(120)
+    assert found == list(range(numbers))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a C library that does not tell")
+def test_a_process_with_a_tunnel_keeps_the_memory_of_messages() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPING], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) >= 8 << 20

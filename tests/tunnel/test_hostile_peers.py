@@ -1,0 +1,182 @@
+"""Hostile frames beside an honest robot: nothing crashes, nothing is believed, the robot keeps working."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+from attacker_kit import Attacker, knock, raw_connections
+from tunnel_kit import CONFIG, QUICK, GatewaySite, chunk, hello, prepare, serving, start_gateway_process, stored, until
+
+from user_sys.edge.outbox import Outbox
+from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
+from user_sys.messages import ChunkOffer, CreditGrant
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, Keyring, load_keypair, new_keypair
+from user_sys.tunnel.protocol import Channel, Envelope
+
+FRAMES_PER_SESSION = 20
+ROBOT_HZ = 50.0
+KEPT_RATE = 0.8
+MAX_GROWTH_MB = 50
+
+
+@dataclass
+class AttackedGateway:
+    """A gateway in a process of its own, so that its memory can be seen."""
+
+    run: Path
+    process: subprocess.Popen[bytes]
+    address: GatewayAddress
+
+    @property
+    def peak_mb(self) -> float:
+        """The most memory that the gateway has ever had resident."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+    def attacker(self, seed: int) -> Attacker:
+        return Attacker(self.address, load_keypair(self.run / "keys" / "panda-1.key"), seed)
+
+
+@pytest.fixture
+def fortress(tmp_path: Path) -> Iterator[AttackedGateway]:
+    prepare(tmp_path)
+    # No peer is taken for dead because the machine is busy.
+    (tmp_path / "config.yaml").write_text("gateway: {tunnel: {dead_after_s: 60}}\n")
+    process = start_gateway_process(tmp_path)
+    try:
+        until(lambda: read_gateway_address(tmp_path), "the gateway listens")
+        address = read_gateway_address(tmp_path)
+        assert address is not None
+        yield AttackedGateway(tmp_path, process, address)
+        assert process.poll() is None, "the gateway still lives"
+    finally:
+        process.terminate()
+        assert process.wait(120) == 0, "and ends in order"
+
+
+def hostile_hour(fortress: AttackedGateway, frames: int) -> None:
+    """An honest robot records `ROBOT_HZ` chunks a second while an allowed and a foreign key attack."""
+    address, run = fortress.address, fortress.run
+    keys = load_keypair(run / "keys" / "panda-0.key")
+    with (
+        Outbox.open(run / "outbox") as outbox,
+        TunnelClient(
+            address.endpoint, keys, address.public_key, hello("panda-0"), outbox=outbox, limits=QUICK
+        ) as robot,
+    ):
+        robot.wait_open(120)
+        warm = fortress.attacker(1)
+        warm.session(200)
+        before_mb, attacker = fortress.peak_mb, fortress.attacker(7)
+        attacks = [
+            lambda: [attacker.session(FRAMES_PER_SESSION) for _ in range(frames // FRAMES_PER_SESSION)],
+            lambda: raw_connections(address.endpoint, frames // 20, 3),
+        ]
+        threads = [threading.Thread(target=attack) for attack in attacks]
+        for thread in threads:
+            thread.start()
+        began, recorded = time.monotonic(), 0
+        while any(thread.is_alive() for thread in threads):
+            outbox.append(chunk(recorded))
+            recorded += 1
+            time.sleep(max(0.0, began + recorded / ROBOT_HZ - time.monotonic()))
+        taken_under_attack = recorded - len(outbox)
+        assert robot.drain(120) == 0
+        for hostile in (warm, attacker):
+            hostile.close()
+        assert robot.state is TunnelState.OPEN and robot.counters["lost"] == 0
+        assert robot.receive_weights(0) is None, "what the attacker called weights was not handed on"
+        assert taken_under_attack >= KEPT_RATE * recorded, "the honest robot keeps its rate"
+        assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
+    assert sorted(stored(run)) == [("episode-0", n) for n in range(recorded)], "and nothing else is in the store"
+
+
+def test_two_thousand_hostile_frames_beside_an_honest_robot(fortress: AttackedGateway) -> None:
+    hostile_hour(fortress, 2_000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_hostile_frames_and_memory_stays_bounded(fortress: AttackedGateway) -> None:
+    hostile_hour(fortress, 100_000)
+
+
+@pytest.mark.parametrize(("part_bytes", "parts"), [(0, 1_000_000), (40, 500_000), (1 << 20, 64)])
+def test_a_message_of_a_million_parts_is_cut_off_before_it_fills_the_memory(
+    fortress: AttackedGateway, part_bytes: int, parts: int
+) -> None:
+    attacker = fortress.attacker(2)
+    attacker.session(200)
+    before_mb = fortress.peak_mb
+    assert attacker.monster(bytes(part_bytes), parts), "the gateway ends it"
+    attacker.close()
+    assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
+
+
+def test_connections_under_one_name_leave_nothing_behind(fortress: AttackedGateway) -> None:
+    attacker = fortress.attacker(3)
+    attacker.namesakes(100, parts=8000)  # what comes at once takes room, which the process keeps and uses again
+    before_mb = fortress.peak_mb
+    attacker.namesakes(100, parts=8000)
+    attacker.close()
+    assert fortress.peak_mb - before_mb < MAX_GROWTH_MB
+
+
+def keys_of(kind: str, run: Path) -> KeyPair | None:
+    """The credentials of a stranger; ``revoked`` are those of a robot that was let in once."""
+    if kind == "revoked":
+        return load_keypair(run / "keys" / "panda-1.key")
+    return new_keypair() if kind == "wrong" else None
+
+
+def refuses(run: Path, address: GatewayAddress, kind: str, times: int) -> None:
+    if kind == "revoked":
+        Keyring(run / "keys").revoke("panda-1")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    events = [knock(context, address, keys_of(kind, run)) for _ in range(times)]
+    context.term()
+    expected = {(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), 400)}
+    if kind == "absent":  # libzmq drops who does not speak CURVE, or answers that its protocol is another
+        assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in {event for event, _ in events}
+    else:
+        assert set(events) == expected
+
+
+@pytest.mark.parametrize("kind", ["wrong", "revoked", "absent"])
+def test_a_stranger_is_refused_forty_times_of_forty(fortress: AttackedGateway, kind: str) -> None:
+    refuses(fortress.run, fortress.address, kind, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wrong", "revoked", "absent"])
+def test_a_stranger_is_refused_a_thousand_times_of_a_thousand(fortress: AttackedGateway, kind: str) -> None:
+    refuses(fortress.run, fortress.address, kind, 1000)
+
+
+def test_a_robot_that_ignores_its_window_is_refused(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        flood = site.client("panda-1")
+        stop_committing(site)
+        flood._outlets[Channel.EXPERIENCE].add_credit(CreditGrant(messages=1 << 40, size_bytes=1 << 40))  # by nobody
+        packet = chunk(0, robot="panda-1")
+        for sequence in range(CONFIG.tunnel.experience.window_messages + 1):
+            flood._queue(Envelope(ChunkOffer(sequence=sequence, episode="e", index=sequence), packet))
+        until(lambda: flood.state is TunnelState.REFUSED, "refused")
+        assert "window" in flood.reason
+        assert stored(tmp_path) == []
+
+
+def stop_committing(site: GatewaySite) -> None:
+    """A store that takes nothing any more."""
+    assert site.gateway is not None
+    committer = site.gateway._committer
+    committer._stopping.set()
+    until(lambda: not any(thread.is_alive() for thread in committer._threads), "the committer stands still")

@@ -1,0 +1,129 @@
+"""Keys change while a gateway runs: by the commands that people use, seen by peers that are connected."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+from tunnel_kit import CONFIG, QUICK, GatewaySite, hello, prepare, serving, until
+
+from hal.audit import read_audit_log
+from user_sys.commands import keys as keys_command
+from user_sys.errors import SessionRefused
+from user_sys.tunnel.client import TunnelClient, TunnelState
+from user_sys.tunnel.keys import KeyPair, fingerprint, load_keypair, new_keypair
+from user_sys.tunnel.session import NO_HANDSHAKE
+
+
+def keys(run: Path, *argv: str) -> None:
+    parser = argparse.ArgumentParser()
+    keys_command.add_parser(parser.add_subparsers())
+    keys_command.run(parser.parse_args(["keys", *argv, "--folder", str(run / "keys")]))
+
+
+def dial(site: GatewaySite, name: str, pair: KeyPair) -> TunnelClient:
+    client = TunnelClient(site.address.endpoint, pair, site.address.public_key, hello(name), limits=QUICK)
+    site.clients.append(client)
+    client.start()
+    return client
+
+
+def test_a_rotation_cuts_nobody_off_until_its_overlap_is_over(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        old = load_keypair(tmp_path / "keys" / "panda-0.key")
+        client = site.client("panda-0")
+        keys(tmp_path, "rotate", "panda-0", "--overlap=24h")
+        new = load_keypair(tmp_path / "keys" / "panda-0.key")
+        assert new != old
+        assert not _ends(client, within_s=0.8), "the old key is good for a day"
+        dial(site, "panda-0", new).wait_open(120)
+        until(lambda: client.state is TunnelState.REFUSED, "its newer self has taken over")
+        again = dial(site, "panda-0", old)
+        again.wait_open(120)
+        keys(tmp_path, "allow", "panda-0", "--role=robot", f"--public={new_keypair().public}")
+        until(lambda: again.state is TunnelState.REFUSED, "a key that is out is cut off at once")
+
+
+def _ends(client: TunnelClient, within_s: float) -> bool:
+    return threading.Event().wait(within_s) or client.state is not TunnelState.OPEN
+
+
+def test_revoking_cuts_a_connected_peer_off_and_keeps_it_out(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        client, other = site.client("panda-0"), site.client("panda-1")
+        keys(tmp_path, "revoke", "panda-0")
+        until(lambda: client.state is TunnelState.REFUSED, "the revoked peer is cut off")
+        assert "revoked" in client.reason
+        with pytest.raises(SessionRefused, match="does not allow this key"):
+            dial(site, "panda-0", load_keypair(tmp_path / "keys" / "panda-0.key")).wait_open(120)
+        assert other.state is TunnelState.OPEN
+
+
+def test_a_relay_cannot_write_as_a_robot_that_is_not_its_own(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path) as site:
+        keys(tmp_path, "new", "lab")
+        keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-0")
+        lab = load_keypair(tmp_path / "keys" / "lab.key")
+        far = TunnelClient(site.address.endpoint, lab, site.address.public_key, hello("far-0", "robot"), limits=QUICK)
+        near = TunnelClient(site.address.endpoint, lab, site.address.public_key, hello("panda-0"), limits=QUICK)
+        site.clients += [far, near]
+        far.start()
+        far.wait_open(120)
+        near.start()
+        with pytest.raises(SessionRefused, match="belongs to the relay 'lab', not to the robot 'panda-0'"):
+            near.wait_open(120)
+        keys(tmp_path, "allow", "lab", "--role=relay", "--robots", "far-1")
+        until(lambda: far.state is TunnelState.REFUSED, "a robot taken from a relay is cut off at once")
+
+
+def test_connections_without_a_key_are_audited_with_their_address_and_count(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with serving(tmp_path, replace(CONFIG, tunnel=replace(QUICK, handshake_s=0.5))) as site:
+        port = urlsplit(site.address.endpoint).port
+        half_open = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        for _ in range(4):
+            with socket.create_connection(("127.0.0.1", port)) as garbage:
+                garbage.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as keyless:
+            keyless.linger = 0
+            keyless.connect(site.address.endpoint)
+            until(lambda: site.gateway.server.counters["handshakes_failed"] >= 4, "the last was turned away")
+        site.client("panda-0").close()
+        for connection in half_open:
+            connection.close()
+    refused = [e for e in read_audit_log(tmp_path / "audit.jsonl") if e.event == "refused"]
+    assert {(e.address, e.reason) for e in refused} == {("127.0.0.1", NO_HANDSHAKE)}
+    assert sum(e.count for e in refused) >= 8  # the keyless one comes back
+
+
+def test_the_audit_tells_who_came_from_where_and_who_was_refused_why(tmp_path: Path) -> None:
+    pairs = prepare(tmp_path)
+    stranger = new_keypair()
+    with serving(tmp_path) as site:
+        site.client("panda-0").close()
+        with pytest.raises(SessionRefused):
+            dial(site, "panda-1", stranger).wait_open(120)
+        with pytest.raises(SessionRefused):
+            dial(site, "panda-1", pairs["panda-0"]).wait_open(120)
+        site.client("panda-1")
+        keys(tmp_path, "revoke", "panda-1")
+        until(lambda: "revoked" in (tmp_path / "audit.jsonl").read_text(), "the revocation is noted")
+    noted = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    found = {(line["event"], line.get("peer"), line.get("key")): line for line in noted}
+    assert found["opened", "panda-0", fingerprint(pairs["panda-0"].public)]["role"] == "robot"
+    assert found["refused", None, fingerprint(stranger.public)]["reason"] == "this key is not allowed"
+    assert (
+        "belongs to the robot 'panda-0'" in found["refused", "panda-1", fingerprint(pairs["panda-0"].public)]["reason"]
+    )
+    assert "revoked" in found["closed", "panda-1", fingerprint(pairs["panda-1"].public)]["reason"]
+    assert all(line["address"] for line in noted)

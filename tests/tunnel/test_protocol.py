@@ -1,0 +1,97 @@
+"""Messages as frames: each channel decodes its own union, within its bounds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from user_sys.errors import WireError
+from user_sys.messages import (
+    ChunkOffer,
+    EpisodeReport,
+    Heartbeat,
+    Hello,
+    Message,
+    OperatorCommand,
+    Preview,
+    StopRun,
+    WeightsApplied,
+    WeightsBlocks,
+)
+from user_sys.tunnel.limits import TunnelLimits
+from user_sys.tunnel.protocol import Channel, Envelope, channel_of, coalescing_key, decode_envelope, encode_envelope
+
+LIMITS = TunnelLimits(max_record_bytes=4096)
+MESSAGES: list[Envelope] = [
+    Envelope(Hello(protocol=1, role="robot", name="panda-0")),
+    Envelope(Heartbeat(t_client_ns=1)),
+    Envelope(StopRun(reason="done")),
+    Envelope(EpisodeReport(robot="r", episode="e", source="online", steps=3, success=None, intervention_steps=0,
+                           episode_return=1.0, policy_version=2)),
+    Envelope(ChunkOffer(sequence=1, episode="e", index=0), b"chunk"),
+    Envelope(Preview(robot="r", camera="front", step=1), b""),
+    Envelope(WeightsBlocks(parcel=b"p", first=0), b"payload"),
+    Envelope(WeightsApplied(robot="r", version=1, seconds=0.1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("envelope", MESSAGES, ids=lambda envelope: type(envelope.message).__name__)
+def test_a_message_comes_back_on_its_channel_and_on_no_other(envelope: Envelope) -> None:
+    own = channel_of(envelope.message)
+    decoded = decode_envelope(own, encode_envelope(envelope), LIMITS)
+    assert (decoded.message, decoded.payload) == (envelope.message, envelope.payload)
+    for channel in Channel:
+        if channel is not own and not isinstance(envelope.message, (Hello, Heartbeat)):
+            with pytest.raises(WireError, match="not a message of"):
+                decode_envelope(channel, encode_envelope(envelope), LIMITS)
+
+
+@pytest.mark.parametrize("envelope", MESSAGES, ids=lambda envelope: type(envelope.message).__name__)
+def test_a_wrong_number_of_frames_is_refused(envelope: Envelope) -> None:
+    frames = encode_envelope(envelope)
+    for wrong in ([], frames[:1] if envelope.payload is not None else [*frames, b"x"], [*frames, b"x", b"y"]):
+        with pytest.raises(WireError, match="frames"):
+            decode_envelope(channel_of(envelope.message), wrong, LIMITS)
+
+
+@given(st.sampled_from(list(Channel)), st.lists(st.binary(max_size=200), max_size=4))
+@example(Channel.CONTROL, [b"\x91" * 5000])
+@example(Channel.CONTROL, [b"\x91" * 4000])
+@example(Channel.CONTROL, [b"\xdf\xff\xff\xff\xff"])
+@example(Channel.EXPERIENCE, [b"\xdb\xff\xff\xff\xff", b""])
+@example(Channel.CONTROL, [msgspec.msgpack.encode({"type": "hello", "protocol": 2**70 if False else -(2**63)})])
+def test_any_bytes_are_a_message_or_a_wire_error(channel: Channel, frames: list[bytes]) -> None:
+    try:
+        assert isinstance(decode_envelope(channel, list(frames), LIMITS).message, Message)
+    except WireError as error:
+        assert len(str(error)) < 400
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_a_flipped_byte_is_a_message_or_a_wire_error(envelope: Envelope, data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in encode_envelope(envelope)]
+    at = data.draw(st.integers(0, len(frames[0]) - 1))
+    frames[0][at] ^= data.draw(st.integers(1, 255))
+    try:
+        decode_envelope(channel_of(envelope.message), [bytes(frame) for frame in frames], LIMITS)
+    except WireError:
+        return
+
+
+def test_a_spec_that_contradicts_itself_is_a_wire_error() -> None:
+    spec = {"model": "m", "rate_hz": 1.0, "observation": [], "action": {
+        "name": "action", "labels": ["x"], "units": [], "low": [0.0], "high": [1.0]}}  # fmt: skip
+    raw = msgspec.msgpack.encode({"type": "hello", "protocol": 1, "role": "robot", "name": "p", "spec": spec})
+    with pytest.raises(WireError):
+        decode_envelope(Channel.CONTROL, [raw], LIMITS)
+
+
+def test_driving_is_a_state_and_an_order_is_an_event() -> None:
+    drive = OperatorCommand(robot="r", operator="al", order="drive", twist=(0.1,))
+    assert coalescing_key(drive) == coalescing_key(msgspec.structs.replace(drive, twist=(0.9,), sequence=4))
+    assert coalescing_key(msgspec.structs.replace(drive, order="take-over")) is None
+    stop = msgspec.structs.replace(drive, order="e-stop", press=7)
+    assert coalescing_key(stop) == coalescing_key(msgspec.structs.replace(stop, sequence=4))
+    assert coalescing_key(stop) not in (coalescing_key(drive), coalescing_key(msgspec.structs.replace(stop, press=8)))

@@ -1,0 +1,225 @@
+"""The guard against messages without end: the kernel holds a connection at its quota, whoever is late to look."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+import zmq
+from tunnel_kit import until
+from zmq.utils.monitor import recv_monitor_message
+
+from user_sys.tunnel.receive_quota import (
+    CHECK_INTERVAL_S,
+    SEGMENT_BYTES,
+    UNENFORCED_CHECK_INTERVAL_S,
+    ReceiveQuotaGuard,
+    initial_sequence,
+    limit_receive_sequence,
+    save_syn,
+)
+from user_sys.tunnel.sockets import open_tcp_state, read_tcp_state, receive_frames
+
+RECORD_BYTES, MESSAGE_BYTES = 100_000, 2_000_000
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A sender, and a receiver whose beginning was kept."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert save_syn(listener)
+        with socket.create_connection(listener.getsockname()) as sender:
+            receiver, _ = listener.accept()
+            with receiver:
+                sender.setblocking(False)
+                yield sender, receiver
+
+
+def received(connection: socket.socket) -> int:
+    state = read_tcp_state(connection)
+    assert state is not None
+    return state.received_bytes
+
+
+def test_a_connection_receives_its_quota_and_no_more_until_it_is_raised(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sender, receiver = pair
+    first = initial_sequence(receiver)
+    assert first is not None
+    assert limit_receive_sequence(receiver, first + 300_000)
+    sent = sender.send(bytes(1_000_000))
+    got = len(receiver.recv(300_000, socket.MSG_WAITALL))
+    receiver.sendall(b"answer")
+    until(lambda: sender.recv(6, socket.MSG_PEEK) == b"answer", "what is sent the other way is acknowledged")
+    assert got == 300_000 and received(receiver) < 300_000 + SEGMENT_BYTES < sent
+    assert limit_receive_sequence(receiver, first + sent)
+    assert len(receiver.recv(sent - got, socket.MSG_WAITALL)) == sent - got, "what was held back comes after all"
+
+
+def test_a_quota_may_pass_the_end_of_the_sequence_numbers(pair: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = pair
+    first = initial_sequence(receiver)
+    assert first is not None
+    assert limit_receive_sequence(receiver, first + (1 << 32) + 100)
+    assert sender.send(b"x") == 1 and receiver.recv(1) == b"x"
+    assert initial_sequence(receiver) is None, "the kernel tells it once"
+
+
+@dataclass
+class Port:
+    """A ROUTER under guard, as the gateway has one, and a DEALER that is connected to it."""
+
+    router: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    dealer: zmq.Socket[bytes]
+    guard: ReceiveQuotaGuard
+    connection: int = -1
+
+    def reported(self) -> int:
+        """The descriptor that libzmq reports next."""
+        assert self.monitor.poll(60_000), "libzmq reports"
+        return int(recv_monitor_message(self.monitor)["value"])
+
+    def receive(self) -> list[zmq.Frame]:
+        assert self.router.poll(60_000), "a message comes"
+        frames = receive_frames(self.router)
+        assert frames is not None
+        self.guard.on_message(frames)
+        return frames
+
+    def received(self) -> int:
+        with open_tcp_state(self.connection) as found:
+            return found[1].received_bytes if found else 0
+
+
+@contextmanager
+def connected(held: bool = True) -> Iterator[Port]:
+    """The guard knows of the listener, if the kernel is to hold its connections, but not of the connection."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    monitor = router.get_monitor_socket(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
+    port = Port(router, monitor, dealer, ReceiveQuotaGuard(RECORD_BYTES, MESSAGE_BYTES))
+    router.bind("tcp://127.0.0.1:0")
+    listener = port.reported()
+    if held:
+        port.guard.on_listening(listener)
+    dealer.connect(router.getsockopt_string(zmq.LAST_ENDPOINT))
+    port.connection = port.reported()
+    yield port
+    router.disable_monitor()
+    for each in (monitor, router, dealer):
+        each.close(0)
+    context.term()
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    with connected() as port:
+        port.guard.on_accepted(port.connection)
+        yield port
+
+
+def flood(port: Port, parts: int, part: bytes = bytes(1000)) -> None:
+    """One message; libzmq sends none of it before its end is there."""
+    port.dealer.send_multipart([part] * parts)
+
+
+def break_it(port: Port) -> None:
+    """The guard looks for the first time: what it does not see then, nobody has bounded."""
+    until(lambda: port.guard.check(lambda: True), "the guard breaks the connection")
+
+
+@pytest.mark.parametrize(("member", "limit"), [(False, RECORD_BYTES + (64 << 10)), (True, MESSAGE_BYTES + (1 << 20))])
+def test_an_endless_message_is_held_by_the_kernel_before_anyone_looks(port: Port, member: bool, limit: int) -> None:
+    if member:
+        port.guard.authorize(port.connection, b"session")
+    flood(port, 10_000)
+    until(lambda: port.received() > limit, "it comes as far as it may")
+    assert port.received() <= limit + 2 * SEGMENT_BYTES
+    break_it(port)
+    until(lambda: port.received() == 0, "libzmq closes it")
+
+
+def test_a_member_streams_on_and_is_never_held_up(port: Port) -> None:
+    port.guard.authorize(port.connection, b"session")
+    for _ in range(40):
+        port.dealer.send_multipart([b"record", bytes(1_000_000)])
+        assert len(port.receive()) == 3
+        assert port.guard.check(lambda: True) == []
+    port.dealer.send(b"still here")
+    assert port.receive()[1].bytes == b"still here"
+
+
+def test_small_messages_without_number_are_no_flood_and_buy_nothing(port: Port) -> None:
+    for _ in range(20_000):
+        port.dealer.send(b"")
+        port.receive()
+    flood(port, 1000)
+    until(lambda: port.received() > RECORD_BYTES, "and then one without end")
+    break_it(port)
+
+
+def test_when_its_session_is_over_a_connection_may_have_no_more_unfinished_than_a_stranger(port: Port) -> None:
+    port.guard.authorize(port.connection, b"session")
+    port.guard.deauthorize(b"session")
+    flood(port, 1000)
+    break_it(port)
+
+
+def test_messages_that_wait_complete_are_no_flood(port: Port) -> None:
+    port.guard.authorize(port.connection, b"session")
+    for _ in range(3):
+        port.dealer.send(bytes(1_000_000))
+    until(lambda: port.received() > 3_000_000, "all have come, and nobody has taken them")
+    assert port.guard.check(lambda: not port.router.poll(0)) == []
+
+
+def test_a_connection_whose_report_comes_late_is_guarded_from_its_session_on() -> None:
+    with connected() as port:
+        port.guard.authorize(port.connection, b"session")
+        port.guard.on_accepted(port.connection)
+        port.dealer.send(bytes(MESSAGE_BYTES))
+        assert len(port.receive()[1]) == MESSAGE_BYTES, "it is a member still"
+        flood(port, 10_000)
+        break_it(port)
+
+
+def test_a_connection_that_the_kernel_cannot_hold_is_looked_at_often() -> None:
+    with connected(held=False) as port:
+        assert port.guard.check_interval_s == CHECK_INTERVAL_S
+        port.guard.on_accepted(port.connection)
+        assert port.guard.check_interval_s == UNENFORCED_CHECK_INTERVAL_S
+        flood(port, 10_000)
+        break_it(port)
+
+
+def test_many_strangers_together_may_have_no_more_unfinished_than_their_common_bound() -> None:
+    guard = ReceiveQuotaGuard(RECORD_BYTES, MESSAGE_BYTES, unauthenticated_bytes=1_000_000)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        greedy = [_stranger(stack, listener, guard, 90_000) for _ in range(20)]
+        modest = [_stranger(stack, listener, guard, 1_000) for _ in range(20)]
+        member = _stranger(stack, listener, guard, 90_000)
+        guard.authorize(member.fileno(), b"session")
+        assert len(guard.check(lambda: False)) == 10, "which leaves 0.92 MB"
+        assert sum(not each.recv(1) for each in greedy if _readable(each)) == 10
+        assert not any(map(_readable, [*modest, member]))
+
+
+def _stranger(stack: ExitStack, listener: socket.socket, guard: ReceiveQuotaGuard, sent_bytes: int) -> socket.socket:
+    """The gateway's end of a connection that has received so much of a message."""
+    peer = stack.enter_context(socket.create_connection(listener.getsockname()))
+    ours = stack.enter_context(listener.accept()[0])
+    peer.sendall(bytes(sent_bytes))
+    assert len(ours.recv(sent_bytes, socket.MSG_WAITALL)) == sent_bytes
+    guard.on_accepted(ours.fileno())
+    return ours
+
+
+def _readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])

@@ -1,0 +1,241 @@
+"""What a chunk's columns are called and measured in.
+
+One episode of a store in detail.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hal.motion_limits import SafetyReason
+from hal.spec import ACTION, ArraySpec, RobotSpec
+from user_sys.codec import Array
+from user_sys.commands.output import print_line, size_text
+from user_sys.episode import FRAME_SUFFIXES, IMAGE_PREFIX, Phase
+from user_sys.errors import StoreCorrupt, StoreRecordGone
+from user_sys.store.damage_report import MissingChunks, find_missing_chunks
+from user_sys.store.index import EpisodeSummary
+from user_sys.store.labels import (
+    DeleteLabel,
+    Label,
+    NoteLabel,
+    PhaseLabel,
+    RewardLabel,
+    SuccessLabel,
+    UndoLabel,
+    effective_labels,
+)
+from user_sys.store.store import StoreReader
+
+VECTORS = (ACTION, "observation.")  # what the names of a robot's vectors begin with
+
+
+def is_camera_column(name: str) -> bool:
+    """Whether a column holds a camera's frames, or what belongs to them."""
+    return name.startswith(IMAGE_PREFIX)
+
+
+def is_camera(name: str) -> bool:
+    """Whether a column holds a camera's frames."""
+    return name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)
+
+
+def element_names(feature: str, size: int, spec: RobotSpec | None) -> tuple[Sequence[str], Sequence[str]]:
+    """Names and units of a vector's `size` elements; numbers where no spec tells."""
+    described: ArraySpec | None = None
+    if spec is not None:
+        known = {each.name: each for each in (*spec.observation, spec.action)}
+        described = spec.action if feature.startswith(ACTION) else known.get(feature)
+    if described is None or len(described.labels) != size:
+        return [str(n) for n in range(size)], [""] * size
+    return described.labels, described.units
+
+
+class ChunkLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of the episode and where it lies. `state`: ``whole``, ``damaged``, or ``gone`` where it was dropped."""
+
+    index: int
+    first_step: int
+    steps: int
+    segment: int
+    offset: int
+    size_bytes: int
+    state: str
+
+
+class PhaseSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps `first_step` to `last_step`, in one phase."""
+
+    phase: str
+    first_step: int
+    last_step: int
+
+
+class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode, all that is known of it but its arrays.
+
+    Attributes:
+        rate_hz: of its steps, from the median of the times between them; 0 where there are none.
+        longest_pause_s: between two steps.
+        columns: name, dtype and shape of each column of its first chunk that can be read.
+        limited: steps in which the safety kernel changed the action, by reason.
+        missing: chunks that are not there.
+    """
+
+    summary: EpisodeSummary
+    sentence: str
+    seed: int
+    rate_hz: float
+    longest_pause_s: float
+    columns: tuple[tuple[str, str, tuple[int, ...]], ...]
+    phases: tuple[PhaseSpan, ...]
+    limited: dict[str, int]
+    labels: tuple[Label, ...]
+    chunks: tuple[ChunkLocation, ...]
+    missing: tuple[MissingChunks, ...]
+
+
+def describe_episode(reader: StoreReader, summary: EpisodeSummary) -> EpisodeDetail:
+    """Reads all of the episode's chunks. Raises StoreError: its file cannot be read."""
+    index = reader.index
+    row = index.episodes.find(summary.episode)
+    mine = np.flatnonzero(index.chunks.episode == row)
+    mine = mine[np.argsort(index.chunks.index[mine], kind="stable")]
+    counts = index.chunks.steps[mine]
+    steps = np.concatenate(
+        [np.arange(n) + first for first, n in zip(index.chunks.first_row[mine], counts, strict=True)]
+    )
+    chunks, columns = _chunks(reader, mine)
+    pauses = np.diff(np.sort(index.steps.time_unix_ns[steps])) / 1e9
+    return EpisodeDetail(
+        summary=summary,
+        sentence=index.episodes.sentences.names[index.episodes.sentence[row]],
+        seed=int(index.episodes.seed[row]),
+        rate_hz=float(1 / np.median(pauses)) if len(pauses) and np.median(pauses) > 0 else 0.0,
+        longest_pause_s=float(pauses.max()) if len(pauses) else 0.0,
+        columns=columns,
+        phases=tuple(phase_spans(index.steps.phase[steps], index.step_of(steps))),
+        limited=_limited(index.steps.safety[steps]),
+        labels=index.labels(summary.episode),
+        chunks=chunks,
+        missing=tuple(gap for gap in find_missing_chunks(index) if gap.episode == summary.episode),
+    )
+
+
+def _chunks(
+    reader: StoreReader, rows: Array
+) -> tuple[tuple[ChunkLocation, ...], tuple[tuple[str, str, tuple[int, ...]], ...]]:
+    chunks = reader.index.chunks
+    places: list[ChunkLocation] = []
+    columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    for row in rows.tolist():
+        state = "whole"
+        try:
+            found = reader.read(row)
+            columns = columns or tuple((name, a.dtype.name, a.shape) for name, a in found.columns.items())
+        except StoreRecordGone:
+            state = "gone"
+        except StoreCorrupt:
+            state = "damaged"
+        numbers = {
+            name: int(getattr(chunks, name)[row]) for name in ("index", "first_step", "steps", "segment", "offset")
+        }
+        places.append(ChunkLocation(**numbers, size_bytes=int(chunks.length[row]), state=state))
+    return tuple(places), columns
+
+
+def phase_spans(phase: Array, number: Array) -> Iterator[PhaseSpan]:
+    """The runs of equal phases; `number` is each step's number."""
+    starts = np.flatnonzero(np.r_[True, phase[1:] != phase[:-1]])
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(phase)], strict=True):
+        name = phase_name(int(phase[start]))
+        yield PhaseSpan(phase=name, first_step=int(number[start]), last_step=int(number[stop - 1]))
+
+
+def phase_name(phase: int) -> str:
+    known = {each.value: each.name.lower() for each in Phase}
+    return known.get(phase, f"phase {phase}")
+
+
+def _limited(safety: Array) -> dict[str, int]:
+    counts = {reason.name: int(((safety & reason) != 0).sum()) for reason in SafetyReason if reason.name}
+    return {name.lower(): n for name, n in counts.items() if name and n}
+
+
+def show_episode(detail: EpisodeDetail) -> None:
+    """Prints it for a person."""
+    summary = detail.summary
+    table = Table(show_header=False, box=None, title=Text(summary.episode), title_justify="left")
+    for name, text in _facts(detail):
+        table.add_row(name, Text(text))
+    Console().print(table)
+    valid = effective_labels(detail.labels)
+    for said in detail.labels:
+        undone = "" if said in valid or isinstance(said, UndoLabel) else " (taken back)"
+        print_line(f"label: {_words(said)}{undone}")
+    for gap in detail.missing:
+        print_line(f"missing: steps {gap.first_step} to {gap.first_step + gap.steps - 1}")
+    Console().print(_chunk_table(detail.chunks))
+
+
+def _facts(detail: EpisodeDetail) -> Iterator[tuple[str, str]]:
+    summary = detail.summary
+    started = datetime.datetime.fromtimestamp(summary.started_unix_ns / 1e9).isoformat(" ", "seconds")
+    yield "robot", f"{summary.robot} (embodiment {summary.embodiment})"
+    yield "task", f"{summary.task}: {detail.sentence}" if detail.sentence else summary.task
+    yield "source", f"{summary.source}, started {started}, seed {detail.seed}"
+    verdict = {True: "succeeded", False: "failed", None: "success unknown"}[summary.success]
+    by = f" (says {summary.labelled_by})" if summary.labelled_by else ""
+    state = "deleted" if summary.deleted else "complete" if summary.complete else "not ended"
+    yield "outcome", f"{verdict}{by}, {state}, return {summary.episode_return:.3g}"
+    yield "steps", f"{summary.steps} at {detail.rate_hz:.3g} Hz; longest pause {detail.longest_pause_s:.3g} s"
+    low, high = summary.policy_versions
+    yield "policy", "none acted" if high < 0 else f"versions {low} to {high}"
+    yield "in control", ", ".join(f"{s.phase} {s.first_step} to {s.last_step}" for s in detail.phases)
+    yield "limited", ", ".join(f"{name} in {n} steps" for name, n in detail.limited.items()) or "never"
+    yield "vectors", ", ".join(f"{name} {dtype}{list(shape[1:])}" for name, dtype, shape in _vectors(detail))
+    cameras = [name for name, _, _ in detail.columns if is_camera_column(name) and f"{name}.length" in _names(detail)]
+    yield "cameras", ", ".join(name.rpartition(".")[2] for name in cameras) or "none"
+    yield "size", f"{size_text(summary.size_bytes)} in {summary.chunks} chunks"
+
+
+def _names(detail: EpisodeDetail) -> set[str]:
+    return {name for name, _, _ in detail.columns}
+
+
+def _vectors(detail: EpisodeDetail) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [each for each in detail.columns if len(each[2]) == 2 and not is_camera_column(each[0])]
+
+
+def _words(said: Label) -> str:
+    match said:
+        case SuccessLabel():
+            what = {True: "succeeded", False: "failed", None: "success unknown"}[said.success]
+            what += ", reward kept" if said.keep_reward else ""
+        case RewardLabel():
+            what = f"rewards of steps {said.first_step} to {said.first_step + len(said.rewards) - 1}"
+        case PhaseLabel():
+            what = f"{said.phase.name.lower()} in steps {said.first_step} to {said.first_step + said.steps - 1}"
+        case DeleteLabel():
+            what = "deleted" if said.deleted else "restored"
+        case NoteLabel():
+            what = "note"
+        case UndoLabel():
+            what = "takes labels back"
+    at = datetime.datetime.fromtimestamp(said.at_unix_ns / 1e9).isoformat(" ", "seconds")
+    return f"{what}, by {said.labeller}, {at}" + (f": {said.note}" if said.note else "")
+
+
+def _chunk_table(chunks: Sequence[ChunkLocation]) -> Table:
+    table = Table("chunk", "steps", "segment", "offset", "bytes", "state", box=None, header_style="bold")
+    for each in chunks:
+        steps = f"{each.first_step} to {each.first_step + each.steps - 1}"
+        table.add_row(str(each.index), steps, str(each.segment), str(each.offset), str(each.size_bytes), each.state)
+    return table

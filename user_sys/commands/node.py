@@ -1,0 +1,142 @@
+"""``user-sys node``: this computer as a node of a Ray cluster, with the robots and GPUs that it has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.util import find_spec
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from hal.discovery import discover
+from hal.errors import install_hint
+from hal.placement import format_list
+from hal.ray_cluster import require_token
+from hal.ray_nodes import MAX_LABEL_CHARS, ensure_token_file, node_argv, node_environment, sanitize_label
+from hal.resource import Kind, ResourceRecord, drop_hidden_gpus, parse_host_port
+from user_sys.commands.hardware_parser import PORT
+from user_sys.compose import RobotConfig, resource_probes
+from user_sys.config import load
+from user_sys.errors import ConfigError, RunError
+from user_sys.run.config import RunConfig
+
+START_TRIES = 4
+SLOW_START_S = (30.0, 180.0)  # Ray that ends by itself in between did not come up
+MAX_PORT = 65535
+
+
+def head_main(args: Namespace) -> int:
+    """``user-sys node head``: begins a cluster. Blocks until Ctrl-C; the exit status is Ray's own."""
+    _require_ray()
+    if not 1 <= args.port <= MAX_PORT:
+        raise ConfigError(f"--port {args.port}: a port is a number from 1 to {MAX_PORT}")
+    _require_local_ip(args.ip)
+    labels, records = _labels(args.label), _local_resources(args)
+    ensure_token_file(args.token)
+    argv = node_argv(records, labels, head_port=args.port, ip=args.ip)
+    reached = f"{args.ip or 'THIS-COMPUTER'}:{args.port}"
+    _print_line(f"others join with: user-sys node join {reached} --token {args.token}")
+    token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={args.token.resolve()}"
+    _print_line(f"a run uses it with: {token} user-sys train CONFIG --ray.address={reached}")
+    return _run_until_end(argv, node_environment(args.token), records)
+
+
+def join_main(args: Namespace) -> int:
+    """``user-sys node join ADDRESS``: joins a cluster, however long that takes. Blocks until Ctrl-C; the exit status is
+    Ray's own. Raises HalError: the cluster is there, and refuses the token."""
+    _require_ray()
+    if parse_host_port(args.address) is None:
+        raise ConfigError(f"{args.address!r} is no address to join at: write HOST:PORT, such as 10.0.0.2:{PORT}")
+    _require_local_ip(args.ip)
+    labels, environment = _labels(args.label), node_environment(args.token)
+    require_token(args.address, environment)
+    records = _local_resources(args)
+    return _run_until_end(
+        node_argv(records, labels, address=args.address, ip=args.ip), environment, records, tries=sys.maxsize
+    )
+
+
+def _require_local_ip(ip: str) -> None:
+    """Raises ConfigError where this computer has no such address: Ray would try it for minutes."""
+    try:
+        if ip:
+            socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET).close()
+    except (OSError, ValueError):  # the latter: a name that cannot be one
+        raise ConfigError(f"--ip {ip[:80]}: this computer has no such address") from None
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        raise RunError(f"a node needs the package 'ray': {install_hint('learner')}")
+
+
+def _local_resources(args: Namespace) -> tuple[ResourceRecord, ...]:
+    """What is to be declared: CONFIG's robots, and the GPUs that are not hidden. What was not looked at is told."""
+    robots: Sequence[RobotConfig] = load(RunConfig, args.config).robots if args.config else ()
+    mine = [robot for robot in robots if not args.robot or robot.name in args.robot]
+    if unknown := sorted(set(args.robot) - {robot.name for robot in mine}):
+        where = f"{args.config} names no such robot" if args.config else "give the CONFIG that names it"
+        raise ConfigError(f"--robot {unknown[0]}: {where}")
+    found = discover(resource_probes(mine))
+    for probe, failure in sorted(found.failures.items()):
+        _print_line(f"what the probe {probe} looks for is not declared: {failure}")
+    return drop_hidden_gpus(found.records, os.environ)
+
+
+def _labels(pairs: Sequence[str]) -> dict[str, str]:
+    """Raises ConfigError for what Ray would refuse, or keep in other words than a run's `needs` ask for."""
+    if wrong := [pair for pair in pairs if not pair.partition("=")[0] or not pair.partition("=")[2]]:
+        raise ConfigError(f"--label {wrong[0]}: write NAME=VALUE, such as site=lab")
+    labels = dict(pair.split("=", 1) for pair in pairs)
+    for word in (*labels, *labels.values()):
+        if sanitize_label(word) != word:
+            why = f"at most {MAX_LABEL_CHARS} letters, digits, '-', '_' and '.', and none of these three at an end"
+            raise ConfigError(f"--label: Ray does not take {word[:80]!r}: {why}")
+    return labels
+
+
+def _run_until_end(
+    argv: list[str], environment: dict[str, str], records: Sequence[ResourceRecord], *, tries: int = START_TRIES
+) -> int:
+    """Blocks for as long as Ray runs; starts it anew where it did not come up within the half minute that it has."""
+    has = [f"{record.name} ({record.model})" for record in records if record.kind in (Kind.ROBOT, Kind.GPU)]
+    _print_line(f"this node has {format_list(has) if has else 'neither robots nor GPUs'}")
+    least_s, most_s = SLOW_START_S
+    while True:
+        began_s = time.monotonic()
+        status, asked = _run(argv, environment)
+        slow = least_s <= time.monotonic() - began_s <= most_s
+        tries -= 1
+        if asked or not status or not slow or not tries:
+            return status
+        _print_line("Ray did not come up in the time that it gives itself, since this computer is busy; trying again")
+
+
+def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, bool]:
+    """Ray's exit status, and whether it was asked to end."""
+    asked = False
+    with subprocess.Popen(argv, env=environment, stdout=sys.stderr) as ray:
+
+        def end(number: int, _: FrameType | None) -> None:
+            nonlocal asked
+            asked = True
+            ray.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return ray.wait(), asked
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _print_line(line: str) -> None:
+    Console().print(Text(line), soft_wrap=True)

@@ -1,0 +1,155 @@
+"""The messages between a page and the server: JSON both ways, and pictures as binary frames.
+
+A page has two WebSockets. `EstopRequest` and its confirmations have one of their own (``/stop``), so that nothing else
+can delay them; everything else is on ``/ws``.
+
+A picture is ``u32 header length, little-endian | JSON PictureHeader | JPEG``. The page names each in a `PreviewsShown`;
+only then is the next of that camera sent, so that a slow page gets fewer pictures, never older ones.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from user_sys.console.hub import CurveView, PreviewImage, RunView
+from user_sys.errors import WireError
+
+MAX_MESSAGE_BYTES = 16384  # from the page
+MAX_NAMES = 64  # robots or pictures in one message
+T = TypeVar("T")
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+PressNumber = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+Share = Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class PageHello(_Message, frozen=True, tag="hello"):
+    """First message of the page, or a change of name; empty asks for any name."""
+
+    operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{0,32}$")] = ""
+
+
+class PageOrder(_Message, frozen=True, tag="order"):
+    robot: Name
+    order: Literal["take-over", "hand-back", "success", "failure", "reset", "re-arm"]
+
+
+class DriveInput(_Message, frozen=True, tag="drive"):
+    """The input, 25 times a second while a person drives: shares of x, y, z; gripper +1 open, -1 closed, 0 as it is."""
+
+    robot: Name
+    move: tuple[Share, Share, Share]
+    gripper: Share
+
+
+class PreviewsShown(_Message, frozen=True, tag="seen"):
+    """The pictures that the page has shown since its last `PreviewsShown`, as (robot, camera)."""
+
+    pictures: Annotated[tuple[tuple[Name, Name], ...], msgspec.Meta(max_length=MAX_NAMES)]
+
+
+class PageVisibility(_Message, frozen=True, tag="look"):
+    """Whether anybody sees the page now. A hidden one gets no pictures, and releases the robots that it drives."""
+
+    on: bool
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    sent_ms: float
+
+
+class EstopRequest(_Message, frozen=True, tag="stop"):
+    """E-stops: robot to the number of its press. The page repeats each under that number until it is confirmed."""
+
+    operator: Annotated[str, msgspec.Meta(pattern=r"^[\w .@-]{1,40}$")]
+    presses: Annotated[dict[Name, PressNumber], msgspec.Meta(max_length=MAX_NAMES)]
+
+
+FromPage = PageHello | PageOrder | DriveInput | PreviewsShown | PageVisibility | Ping
+ToEstopSocket = EstopRequest | Ping
+
+
+class OperatorAssigned(_Message, frozen=True, tag="welcome"):
+    """The name under which this page's orders go out and are audited."""
+
+    operator: str
+
+
+class StateUpdate(_Message, frozen=True, tag="state"):
+    view: RunView
+
+
+class CurvesUpdate(_Message, frozen=True, tag="curves"):
+    curves: tuple[CurveView, ...]
+
+
+class OrderReply(_Message, frozen=True, tag="reply"):
+    robot: str
+    order: str
+    accepted: bool
+    reason: str
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    sent_ms: float
+
+
+class EstopStatus(_Message, frozen=True, tag="stopped"):
+    """Whether the robot's driver has confirmed a press; `reason` says why it has not yet."""
+
+    robot: str
+    press: int
+    confirmed: bool
+    reason: str
+
+
+ToPage = OperatorAssigned | StateUpdate | CurvesUpdate | OrderReply | Pong | EstopStatus
+
+
+class PreviewHeader(msgspec.Struct, frozen=True):
+    robot: str
+    camera: str
+    step: int
+
+
+_decoder: msgspec.json.Decoder[FromPage] = msgspec.json.Decoder(FromPage)
+_stop_decoder: msgspec.json.Decoder[ToEstopSocket] = msgspec.json.Decoder(ToEstopSocket)
+_encoder = msgspec.json.Encoder()
+
+
+def decode(text: str) -> FromPage:
+    """The page's message.
+
+    Raises:
+        WireError: it is too long or none of `FromPage`; the error says why in one line.
+    """
+    return _decode(text, _decoder)
+
+
+def decode_estop(text: str) -> ToEstopSocket:
+    """The page's message on the WebSocket for e-stops. Raises WireError as `decode` does."""
+    return _decode(text, _stop_decoder)
+
+
+def _decode(text: str, decoder: msgspec.json.Decoder[T]) -> T:
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(text)} characters; at most {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise WireError(f"not a message: {error}") from None
+
+
+def encode(message: ToPage) -> str:
+    return _encoder.encode(message).decode()
+
+
+def encode_preview(picture: PreviewImage) -> bytes:
+    header = _encoder.encode(PreviewHeader(picture.robot, picture.camera, picture.step))
+    return struct.pack("<I", len(header)) + header + picture.jpeg

@@ -1,0 +1,481 @@
+"""What a person sees in the terminal while a run goes on: a live display, or plain lines where there is no terminal.
+
+What the launcher knows of a run that goes on: folded from messages, shown in the terminal, kept as scalars.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hal.resource import Health, Kind, ResourceRecord
+from user_sys.errors import disk_full_message
+from user_sys.messages import NO_VERSION, EpisodeReport, MetricsReport, RobotStatus
+from user_sys.robot_records import LEARNER, learner_folder
+from user_sys.run.config import RunFolder
+from user_sys.run.metrics import read_metrics
+from user_sys.run.report import EpisodePoint
+from user_sys.store.store import StoreReader
+
+PLAIN_INTERVAL_S = 10.0  # between lines, where there is no terminal
+REFRESH_HZ = 4.0
+_CONTROL_STYLES = {"policy": "green", "human": "bold yellow", "hold": "yellow", "stopped": "bold white on red"}
+
+
+@dataclass(frozen=True)
+class RobotProgress:
+    """One robot: who is in control (``policy``, ``human``, ``hold``, ``stopped``), or ``lost``, or ``missing``.
+
+    `operator` is the person's name where there is one, `note` what the robot wants people to know.
+    """
+
+    name: str
+    control: str
+    operator: str = ""
+    episode_step: int = 0
+    policy_version: int = -1
+    outbox_chunks: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run at one moment.
+
+    Attributes:
+        stage: what goes on: ``starting``, ``demonstrations``, ``training``, ``evaluating``, ``stopping``.
+        console: address of the web page; empty if there is none.
+        elapsed_s: since the run began, without the time between its launches.
+        success_20, success_50: share of successes among the last 20 and 50 training episodes without a person's help;
+            None while there are fewer.
+        interventions: training episodes with help.
+        staleness: versions by which the policies that act are behind the newest one, at most over the robots.
+        done, total: how far the stage is, in the unit of the stage (seconds of training, episodes); total 0: unknown.
+        left_s: estimate of the time until the stage is over; None: unknown.
+        warning: what a person should mend now; empty where there is nothing.
+    """
+
+    run: str
+    stage: str
+    console: str = ""
+    elapsed_s: float = 0.0
+    left_s: float | None = None
+    done: float = 0.0
+    total: float = 0.0
+    episodes: int = 0
+    success_20: float | None = None
+    success_50: float | None = None
+    env_steps: int = 0
+    env_steps_per_s: float = 0.0
+    updates: int = 0
+    updates_per_s: float = 0.0
+    policy_version: int = 0
+    staleness: int = 0
+    interventions: int = 0
+    robots: tuple[RobotProgress, ...] = ()
+    warning: str = ""
+
+
+class ProgressDisplay:
+    """Shows the newest `Progress`: redrawn in place on a terminal, else a line at each new stage and every 10 s.
+
+    Call from one thread. As a context manager it restores the terminal however the run ends.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._live: Live | None = None
+        self._stage, self._next_line_s = "", -1.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=REFRESH_HZ, auto_refresh=False)
+            errors = sys.stderr
+            self._live.start()  # puts a proxy in the place of sys.stderr, which prints above the display
+            _redirect_logs(errors, sys.stderr)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live:
+            proxy = sys.stderr
+            self._live.stop()
+            _redirect_logs(proxy, sys.stderr)
+            self._live = None
+
+    def show(self, progress: Progress) -> None:
+        """Shows `progress`; cheap enough to be called a few times a second."""
+        if self._live:
+            self._live.update(render(progress), refresh=True)
+            return
+        now_s = self._clock()
+        if progress.stage != self._stage or now_s >= self._next_line_s:
+            self._stage, self._next_line_s = progress.stage, now_s + PLAIN_INTERVAL_S
+            self.print_line(plain_line(progress))
+
+    def print_line(self, line: str) -> None:
+        """Prints a line that stays, above the live display: an event such as a restarted node."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _redirect_logs(before: TextIO, after: TextIO) -> None:
+    """Log handlers keep the stream that they began with; written to past the display, they would tear it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            handler.setStream(after)
+
+
+def plain_line(progress: Progress) -> str:
+    """`progress` in one line, for logs."""
+    p = progress
+    parts = [
+        f"{p.run}: {p.stage} {format_duration(p.elapsed_s)}",
+        p.warning,
+        f"left {format_duration(p.left_s)}" if p.left_s is not None else "",
+        f"episodes {p.episodes:,} ({p.interventions:,} with help)",
+        f"success {format_share(p.success_20)} of last 20 without help, {format_share(p.success_50)} of last 50",
+        f"steps {p.env_steps:,} ({p.env_steps_per_s:.0f}/s)",
+        f"updates {p.updates:,} ({p.updates_per_s:.0f}/s)",
+        f"policy {p.policy_version} ({p.staleness} behind)",
+        *(f"{r.name} {_control(r)}{_note(r)}" for r in p.robots),
+        p.console,
+    ]
+    return " | ".join(part for part in parts if part)
+
+
+def render(progress: Progress) -> Panel:
+    """`progress` as a panel for a terminal of at least 60 columns."""
+    p = progress
+    rows: list[Table | Text] = [Text(p.warning, style="bold white on red")] if p.warning else []
+    if p.console:
+        rows.append(Text.assemble("watch and take over  ", (p.console, "underline cyan")))
+    if p.total > 0:
+        rows.append(_bar(p))
+    rows += [_figures(p), _robots(p)] if p.robots else [_figures(p)]
+    left = f", {format_duration(p.left_s)} left" if p.left_s is not None else ""
+    title = Text.assemble((p.run, "bold"), f"  {p.stage}  {format_duration(p.elapsed_s)}{left}")
+    return Panel(Group(*rows), title=title, title_align="left", subtitle="Ctrl-C stops cleanly", subtitle_align="right")
+
+
+def format_duration(seconds: float) -> str:
+    """``m:ss``, from an hour on ``h:mm:ss``."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _bar(p: Progress) -> Table:
+    line = Table.grid(expand=True)  # the bar alone does not end its line
+    line.add_row(ProgressBar(total=p.total, completed=min(p.done, p.total), complete_style="green"))
+    return line
+
+
+def _figures(p: Progress) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for style in ("dim", "bold", "dim", "bold"):
+        table.add_column(style=style)
+    behind = f"{p.policy_version:,}" + (f" ({p.staleness} behind)" if p.staleness else "")
+    table.add_row("success alone, last 20", _success(p.success_20), "last 50", _success(p.success_50))
+    table.add_row("episodes", f"{p.episodes:,}", "with help", f"{p.interventions:,}")
+    table.add_row("steps", f"{p.env_steps:,}", "steps/s", f"{p.env_steps_per_s:.0f}")
+    table.add_row("updates", f"{p.updates:,}", "updates/s", f"{p.updates_per_s:.0f}")
+    table.add_row("policy version", behind, "", "")
+    return table
+
+
+def _success(share: float | None) -> Text:
+    style = "dim" if share is None else "green" if share >= 0.95 else "yellow" if share >= 0.5 else "red"
+    return Text(format_share(share), style=f"bold {style}")
+
+
+def _robots(p: Progress) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("robot", "in control", "step", "policy", "outbox", ""):
+        table.add_column(name)
+    for robot in p.robots:
+        control = Text(_control(robot), style=_CONTROL_STYLES.get(robot.control, "dim"))
+        version = str(robot.policy_version) if robot.policy_version >= 0 else "-"
+        cells = (str(robot.episode_step), version, str(robot.outbox_chunks), Text(robot.note, style="yellow"))
+        table.add_row(robot.name, control, *cells)
+    return table
+
+
+def _control(robot: RobotProgress) -> str:
+    return f"{robot.control} ({robot.operator})" if robot.operator else robot.control
+
+
+def _note(robot: RobotProgress) -> str:
+    return f" ({robot.note})" if robot.note else ""
+
+
+ROBOT_TIMEOUT_S = 5.0
+RATE_WINDOW_S = 10.0
+MAX_BETWEEN_REPORTS_S = 1.0
+STORE_FULL_HINT = "robots keep what they record in their outboxes, and hold when these are full"
+LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
+PINNED_VERSION_WARNING = (
+    "training waits: an older version of the weights is ordered, and robots may not be further behind than \
+learner.publish.max_lead; `user-sys weights release` ends the order"
+)
+
+
+@dataclass
+class _Rate:
+    """Increase per second of a count that grows, over the last ten seconds."""
+
+    points: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, now: float, count: int) -> None:
+        self.points.append((now, count))
+        while self.points[0][0] < now - RATE_WINDOW_S:
+            self.points.popleft()
+
+    @property
+    def per_s(self) -> float:
+        if len(self.points) < 2:
+            return 0.0
+        (t0, n0), (t1, n1) = self.points[0], self.points[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+
+def previous_elapsed_s(metrics: Path) -> float:
+    """How long a run's launches went on by the scalars in the file `metrics`, as the last told; 0 before any."""
+    told = (line.get("elapsed_s") for line in read_metrics(metrics))
+    return max((each for each in told if each is not None), default=0.0)
+
+
+def previous_episodes(store: Path) -> tuple[int, int, int]:
+    """Online episodes, their steps, and those that a person touched, of this run's earlier launches."""
+    if not store.exists():
+        return 0, 0, 0
+    with StoreReader.open(store) as reader:
+        reader.refresh()
+        online = [episode for episode in reader.episodes() if episode.source == "online"]
+    return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
+
+
+class ProgressTracker:
+    """The run in numbers. One thread calls it.
+
+    Attributes:
+        env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`); an
+            intervention is an episode with a person's help.
+        updates: of all learners together, as they last reported.
+        training_s: as the run's first learner last reported.
+        robots_connected: as the gateway last reported.
+        unreadable_checkpoints: checkpoints that each learner has passed over, as it last reported.
+        points: each autonomous online episode against training time.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        address: str,
+        budget_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path = Path(),
+    ) -> None:
+        """`folder`: the run's."""
+        self._folder = RunFolder(folder)
+        self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
+        self._started = clock()
+        self._before_s = 0.0  # what earlier launches took
+        self.env_steps = self.episodes = self.interventions = self.updates = 0
+        self.training_s = self._reported_at = 0.0
+        self.robots_connected = 0
+        self._lost: dict[str, ResourceRecord] = {}  # devices of the run's computers
+        self._short: dict[str, str] = {}  # by process, what it waits for on a full disk
+        self._held: dict[str, bool] = {}  # each learner: by a person's order
+        self.unreadable_checkpoints: dict[str, int] = {}
+        self.points: list[EpisodePoint] = []
+        self._alone: list[bool] = []
+        self._robots: dict[str, tuple[float, RobotStatus]] = {}
+        self._awaited: frozenset[str] = frozenset()
+        self._learned: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # the newest of each learner
+        self._learner_from_robot: dict[str, str] = {}
+        self._steps_rate, self._updates_rate = _Rate(), _Rate()
+
+    def seed_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
+        """What the store holds of earlier launches of a run that is resumed, and how long they went on."""
+        self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
+        self._before_s = elapsed_s
+
+    @property
+    def seen_robots(self) -> frozenset[str]:
+        """The robots that have said something in this launch."""
+        return frozenset(self._robots)
+
+    @property
+    def active_robots(self) -> frozenset[str]:
+        """The robots that are not silent now."""
+        since = self._clock() - ROBOT_TIMEOUT_S
+        return frozenset(name for name, (heard, _) in self._robots.items() if heard >= since)
+
+    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
+        """Which learner each robot's policy comes from; until that is said, it is the run's first."""
+        self._learner_from_robot = dict(learner_from_robot)
+
+    def expect_robots(self, robots: Iterable[str]) -> None:
+        """These come in from computers of their own, sooner or later; they are shown as missing until they do."""
+        self._awaited = frozenset(robots)
+
+    def on_status(self, status: RobotStatus) -> None:
+        self._robots[status.robot] = (self._clock(), status)
+
+    def on_resource(self, record: ResourceRecord) -> str:
+        """Takes in that a robot or device was lost or is there; returns that as a line for the terminal."""
+        lost = record.health is Health.LOST
+        if lost and record.kind is not Kind.ROBOT:  # robots have a line of their own
+            self._lost[record.name] = record
+        else:
+            self._lost.pop(record.name, None)
+        return f"{_describe(record)} is {'lost' if lost else 'there'}"
+
+    def on_episode(self, report: EpisodeReport) -> None:
+        self.episodes += 1
+        self.env_steps += report.steps
+        self._steps_rate.add(self._clock(), self.env_steps)
+        intervened = report.intervention_steps > 0
+        self.interventions += intervened
+        self.points.append(EpisodePoint(self._training_now_s(), bool(report.success), intervened))
+        if not intervened:
+            self._alone.append(bool(report.success))
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        if report.node == "gateway":
+            self.robots_connected = int(report.scalars.get("robots", 0))
+            self._note_disk(report, self._folder.store, STORE_FULL_HINT)
+        if not report.node.startswith(LEARNER):
+            return
+        self._note_disk(report, learner_folder(self._folder.checkpoints, report.node), LEARNER_DISK_FULL_HINT)
+        self._learned[report.node] = report.count
+        self._held[report.node] = bool(report.scalars.get("held_by_order", 0))
+        self.unreadable_checkpoints[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
+        self.updates = sum(self._learned.values())
+        self._updates_rate.add(self._clock(), self.updates)
+        if "policy_version" in report.scalars:
+            self._versions[report.node] = int(report.scalars["policy_version"])
+        if report.node == LEARNER:
+            self.training_s = report.scalars.get("training_s", self.training_s)
+            self._reported_at = self._clock()
+
+    def _note_disk(self, report: MetricsReport, path: Path, meanwhile: str) -> None:
+        self._short.pop(report.node, None)
+        if needed_bytes := report.scalars.get("disk_needed_bytes", 0):
+            words = disk_full_message(path, needed_bytes, report.scalars.get("disk_free_bytes", 0))
+            self._short[report.node] = f"{words}; {meanwhile}"
+
+    @property
+    def warning(self) -> str:
+        """What a person should mend now; empty if there is nothing."""
+        lost = f"lost: {', '.join(map(_describe, self._lost.values()))}" if self._lost else ""
+        return " | ".join(filter(None, (self.disk_warning, lost))) or (
+            PINNED_VERSION_WARNING if any(self._held.values()) else ""
+        )
+
+    @property
+    def disk_warning(self) -> str:
+        """What could not be written for want of room on a disk; empty if there is nothing."""
+        return " | ".join(self._short.values())
+
+    def _training_now_s(self) -> float:
+        """Training time between two of the learner's reports."""
+        since_s = self._clock() - self._reported_at if self.updates else 0.0
+        return self.training_s + min(since_s, MAX_BETWEEN_REPORTS_S)
+
+    def success_rate(self, episodes: int) -> float | None:
+        """Share of the newest `episodes` autonomous episodes that succeeded; None while there are fewer."""
+        if len(self._alone) < episodes:
+            return None
+        return sum(self._alone[-episodes:]) / episodes
+
+    def scalars(self) -> dict[str, float]:
+        """For the run's curves."""
+        shares = {f"success_{n}": self.success_rate(n) for n in (20, 50)}
+        return {
+            "elapsed_s": self._elapsed_s,
+            "episodes": self.episodes,
+            "env_steps": self.env_steps,
+            "env_steps_per_s": self._steps_rate.per_s,
+            "interventions": self.interventions,
+            "staleness": self._staleness(),
+            **{name: share for name, share in shares.items() if share is not None},
+        }
+
+    def progress(self, stage: str) -> Progress:
+        """The run now, for the terminal."""
+        return Progress(
+            run=self._run,
+            stage=stage,
+            console=self._address,
+            elapsed_s=self._elapsed_s,
+            left_s=max(0.0, self._budget_s - self.training_s) if self.updates else None,
+            done=self.training_s,
+            total=self._budget_s,
+            episodes=self.episodes,
+            success_20=self.success_rate(20),
+            success_50=self.success_rate(50),
+            env_steps=self.env_steps,
+            env_steps_per_s=self._steps_rate.per_s,
+            updates=self.updates,
+            updates_per_s=self._updates_rate.per_s,
+            policy_version=self._versions.get(LEARNER, 0),
+            staleness=self._staleness(),
+            interventions=self.interventions,
+            robots=tuple(self._views()),
+            warning=self.warning,
+        )
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._before_s + self._clock() - self._started
+
+    def _staleness(self) -> int:
+        """How far the robot that is furthest behind its own learner is."""
+        behind = [0]
+        for robot, (_, status) in self._robots.items():
+            newest = self._versions.get(self._learner_from_robot.get(robot, LEARNER), status.policy_version)
+            behind.append(newest - max(status.policy_version, NO_VERSION))
+        return max(behind)
+
+    def _views(self) -> Iterator[RobotProgress]:
+        now = self._clock()
+        for name in sorted({*self._robots, *self._awaited}):
+            if name not in self._robots:
+                waited = f"not come in yet, for {format_duration(now - self._started)}"
+                yield RobotProgress(name=name, control="missing", note=waited)
+                continue
+            heard, status = self._robots[name]
+            lost = now - heard > ROBOT_TIMEOUT_S
+            yield RobotProgress(
+                name=name,
+                control="lost" if lost else status.authority,
+                operator=status.operator,
+                episode_step=status.step,
+                policy_version=status.policy_version,
+                outbox_chunks=status.outbox_chunks,
+                note=f"silent for {format_duration(now - heard)}" if lost else status.note,
+            )
+
+
+def _describe(record: ResourceRecord) -> str:
+    return f"{record.name} ({record.kind} {record.model})"

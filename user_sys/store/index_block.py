@@ -1,0 +1,232 @@
+"""Blocks: what the index needs of a run of records, as numpy columns. A sealed segment carries its own in its footer.
+
+A block is made from records alone (`IndexBlockBuilder`) and travels as a packet of `user_sys.codec`, so that opening a
+store means loading one block for each segment and looking at no chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from hal.decode_errors import DECODE_ERRORS
+from user_sys.codec import Array, decode_packet, encode_packet
+from user_sys.episode import ChunkHeader, PackedChunk, parse_chunk
+from user_sys.errors import WireError
+from user_sys.store.labels import Label, decode_label
+from user_sys.store.record_format import Damage, RecordRef, record_bytes
+
+CHUNK_KIND = 1  # kinds of records
+LABEL_KIND = 2
+
+# Column of a chunk -> its value where a chunk has no such column.
+STEP_COLUMNS: dict[str, tuple[str, int]] = {
+    "reward": ("float32", 0),
+    "terminated": ("bool", 0),
+    "truncated": ("bool", 0),
+    "phase": ("uint8", 0),
+    "policy_version": ("int64", -1),
+    "safety": ("uint16", 0),
+}
+TIME = "time_unix_ns"
+TABLES = "tables"
+CHUNK_PREFIX = "chunk."
+STEP_DTYPES = {name: dtype for name, (dtype, _) in STEP_COLUMNS.items()} | {TIME: "int64"}
+CHUNK_COLUMNS: dict[str, str] = {
+    "episode": "int32",  # place in `IndexBlock.episodes`
+    "index": "int32",
+    "first_step": "int32",
+    "steps": "int32",
+    "end": "int32",  # place in `IndexBlock.ends`; -1 where the episode goes on
+    "segment": "int64",
+    "offset": "int64",
+    "length": "int64",
+    "sequence": "int64",
+    "schema": "uint32",
+}
+
+
+class EpisodeRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What the first chunk that was seen of an episode says about it."""
+
+    episode: str
+    robot: str
+    embodiment: str
+    task: str
+    sentence: str
+    source: str
+    seed: int
+    started_unix_ns: int
+
+
+class EndRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An episode's end."""
+
+    steps: int
+    success: bool | None
+    reward_source: str
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    chunks: int
+    steps: int
+
+
+class _Tables(msgspec.Struct, frozen=True, array_like=True):
+    episodes: tuple[EpisodeRecord, ...]
+    ends: tuple[EndRecord, ...]
+    labels: tuple[Label, ...]
+    damaged: tuple[Damage, ...]
+
+
+_TABLES_DECODER = msgspec.msgpack.Decoder(_Tables)
+
+
+@dataclass(frozen=True)
+class IndexBlock:
+    """Records in order of storage.
+
+    Attributes:
+        chunks: `CHUNK_COLUMNS`, one row a chunk.
+        steps: `STEP_COLUMNS` and ``time_unix_ns`` int64, one row a step, chunk after chunk.
+        episodes, ends: what the chunks refer to.
+        labels: in order.
+        damaged: records that are whole and mean nothing to this program.
+    """
+
+    chunks: dict[str, Array]
+    steps: dict[str, Array]
+    episodes: tuple[EpisodeRecord, ...]
+    ends: tuple[EndRecord, ...]
+    labels: tuple[Label, ...]
+    damaged: tuple[Damage, ...]
+
+    def encode(self) -> bytes:
+        tables = _Tables(self.episodes, self.ends, self.labels, self.damaged)
+        arrays = {**self.steps, **{CHUNK_PREFIX + name: column for name, column in self.chunks.items()}}
+        arrays[TABLES] = np.frombuffer(msgspec.msgpack.encode(tables), np.uint8)
+        return encode_packet(_Head(len(self.chunks["steps"]), len(self.steps[TIME])), arrays)
+
+    def without_chunks(self, lost: Array) -> IndexBlock:
+        """The block without the chunks that `lost`, bool, marks, and without episodes of which nothing is left."""
+        kept = ~lost
+        of_step = np.repeat(kept, self.chunks["steps"])
+        chunks = {name: column[kept] for name, column in self.chunks.items()}
+        used, codes = np.unique(chunks["episode"], return_inverse=True)
+        chunks["episode"] = codes.astype(np.int32)
+        steps = {name: column[of_step] for name, column in self.steps.items()}
+        episodes = tuple(self.episodes[code] for code in used.tolist())
+        return IndexBlock(chunks, steps, episodes, self.ends, self.labels, self.damaged)
+
+
+def decode_block(raw: bytes | memoryview) -> IndexBlock:
+    """The block in `raw`, whose columns are read-only views of it.
+
+    Raises:
+        WireError: it is none, or its parts contradict one another.
+    """
+    head, arrays = decode_packet(raw, _Head)
+    try:
+        tables = _TABLES_DECODER.decode(arrays[TABLES].data)
+        chunks = {
+            name: _checked(arrays[CHUNK_PREFIX + name], dtype, head.chunks) for name, dtype in CHUNK_COLUMNS.items()
+        }
+        steps = {name: _checked(arrays[name], dtype, head.steps) for name, dtype in STEP_DTYPES.items()}
+    except (KeyError, *DECODE_ERRORS) as error:
+        raise WireError(f"not a block: {error}") from None
+    sound = [int(chunks["steps"].sum()) == head.steps, (chunks["steps"] > 0).all()]
+    for name, table, least in (("episode", tables.episodes, 0), ("end", tables.ends, -1)):
+        sound.append(((chunks[name] >= least) & (chunks[name] < len(table))).all())
+    if not all(sound):
+        raise WireError(f"a block of {head.chunks} chunks and {head.steps} steps contradicts itself")
+    return IndexBlock(chunks, steps, tables.episodes, tables.ends, tables.labels, tables.damaged)
+
+
+def _checked(column: Array, dtype: str, rows: int) -> Array:
+    if column.dtype != dtype or column.shape != (rows,):
+        raise WireError(f"a block has {column.dtype} {column.shape} where {dtype} ({rows},) belongs")
+    return column
+
+
+class IndexBlockBuilder:
+    """Makes a block of records, added in order of storage."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str, int] = {}
+        self._episodes: list[EpisodeRecord] = []
+        self._ends: list[EndRecord] = []
+        self._labels: list[Label] = []
+        self._damaged: list[Damage] = []
+        self._chunks: list[tuple[int, ...]] = []
+        self._steps: dict[str, list[Array]] = {name: [] for name in STEP_DTYPES}
+
+    def add(self, ref: RecordRef, payload: bytes | memoryview) -> None:
+        """Takes a record; one that does not decode becomes damage, kinds of later programs are left alone."""
+        try:
+            if ref.kind == CHUNK_KIND:
+                self._add_chunk(ref, parse_chunk(payload))
+            elif ref.kind == LABEL_KIND:
+                self._labels.append(decode_label(payload))
+        except WireError as error:
+            self.add_damage(ref, f"does not decode: {error}")
+
+    def add_damage(self, ref: RecordRef, reason: str) -> None:
+        """Notes that a record cannot be used."""
+        self._damaged.append(Damage(ref.segment, ref.offset, record_bytes(ref.length), reason, ref.sequence))
+
+    def _add_chunk(self, ref: RecordRef, packed: PackedChunk) -> None:
+        header, end = packed.header, -1
+        if header.end is not None:
+            end = len(self._ends)
+            self._ends.append(EndRecord(header.end.steps, header.end.success, header.end.reward_source))
+        of_episode = (self._code(header), header.index, header.first_step, header.steps, end)
+        self._chunks.append((*of_episode, ref.segment, ref.offset, ref.length, ref.sequence, packed.schema))
+        for name, (dtype, default) in STEP_COLUMNS.items():
+            column = packed.column(name)
+            self._steps[name].append(np.full(header.steps, default, dtype) if column is None else column)
+        captured = packed.column("t_capture_ns")
+        self._steps[TIME].append(
+            np.full(header.steps, header.started_unix_ns) if captured is None else captured + header.unix_offset_ns
+        )
+
+    def _code(self, header: ChunkHeader) -> int:
+        code = self._codes.setdefault(header.episode, len(self._episodes))
+        if code == len(self._episodes):
+            self._episodes.append(_episode_record(header))
+        return code
+
+    def build(self) -> IndexBlock:
+        """The block; the columns are copies of what was added."""
+        rows = np.array(self._chunks, np.int64).reshape(-1, len(CHUNK_COLUMNS))
+        chunks = {name: rows[:, n].astype(dtype) for n, (name, dtype) in enumerate(CHUNK_COLUMNS.items())}
+        steps = {name: _join(parts, STEP_DTYPES[name]) for name, parts in self._steps.items()}
+        tables = (tuple(self._episodes), tuple(self._ends), tuple(self._labels), tuple(self._damaged))
+        return IndexBlock(chunks, steps, *tables)
+
+
+def _join(parts: list[Array], dtype: str) -> Array:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _episode_record(header: ChunkHeader) -> EpisodeRecord:
+    return EpisodeRecord(
+        header.episode,
+        header.robot,
+        header.embodiment,
+        header.task,
+        header.sentence,
+        str(header.source),
+        header.seed,
+        header.started_unix_ns,
+    )
+
+
+def summarise_records(records: Iterable[tuple[RecordRef, memoryview]]) -> bytes:
+    """The encoded block of a segment's records: the summary that its footer keeps."""
+    builder = IndexBlockBuilder()
+    for ref, payload in records:
+        builder.add(ref, payload)
+    return builder.build().encode()
