@@ -48,7 +48,7 @@ def _add_explain(orders: Any) -> None:
         "--ray", default="", metavar="HOST:PORT", help="of the Ray cluster that it would run on (default: JOB's)"
     )
     _add_run(explain)
-    explain.set_defaults(runs=(HARDWARE_MODULE, "explain_main"))
+    explain.set_defaults(runs=(HARDWARE_MODULE, "plan_main"))
 
 
 def _add_people(orders: Any) -> None:

@@ -14,7 +14,7 @@ DRIVEN = ("policy", "person", "both")  # `user_sys.interchange.episodes.Controll
 MAX_REWARD = 3.4e38  # that of `user_sys.store.labels`, which is not light
 MAX_RATE_HZ = 100_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_VERBS = "user_sys.store.verbs."
+_COMMANDS = "user_sys.commands."
 
 
 def add_store(verbs: Any) -> None:
@@ -65,7 +65,7 @@ def _inspect(orders: Any) -> None:
         "what a store holds: episodes as a table, one in detail, pictures",
         "Shows the newest episodes of a store, or one of them (--episode ID) in detail. Another process may write "
         "meanwhile. Exit status 1: some of it is damaged.",
-        _VERBS + "inspect",
+        _COMMANDS + "store_inspect",
     )
     _store_path(order)
     _choice(order)
@@ -84,7 +84,7 @@ def _stats(orders: Any) -> None:
         "counts, success rates, lengths, ranges of actions and observations, disk",
         "Counts a store by task, source and robot, and reads all of it for the ranges of actions and observations. "
         "Exit status 1: some of it is damaged.",
-        _VERBS + "stats",
+        _COMMANDS + "store_stats",
     )
     _store_path(order)
     order.add_argument("--no-ranges", action="store_true", help="leave out what means reading all of it")
@@ -98,7 +98,7 @@ def _verify(orders: Any) -> None:
         "read everything and name what is damaged",
         "Reads each byte of a store, changes nothing, and names each damaged record. Another process may write "
         "meanwhile. Exit status 1: something is damaged.",
-        _VERBS + "verify",
+        _COMMANDS + "store_maintenance",
     )
     _store_path(order)
     _json(order)
@@ -111,7 +111,7 @@ def _repair(orders: Any) -> None:
         "set aside what is damaged, and say what is lost",
         "Verifies a store, copies what is damaged into its folder quarantine/, and notes it there, so that it is not "
         "reported again and compaction can go on. Nothing is rewritten in place; its neighbours stay as they are.",
-        _VERBS + "verify",
+        _COMMANDS + "store_maintenance",
     )
     _store_path(order)
     order.add_argument("--dry-run", action="store_true", help="only say what would be done: the same as verify")
@@ -125,7 +125,7 @@ def _label(orders: Any) -> None:
         "say afterwards whether episodes succeeded, what they earned, who was in control",
         "Adds labels to episodes. What was recorded stays as it is; of two labels on the same thing the later one "
         "counts. While a gateway writes the store, it is asked to store them.",
-        _VERBS + "label",
+        _COMMANDS + "store_maintenance",
     )
     _store_path(order)
     order.add_argument("episodes", nargs="+", metavar="EPISODE", help="as `user-sys store inspect` shows it")
@@ -156,7 +156,7 @@ def _compact(orders: Any) -> None:
         "Gives back what deleted episodes take, after giving up, where --max-bytes says so, the least useful ones: "
         "evaluations, episodes that broke off, then autonomous ones, the oldest first. A running gateway does this by "
         "itself (gateway.retention).",
-        _VERBS + "compact",
+        _COMMANDS + "store_maintenance",
     )
     _store_path(order)
     order.add_argument("--max-bytes", type=_bytes, default=0, metavar="SIZE", help="such as 20GB (default: no bound)")
@@ -177,7 +177,7 @@ def _merge(orders: Any) -> None:
         "put several stores into one",
         "Copies what the stores hold, labels included, into another one, which is made if need be. What is there "
         "already, and what is deleted, is left out, so that the order may be repeated.",
-        _VERBS + "merge",
+        _COMMANDS + "store_maintenance",
     )
     order.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="stores to copy from; they are not changed")
     order.add_argument("--into", type=Path, required=True, metavar="STORE", help="store to add to")
