@@ -300,7 +300,7 @@ def fake_expert(arrays: Mapping[str, Array]) -> Array:
     return np.array([*step, GRIPPER_M], np.float32)
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A `hal.driver.RobotSetupFactory`; options: `FakeRobotConfig`."""
     robot = FakeRobot(read_options(FakeRobotConfig, request))
     views = tuple(FakeCamera(robot, spec) for spec in robot.spec.cameras) if request.cameras else ()

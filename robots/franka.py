@@ -330,7 +330,7 @@ def _import_franky() -> Any:
         raise SpecError(f"franky cannot be used: {error}; it comes with: {install_hint('franka')}") from error
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A `hal.driver.RobotSetupFactory`; options: `FrankaConfig`. Any task is a person's to judge."""
     config = read_options(FrankaConfig, request)
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)

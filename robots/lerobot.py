@@ -410,7 +410,7 @@ def _require_fresh(frame: CameraFrame, camera: CameraSpec) -> None:
         raise StaleObservation(f"camera {camera.name}: the newest frame is {age_s:.3f} s old")
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A `hal.driver.RobotSetupFactory`; options: `LerobotConfig`. ``reach`` is judged by rule, the rest by a person."""
     config = read_options(LerobotConfig, request)
     robot = LerobotRobot(config)

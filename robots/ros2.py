@@ -432,7 +432,7 @@ def _make_controllers(config: Ros2Config) -> tuple[RosController, ...]:
     return (arm,) if grip is None else (arm, RosController(grip.controller, grip.kind, [grip.joint], period_s))
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A `hal.driver.RobotSetupFactory`; options: `Ros2Config`. ``reach`` is judged by rule, any other task by a person.
 
     Raises:

@@ -292,7 +292,7 @@ def tool_axes(rotation: Array) -> Array:
     return axes
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A `hal.driver.RobotSetupFactory`; options: `UrConfig`. Any task is a person's to judge."""
     config = read_options(UrConfig, request)
     task = HumanJudgedTask(request.task, config.sentence or request.task, config.max_steps)

@@ -26,7 +26,7 @@ def make_task(name: str, arm: ArmModel = panda.ARM) -> Task:
     return TASK_FROM_NAME[name](arm)
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """A simulated arm in the scene of the task, with `sim.robot.SimRobotConfig` as options."""
     options = read_options(SimRobotConfig, replace(request, options={"scene": request.task, **request.options}))
     if request.high_resolution:

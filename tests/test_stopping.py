@@ -49,7 +49,7 @@ class Reach(fake.FakeTask):
             time.sleep(0.02)
         super().reset(robot, rng)
 
-def make_station(request):
+def make_robot_setup(request):
     options = read_options(Options, request)
     robot = Arm(fake.FakeRobotConfig(rate_hz=50))
     robot.options = options
@@ -76,7 +76,7 @@ class Bench:
         (site / "stamping.py").write_text(DRIVER)
         (site / "stamping-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stamping\nVersion: 0\n")
         (site / "stamping-0.dist-info" / "entry_points.txt").write_text(
-            "[user_sys.drivers]\nstamping = stamping:make_station\n"
+            "[user_sys.drivers]\nstamping = stamping:make_robot_setup\n"
         )
         self.env = {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])}
 

@@ -155,7 +155,7 @@ _BUILT_IN = {
     "ros2": "robots.ros2",
     "ur": "robots.ur",
 }
-"""Drivers of our own, by the module whose ``make_station`` is their `hal.driver.RobotSetupFactory`."""
+"""Drivers of our own, by the module whose ``make_robot_setup`` is their `hal.driver.RobotSetupFactory`."""
 
 _TELEOPERATORS = {
     "gamepad": "robots.gamepad",
@@ -297,7 +297,7 @@ def _factory(robot: str, driver: str) -> RobotSetupFactory:
             there = sorted([*_BUILT_IN, *installed_drivers()])
             raise ConfigError(f"robot {robot}: no driver {driver!r}; there are {there}")
         return load_driver(driver)
-    factory: RobotSetupFactory = import_module(_BUILT_IN[driver]).make_station
+    factory: RobotSetupFactory = import_module(_BUILT_IN[driver]).make_robot_setup
     return factory
 
 

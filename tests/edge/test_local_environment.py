@@ -17,7 +17,7 @@ from hal.lease import driver_process_of, robot_lock
 from hal.machine_folder import robot_files
 from hal.robot import Robot, StopLevel
 from hal.spec import Array
-from robots.fake import FakeTask, make_station
+from robots.fake import FakeTask, make_robot_setup
 from user_sys.compose import RobotConfig
 from user_sys.edge.local_environment import RateKeeper, defer_signals, open_local_environment, raise_if_stopped
 from user_sys.errors import ConfigError
@@ -50,7 +50,7 @@ def test_control_periods_follow_a_grid_and_lateness_is_not_made_up_by_haste() ->
 
 
 def test_a_real_robot_keeps_its_pace_and_a_simulated_one_need_not() -> None:
-    station = make_station(RobotSetupRequest("arm-0", "reach", {}))
+    station = make_robot_setup(RobotSetupRequest("arm-0", "reach", {}))
     for driver, real_time, paced in (
         ("ur", True, True),
         ("ur", None, True),

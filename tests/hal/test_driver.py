@@ -18,7 +18,7 @@ OUTSIDE = """
 from hal.driver import Station, read_options
 from robots.fake import FakeRobot, FakeRobotConfig, FakeTask
 
-def make_station(request):
+def make_robot_setup(request):
     return Station(request.name, FakeRobot(read_options(FakeRobotConfig, request)), FakeTask())
 """
 
@@ -32,7 +32,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card.mkdir()
     (card / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-arms\nVersion: 1.0\n")
     (card / "entry_points.txt").write_text(
-        "[user_sys.drivers]\nlab-arm = lab_arms:make_station\nlab-broken = lab_broken:make_station\n"
+        "[user_sys.drivers]\nlab-arm = lab_arms:make_robot_setup\nlab-broken = lab_broken:make_robot_setup\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -48,7 +48,7 @@ def test_a_driver_of_another_package_is_found_by_its_name_in_the_config() -> Non
 
 @pytest.mark.usefixtures("outside")
 def test_a_package_that_does_not_import_is_named_with_the_reason() -> None:
-    with pytest.raises(SpecError, match="lab-broken.*lab_broken:make_station.*no_such_vendor_library"):
+    with pytest.raises(SpecError, match="lab-broken.*lab_broken:make_robot_setup.*no_such_vendor_library"):
         load_driver("lab-broken")
 
 

@@ -16,7 +16,7 @@ from hal.errors import HardwareLost, SpecError, StaleObservation
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
-from robots.franka import FrankaConfig, FrankaRobot, make_station
+from robots.franka import FrankaConfig, FrankaRobot, make_robot_setup
 
 pytestmark = pytest.mark.franka
 PATIENT = {"rate_hz": 10.0, "answer_within_s": 30.0, "stale_after_s": 30.0, "realtime": False}
@@ -132,4 +132,4 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         ({"force_threshold": 0.0}, "force_threshold are above 0"),
     ):
         with pytest.raises(SpecError, match=said):
-            make_station(RobotSetupRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))
+            make_robot_setup(RobotSetupRequest("franka-0", "free", {"host": "10.0.0.2", **wrong}))

@@ -24,7 +24,7 @@ from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel
 from hal.spec import ACTION, STATE, Array, ArraySpec, RobotSpec
 from hal.teleoperator import Teleoperator
-from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_station
+from robots.lerobot import LerobotCamera, LerobotConfig, LerobotRobot, make_robot_setup
 from robots.lerobot_features import FeatureConfig
 from robots.lerobot_leader import LeaderConfig, LerobotLeader
 
@@ -292,7 +292,7 @@ def test_the_safety_kernel_walks_the_arm_to_a_far_target(arm: FeetechArmSimulato
 def test_a_reset_brings_the_arm_home_where_home_is_configured(arm: FeetechArmSimulator) -> None:
     home = [0.4, -0.3, 0.2, 0.0, 0.1]
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "torque_off": True, "home": home}
-    station = make_station(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
+    station = make_robot_setup(RobotSetupRequest("so101-0", "tidy up", {**options, "reduced_speed": 1.0}))
     with station.robot as robot:
         arrive(robot, np.array([0, 0, 0, 0, 0, 75], np.float32))
         robot.stop(StopLevel.SAFE)
@@ -352,7 +352,7 @@ def test_what_is_wrong_is_said_in_words() -> None:
     with pytest.raises(SpecError, match=r"units of .*shoulder_pan.pos.* are not known"):
         LerobotRobot(LerobotConfig(type="dummy_follower"))
     with pytest.raises(SpecError, match="no motor bus"):
-        make_station(RobotSetupRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
+        make_robot_setup(RobotSetupRequest("arm", "free", {"type": "dummy_follower", "torque_off": True}))
     with pytest.raises(SpecError, match="camera top: 'width'"):
         LerobotCamera("top", {"type": "opencv", "height": 48})
     with pytest.raises(SpecError, match="camera top: 'fps' is not given, or no number"):
@@ -366,7 +366,7 @@ def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
         "features": {"*.pos": {"unit": "deg", "low": -180, "high": 180}},
         "cameras": {"top": {"type": "hex_dummy_camera", "width": 64, "height": 48, "fps": 30}},
     }
-    station = make_station(RobotSetupRequest("dummy-0", "tidy up", options))
+    station = make_robot_setup(RobotSetupRequest("dummy-0", "tidy up", options))
     assert [camera.spec for camera in station.cameras] == list(station.robot.spec.cameras)
     assert station.robot.spec.action.labels[-1] == "gripper.pos"
     assert station.task.instruction == "tidy up"
@@ -374,7 +374,7 @@ def test_a_station_of_third_party_plugins_has_a_robot_and_a_camera() -> None:
 
 def test_an_arm_on_its_bus_reaches_for_goals(arm: FeetechArmSimulator) -> None:
     options = {"type": "so101_follower", "settings": arm.settings, "rate_hz": 10.0, "reach": {"tolerance": 0.1}}
-    station = make_station(RobotSetupRequest("so101-0", "reach", options))
+    station = make_robot_setup(RobotSetupRequest("so101-0", "reach", options))
     assert station.make_expert is not None
     expert, kernel = station.make_expert(0, 0.0), SafetyKernel(station.robot.spec)
     with station.robot as robot:

@@ -18,7 +18,7 @@ from hal.resource import ResourceRecord
 from hal.robot import Observation, Robot, StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE, Array
-from robots.ros2 import Ros2Robot, make_station
+from robots.ros2 import Ros2Robot, make_robot_setup
 from robots.ros2_probe import GraphProbe
 from robots.ros2_spec import GripperConfig, JointLimits, Ros2Config, RosCameraConfig, WrenchConfig
 
@@ -147,7 +147,7 @@ def make_camera(topic: RosCameraConfig, **options: object) -> Camera:
         },
         **options,
     }
-    return make_station(RobotSetupRequest("arm-0", "free", config)).cameras[0]
+    return make_robot_setup(RobotSetupRequest("arm-0", "free", config)).cameras[0]
 
 
 @pytest.mark.parametrize("config", [PLAIN, FORWARD], ids=["trajectory", "forward"])
@@ -249,7 +249,7 @@ def test_a_reset_brings_the_arm_home_where_home_is_configured(peer: Ros2Peer) ->
         "home": [0.3, -0.2, 0.1],
         "reach": {},
     }
-    station = make_station(RobotSetupRequest("arm-0", "reach", options))
+    station = make_robot_setup(RobotSetupRequest("arm-0", "reach", options))
     with station.robot as robot:
         robot.stop(StopLevel.SAFE)
         station.task.reset(robot, np.random.default_rng(0))

@@ -14,7 +14,7 @@ import simplejpeg
 from hal.driver import RobotSetupRequest
 from hal.errors import HardwareLost, SpecError
 from hal.safety import SafetyKernel
-from robots.ros2 import decode_jpeg_image, decode_raw_image, jpeg_image_size, make_station
+from robots.ros2 import decode_jpeg_image, decode_raw_image, jpeg_image_size, make_robot_setup
 from robots.ros2_spec import RosCameraConfig
 
 URDF = """<robot name="two">
@@ -27,7 +27,7 @@ STATED = {"*": {"low": -1.5, "high": 1.5, "speed_max": 0.5}}
 
 
 def station(task: str = "free", **options: object) -> object:
-    return make_station(RobotSetupRequest("arm-0", task, {"joints": ["a", "b"], **options}))
+    return make_robot_setup(RobotSetupRequest("arm-0", task, {"joints": ["a", "b"], **options}))
 
 
 def spec_of(**options: object):  # type: ignore[no-untyped-def]

@@ -19,7 +19,7 @@ from hal.safety import SafetyKernel
 from hal.spec import STATE, Array
 from robots import ur_connection
 from robots.robotiq import RobotiqConfig
-from robots.ur import UrConfig, UrRobot, make_station, tool_axes
+from robots.ur import UrConfig, UrRobot, make_robot_setup, tool_axes
 from robots.ur_connection import ControllerClock
 from user_sys.compose import RobotConfig, build_robot_setup
 
@@ -368,9 +368,9 @@ def test_the_force_on_the_tool_is_read_and_the_safety_kernel_does_not_press_on(
 
 def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
     with pytest.raises(SpecError, match="did you mean 'host'"):
-        make_station(RobotSetupRequest("ur-0", "free", {"hots": "10.0.0.2"}))
+        make_robot_setup(RobotSetupRequest("ur-0", "free", {"hots": "10.0.0.2"}))
     with pytest.raises(SpecError, match="home has 3 joint angles"):
-        make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
+        make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "home": [0, 0, 0]}))
     elbow = [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     for wrong, said in (
         ({"silence_s": 0.0}, "silence_s"),
@@ -382,15 +382,15 @@ def test_what_is_wrong_in_the_options_is_said_in_words() -> None:
         ({"gripper": {"force": 300}}, "0 to 255, not 128 and 300"),
     ):
         with pytest.raises(SpecError, match=said):
-            make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
+            make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", **wrong}))
 
 
 def test_an_arm_has_the_cameras_that_its_options_name() -> None:
     cameras = {"wrist": {"kind": "opencv", "device": "/dev/video4", "width": 320, "height": 240}}
-    station = make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
+    station = make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": cameras}))
     assert [each.spec for each in station.cameras] == list(station.robot.spec.cameras)
     with pytest.raises(SpecError, match=r"cameras\.wrist: unknown option 'with'; did you mean 'width'"):
-        make_station(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
+        make_robot_setup(RobotSetupRequest("ur-0", "free", {"host": "10.0.0.2", "cameras": {"wrist": {"with": 1}}}))
 
 
 def test_a_tool_that_points_down_is_told_continuously() -> None:

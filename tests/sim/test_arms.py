@@ -11,7 +11,7 @@ from hal.errors import SpecError
 from hal.robot import StopLevel
 from hal.safety import SafetyKernel, SafetyReason
 from hal.spec import STATE
-from sim.driver import make_station, make_task
+from sim.driver import make_robot_setup, make_task
 from sim.experts import make_expert
 from sim.rendering import make_cameras
 from sim.robot import ARMS, GRIPPER_WIDTH, TOOL_POSITION, SimRobot, SimRobotConfig
@@ -61,7 +61,7 @@ def test_a_model_is_chosen_by_name_and_is_an_embodiment_of_its_own() -> None:
     assert [s.model for s in specs] == ["panda-sim", "so101-sim", "ur5e-sim"]
     assert len({s.embodiment for s in specs}) == 3
     with pytest.raises(SpecError, match=r"no simulated arm 'abb'; there are \['panda', 'so101', 'ur5e'\]"):
-        make_station(RobotSetupRequest("abb-0", "lift", {"model": "abb"}))
+        make_robot_setup(RobotSetupRequest("abb-0", "lift", {"model": "abb"}))
     with pytest.raises(SpecError, match="is for the model 'ur5e', not for 'panda'"):
         make_task("lift", ARMS["ur5e"]).reset(_connected("panda"), np.random.default_rng(0))
 

@@ -107,7 +107,7 @@ class Upright(Task):
         return TaskOutcome(reward=float(done), terminated=done, success=True if done else None)
 
 
-def make_station(request: RobotSetupRequest) -> RobotSetup:
+def make_robot_setup(request: RobotSetupRequest) -> RobotSetup:
     """What the entry point in pyproject.toml names. Unknown options are refused by `read_options`."""
     options = read_options(Options, request)
     station = RobotSetup(request.name, PointRobot(options), Upright())
