@@ -71,7 +71,6 @@ class AxisMotion:
         self._shortened: Array = self._slowed * (self._times - 2) / 3
         damping = self._damping(speed)
         self.stopping_distance_bound: Array = speed + self._way(speed, self.acceleration, damping)
-        self._far: Array = np.full(len(speed), np.inf)
         self.reset()
 
     def reset(self) -> None:
@@ -118,27 +117,25 @@ class AxisMotion:
         found: Array = np.maximum(np.abs(after), np.abs(after + self._gained(change)))
         return found
 
-    def max_change_within(self, way: Array) -> Array:
-        """The greatest change after which an axis can still come to rest within `way` (>= 0): at least
-        `braking_change`.
+    def change_limit(self, distance: Array, side: Array) -> Array:
+        """The outermost change (k, n) after which an axis can still come to rest within `distance` (>= 0).
 
-        Infinite if every way is far. A way of 0 moves along with the axis, as for one that is out of its place: what it
-        comes back in this period is not open to it in the next. So the step may not pass 0, and only `braking_change`
-        is left.
+        It is at least `braking_change`, and infinite in a row in which every distance is large. A distance of 0 moves
+        along with the axis, as for one that is out of its place: the way that it returns in this period is not open to
+        it in the next. So the step may not pass 0, and only `braking_change` is left.
+
+        Args:
+            side: (k, n), the direction of the distance: 1 is up, -1 is down.
         """
-        if (way >= self.stopping_distance_bound).all():
-            return self._far
-        room = self._room_for(way, self.step, self.change, self.max_change)
-        room[way <= 0.0] = -np.inf
-        return np.maximum(room, self.braking_change)
-
-    def min_change_within(self, way: Array) -> Array:
-        """As `max_change_within`, for a `way` (>= 0) in the other direction: at most `braking_change`."""
-        if (way >= self.stopping_distance_bound).all():
-            return -self._far
-        room = self._room_for(way, -self.step, -self.change, -self.min_change)
-        room[way <= 0.0] = -np.inf
-        return np.minimum(-room, self.braking_change)
+        far = (distance >= self.stopping_distance_bound).all(axis=-1)
+        if far.all():
+            return side * np.inf
+        most = np.where(side > 0, self.max_change, -self.min_change)
+        room = self._room_for(distance, side * self.step, side * self.change, most)
+        room[distance <= 0.0] = -np.inf
+        found: Array = side * np.maximum(room, side * self.braking_change)
+        found[far] = side[far] * np.inf
+        return found
 
     def stopping_distances(self) -> Array:
         """The ways (2, n) up and down that each axis needs to come to rest."""
@@ -167,17 +164,19 @@ class AxisMotion:
         """The damping is that of the greatest step that can follow. If the axis must brake, it is that of the motion as
         it is; so the damping is steady while the axis comes to rest."""
         room = self._room(way, step, self._damping(step + most + self._gained(most)))
-        if (room >= most).all():
+        enough = (room >= most).all(axis=-1)
+        if enough.all():
             return room
         slower = np.maximum(change - self.jerk, 0.0)  # changes up to this one do not lead to greater steps
         braking = self._room(way, step, self._damping(step + self._gained(np.maximum(change, 0.0))))
         found: Array = np.maximum(room, np.minimum(braking, slower))
+        found[enough] = room[enough]
         return found
 
     def _room(self, way: Array, step: Array, damping: Array) -> Array:
-        share, speed = damping[:, None], step[:, None]
-        left = way[:, None] - speed * (self._times - 1) + self._shortened
-        found: Array = ((share * left - speed + self._slowed) / (self._times + share * self._sums)).min(axis=1)
+        share, speed = damping[..., None], step[..., None]
+        left = way[..., None] - speed * (self._times - 1) + self._shortened
+        found: Array = ((share * left - speed + self._slowed) / (self._times + share * self._sums)).min(axis=-1)
         return found
 
     def _way(self, step: Array, change: Array, damping: Array) -> Array:
@@ -425,6 +424,7 @@ class _AxisLimits:
         self.needs_state = len(turns) > 0 or (len(deltas) > 0 and self._place.needs_state)
         self._bound(spec, rate)
         self._base: Array = np.zeros(len(self.elements))
+        self._sides: Array = np.repeat([[-1.0], [1.0]], len(self.elements), axis=1)
         self.reset()
 
     def _bound(self, spec: RobotSpec, rate: Array) -> None:
@@ -474,10 +474,12 @@ class _AxisLimits:
         wish = self._wish(wanted, share)
         low, high = self._places(angle, state, wish)
         pressed = self._block(low, high, state)
-        room = motion.min_change_within(-low), motion.max_change_within(high)
+        room = self._change_limits(low, high, wanted)
         *speed, towards = motion.change_towards(
-            np.stack([share * self._slowest, share * self._fastest, wish]) - motion.step
+            np.array([share * self._slowest, share * self._fastest, wish]) - motion.step
         )
+        if len(self.targets):
+            towards[self._joints] = room[2, self._joints]
         change = self._change(
             wanted, wish, towards, np.maximum(room[0], speed[0]), np.minimum(room[1], speed[1]), share
         )
@@ -530,6 +532,14 @@ class _AxisLimits:
         blocked[self._tools] = down | up
         return blocked
 
+    def _change_limits(self, low: Array, high: Array, wanted: Array) -> Array:
+        """The lowest and the highest change after which each axis can come to rest in its place, (2, n); for targets
+        also the change that leads to the target, (3, n)."""
+        if not len(self.targets):
+            return self._motion.change_limit(np.array([-low, high]), self._sides)
+        sides = np.array([*self._sides, np.where(wanted >= 0, 1.0, -1.0)])
+        return self._motion.change_limit(np.array([-low, high, np.abs(wanted)]), sides)
+
     def _change(self, wanted: Array, wish: Array, towards: Array, down: Array, up: Array, share: float) -> Array:
         """The change of each step. An axis follows its wish for as long as the limits allow that. If they do not, it
         goes there as fast as they allow without passing it: a target as a place, a step as a speed."""
@@ -537,13 +547,7 @@ class _AxisLimits:
         down, up = motion.clip_change(down), motion.clip_change(up)
         ahead, followed = exact >= 0, self._follows
         if len(self.targets):
-            ahead, followed, joints = wanted >= 0, followed & (wish == wanted), self._joints
-            goal = np.where(
-                ahead,
-                motion.max_change_within(np.maximum(wanted, 0.0)),
-                motion.min_change_within(np.maximum(-wanted, 0.0)),
-            )
-            towards[joints] = goal[joints]
+            ahead, followed = wanted >= 0, followed & (wish == wanted)
         allowed = (exact >= down - ROUNDING) & (exact <= up + ROUNDING)
         short = np.where(ahead, exact <= towards, exact >= towards)
         self._follows = allowed & (followed | short)
