@@ -43,8 +43,10 @@ from user_sys.errors import RunError
 from user_sys.learner.config import LearnerConfig
 from user_sys.logs import last_log_message
 from user_sys.messages import PROTOCOL_VERSION, Hello, PreviewRequest, RobotStatus, StopRun
+from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
-from user_sys.run.prepare import CONSOLE, GATEWAY, LEARNER, free_endpoint, prepare_run_folder
+from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
+from user_sys.run.topology import GATEWAY
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient

@@ -34,7 +34,7 @@ from user_sys.weights.gpu_copy import HostCopier, green_stream, on_stream
 from user_sys.weights.snapshot import DeviceWeights, UnlimitedBudget
 
 CTAS = (1, 2, 4, 8, 16, 32)
-GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, most_ctas=CTAS[-1])
+GOVERNED = GovernorConfig(budget=0.05, quantile=0.99, max_ctas=CTAS[-1])
 GREEN_SMS = 8  # multiprocessors of the context in which a push runs in one of the rows
 STOP_S = 60.0
 SETTLING = 4  # rounds that do not count, in which the governor finds its share

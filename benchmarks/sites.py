@@ -63,13 +63,13 @@ MOMENT_S = 0.1
 
 def site_of_policy(site: str, sites: Sequence[str], *, near: bool) -> str:
     """Where the product puts the policy process of the robot at `site`."""
-    word = {"near": "cell", "near_by": "site"} if near else {}
+    word = {"colocate": "cell", "colocate_by": "site"} if near else {}
     robot = RobotConfig(name=f"robot-{site}", driver="fake")
     needs = (
         ResourceRequestConfig("robot", name=robot.name, **word),
         ResourceRequestConfig("compute", use="policy", cores=1, **word),
     )  # type: ignore[arg-type]
-    config = RunConfig(robots=(robot,), policy=PolicyConfig(at="site"), needs=needs)
+    config = RunConfig(robots=(robot,), policy=PolicyConfig(location="server"), resources=needs)
     computers = [
         ResourceRecord(kind=Kind.COMPUTE, name=each, model="x86_64", node=each, cores=8, labels={"site": each})
         for each in dict.fromkeys((*sites, STORE))

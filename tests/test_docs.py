@@ -110,7 +110,9 @@ def test_the_page_of_settings_has_every_setting_with_its_default(tmp_path: Path)
     text = (ROOT / "docs" / "settings.md").read_text()
     path = tmp_path / "everything.yaml"
     path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
-    assert read_yaml(path) == as_dict(RunConfig(robots=(RobotConfig(),), needs=(ResourceRequestConfig(kind="gpu"),)))
+    assert read_yaml(path) == as_dict(
+        RunConfig(robots=(RobotConfig(),), resources=(ResourceRequestConfig(kind="gpu"),))
+    )
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

@@ -23,9 +23,9 @@ robots:
   - {{name: left, driver: fake, task: reach, real_time: true}}
   - {{name: right, driver: fake, task: reach, real_time: true, options: {{rate_hz: 20.0}}}}
   - {{name: third, driver: fake, task: reach, real_time: true, options: {{rate_hz: 20.0}}}}
-needs:
-  - {{kind: robot, count: 2, near: cell}}
-  - {{kind: gpu, memory_gb: 24, near: cell}}
+resources:
+  - {{kind: robot, count: 2, colocate: cell}}
+  - {{kind: gpu, memory_gb: 24, colocate: cell}}
 demonstrations: {{episodes: 1}}
 learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 5}}
 evaluation: {{episodes: 1, video_episodes: 0}}
@@ -83,9 +83,9 @@ CELL = """
 robots:
   - {{name: right, driver: fake, task: reach, real_time: true}}
   - {{name: left, driver: fake, task: reach, real_time: true, labels: {{site: lab}}}}
-needs:
-  - {{kind: robot, labels: {{site: lab}}, near: cell, near_by: site}}
-  - {{kind: gpu, memory_gb: 24, near: cell, near_by: site}}
+resources:
+  - {{kind: robot, labels: {{site: lab}}, colocate: cell, colocate_by: site}}
+  - {{kind: gpu, memory_gb: 24, colocate: cell, colocate_by: site}}
 demonstrations: {{episodes: 1}}
 learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 5, checkpoint_interval_s: 2}}
 evaluation: {{episodes: 1, video_episodes: 0}}
@@ -119,7 +119,7 @@ def test_a_learner_whose_node_is_lost_goes_on_near_the_runs_robots_and_nowhere_e
 
 DESK = """
 robots: [{{name: left, driver: fake, task: reach, real_time: true}}]
-needs: [{{kind: compute, cores: 1}}]
+resources: [{{kind: compute, cores: 1}}]
 demonstrations: {{episodes: 1}}
 learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 5}}
 console: {{port: 0}}

@@ -17,9 +17,9 @@ from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError
 from user_sys.gateway import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.run.config import RunConfig, RunFolder, RunMetadata, create_run_folder, topology
+from user_sys.run.config import RunConfig, RunFolder, RunMetadata, create_run_folder
 from user_sys.run.prepare import free_endpoint, prepare_run_folder
-from user_sys.run.topology import learner_processes, local_slots
+from user_sys.run.topology import learner_processes, local_slots, topology
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import Keyring, load_keypair, load_public_key
 from user_sys.tunnel.protocol import AnyMessage, Payload

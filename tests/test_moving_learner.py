@@ -31,7 +31,7 @@ JOB = """
 robots:
   - {{name: left, driver: fake, task: reach, real_time: true}}
   - {{name: right, driver: fake, task: reach, real_time: true}}
-needs: [{{kind: gpu, memory_gb: 24}}]
+resources: [{{kind: gpu, memory_gb: 24}}]
 demonstrations: {{episodes: 5}}
 learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 50, checkpoint_interval_s: 2}}
 evaluation: {{episodes: 2, video_episodes: 0}}
@@ -41,7 +41,7 @@ logging: {{wandb: {{mode: disabled}}}}
 """
 CREW = """
 robots: [{{name: left, driver: fake, task: reach, real_time: true}}]
-needs: [{{kind: compute, count: 2, cores: {cores}}}]
+resources: [{{kind: compute, count: 2, cores: {cores}}}]
 demonstrations: {{episodes: 5}}
 learner: {{processes: 2, max_training_s: 3600, batch_size: 32, warmup_updates: 10000, checkpoint_interval_s: 2}}
 evaluation: {{episodes: 2, video_episodes: 0}}

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 JOB = """
 robots:
   - {{name: left, driver: fake, task: reach, real_time: true}}
-policy: {{at: site, answer_within: 0.9}}
-needs: [{{kind: gpu, memory_gb: 24, use: policy}}]
+policy: {{location: server, timeout_fraction: 0.9}}
+resources: [{{kind: gpu, memory_gb: 24, use: policy}}]
 demonstrations: {{episodes: 5}}
 learner: {{max_training_s: 3600, batch_size: 32, warmup_updates: 50, checkpoint_interval_s: 2}}
 evaluation: {{episodes: 2, video_episodes: 0}}

@@ -98,14 +98,14 @@ def test_two_computers_of_one_name_do_not_take_a_robot_from_each_other(robot: Pa
 
 
 NO_ROBOTS = "robots: []\n"
-AT_SITE = "robots: [{name: left, driver: fake, task: reach}]\npolicy: {at: site}\n"
+AT_SITE = "robots: [{name: left, driver: fake, task: reach}]\npolicy: {location: server}\n"
 STRANGER = "robots: [{name: right, driver: fake, task: reach}]\n"
 MISTAKES = {
     "no public key at keys/gateway.pub": (LEFT, "tcp://localhost:5555"),
     "--connect 10.0.0.2:5555: expected tcp://HOST:PORT": (LEFT, "10.0.0.2:5555"),
     "--connect tcp://10.0.0.2:99999: expected tcp://HOST:PORT": (LEFT, "tcp://10.0.0.2:99999"),
     "this computer has nothing to drive": (NO_ROBOTS, "tcp://localhost:5555"),
-    "policy.at: site: this computer does not see the run's folder": (AT_SITE, "tcp://localhost:5555"),
+    "policy.location: server: this computer does not see the run's folder": (AT_SITE, "tcp://localhost:5555"),
 }
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_work_is_said_before_a_robot_moves(said: str, robot: Path) -
 
 RUN = """
 robots: [{name: left, driver: fake, task: reach}]
-guests: [{name: right, driver: fake, task: reach, real_time: true}, {name: other, driver: fake, task: reach}]
+remote_robots: [{name: right, driver: fake, task: reach, real_time: true}, {name: other, driver: fake, task: reach}]
 learner: {max_training_s: 8}
 """
 
@@ -132,25 +132,25 @@ def test_a_robots_computer_reads_what_a_runs_file_says_of_its_guest(tmp_path: Pa
     (robot,) = mine.robots
     assert (robot.name, robot.real_time, robot.options) == ("right", True, {"rate_hz": 20})
     assert mine.demonstrations == RunConfig().demonstrations, "as many as the run's own robots show"
-    with pytest.raises(ConfigError, match=r"--robot left: .*run.yaml names \['other', 'right'\] under guests"):
+    with pytest.raises(ConfigError, match=r"--robot left: .*run.yaml names \['other', 'right'\] under remote_robots"):
         load_edge_config(path, ["left"], [])
 
 
 def test_a_run_says_which_of_its_guests_nobody_has_let_in(tmp_path: Path) -> None:
-    guests = (RobotConfig(name="right"), RobotConfig(name="other"))
-    with pytest.raises(RunError, match="guests: right comes in from a computer of its own"):
-        require_allowed(guests, None)
+    remote_robots = (RobotConfig(name="right"), RobotConfig(name="other"))
+    with pytest.raises(RunError, match="remote_robots: the key of right is not allowed"):
+        require_allowed(remote_robots, None)
     Keyring(tmp_path).allow(new_keypair().public, "right", "robot")
     with pytest.raises(RunError, match="keys allow other --role robot"):
-        require_allowed(guests, tmp_path)
-    require_allowed(guests[:1], tmp_path)
+        require_allowed(remote_robots, tmp_path)
+    require_allowed(remote_robots[:1], tmp_path)
 
 
 def test_a_gateway_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:
     (tmp_path / "cloud.yaml").write_text(CLOUD)
     with user_sys(tmp_path, "cloud", "cloud.yaml", "--gateway.endpoint=tcp://0.0.0.0:0") as launch:
         assert launch.wait() == 2
-        assert "there are no keys for it: make some with `user-sys keys new gateway --folder keys`" in launch.err
+        assert "the gateway has no key there: make one with `user-sys keys new gateway --folder keys`" in launch.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -119,30 +119,30 @@ class PolicyConfig:
             serves all of its robots (`user_sys.inference`).
         device: what that process computes on; ``auto`` is a GPU where it has one.
         endpoint: where a policy process listens that the run does not start itself, ``tcp://HOST:PORT``.
-        answer_within: the share of a control period after which a robot holds that has no answer from it.
+        timeout_fraction: the share of a control period after which a robot holds that has no answer from it.
     """
 
     kind: Literal["mlp"] = "mlp"
     features: tuple[str, ...] = ()
-    at: Literal["edge", "site"] = "edge"
+    location: Literal["edge", "server"] = "edge"
     device: Device = "auto"
     endpoint: str = ""
-    answer_within: float = 0.5
+    timeout_fraction: float = 0.5
 
     @property
     def is_started_by_run(self) -> bool:
         """Whether it acts in a process that the run starts."""
-        return self.at == "site" and not self.endpoint
+        return self.location == "server" and not self.endpoint
 
     def __post_init__(self) -> None:
-        if not 0 < self.answer_within < 1:
+        if not 0 < self.timeout_fraction < 1:
             raise ConfigError(
-                f"policy.answer_within is {self.answer_within:g}: a share of the control period, above 0 and below 1, "
-                "so that the robot is told to hold before its driver takes the session for dead"
+                f"policy.timeout_fraction is {self.timeout_fraction:g}; it must be above 0 and below 1, a share of the "
+                "control period, so that the robot holds before its driver takes the session for dead"
             )
-        if self.at == "edge" and (self.device == "cuda" or self.endpoint):
+        if self.location == "edge" and (self.device == "cuda" or self.endpoint):
             key, value = ("endpoint", self.endpoint) if self.endpoint else ("device", self.device)
-            raise ConfigError(f"policy.{key} is {value}, which is for a policy process: add policy.at: site")
+            raise ConfigError(f"policy.{key} is {value}, which is for a policy process: add policy.location: server")
         if self.endpoint:
             check_connect_endpoint(self.endpoint, "policy.endpoint")
 

@@ -1,6 +1,7 @@
-"""What a run or a store knows of its robots: one small file each, written when the robot is named or comes in.
+"""The robots of a run or store, one small file each, and the learner of each robot: one for each embodiment.
 
-Which learners a run has: one for each embodiment that it knows a robot of, named so that a resumed run agrees.
+A record is written when a run's configuration names the robot, or when the robot connects. Learners are named so that a
+resumed run finds their files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hal.spec import RobotSpec
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-ROBOTS_FOLDER = "robots"  # the folder of a run, or of a store that belongs to none, in which the cards lie
+ROBOTS_FOLDER = "robots"  # in a run's folder, or in a store that belongs to no run
 MAX_RECORD_BYTES = 1 << 20
 _SUFFIX = ".json"
 
@@ -37,7 +38,7 @@ class RobotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
-    """Keeps `robot`'s spec, durably; True where that was news. `robot` is safe as a file name. Raises OSError."""
+    """Saves `robot`'s spec durably; True if it has changed. `robot` is safe as a file name. Raises OSError."""
     path = folder / f"{robot}{_SUFFIX}"
     known = _read_record(path)
     if known is not None and known.spec == spec:
@@ -48,96 +49,102 @@ def save_robot_record(folder: Path, robot: str, spec: RobotSpec) -> bool:
 
 
 def read_robot_records(folder: Path) -> tuple[RobotRecord, ...]:
-    """The robots of a run, those known longest first. A damaged card is reported and left out."""
-    cards = [card for path in folder.glob(f"*{_SUFFIX}") if (card := _read_record(path)) is not None]
-    return tuple(sorted(cards, key=lambda card: (card.known_since_unix_ns, card.robot)))
+    """The robots of a run, those known longest first. Damaged records are logged and skipped."""
+    records = [record for path in folder.glob(f"*{_SUFFIX}") if (record := _read_record(path)) is not None]
+    return tuple(sorted(records, key=lambda record: (record.known_since_unix_ns, record.robot)))
 
 
 def copy_robot_records(records: Iterable[RobotRecord], store: Path) -> None:
-    """Leaves in `store` what is not known beside it; of unlike robots of one name the later ones get a suffix."""
-    known = {card.spec.embodiment for card in robot_records_of_store(store)}
-    names = {card.robot for card in read_robot_records(store / ROBOTS_FOLDER)}
-    for card in records:
-        if card.spec.embodiment not in known:
-            name = card.robot if card.robot not in names else f"{card.robot}-{card.spec.embodiment}"
-            save_robot_record(store / ROBOTS_FOLDER, name, card.spec)
-            known.add(card.spec.embodiment)
+    """Saves in `store` the records whose embodiment it lacks. A name that is taken gets a suffix."""
+    known = {record.spec.embodiment for record in robot_records_of_store(store)}
+    names = {record.robot for record in read_robot_records(store / ROBOTS_FOLDER)}
+    for record in records:
+        if record.spec.embodiment not in known:
+            name = record.robot if record.robot not in names else f"{record.robot}-{record.spec.embodiment}"
+            save_robot_record(store / ROBOTS_FOLDER, name, record.spec)
+            known.add(record.spec.embodiment)
             names.add(name)
 
 
 def robot_records_of_store(store: Path) -> tuple[RobotRecord, ...]:
-    """The robots of the run folder that `store` lies in, and those whose cards were left in the store itself."""
-    return (*read_robot_records(store.resolve().parent / ROBOTS_FOLDER), *read_robot_records(store / ROBOTS_FOLDER))
+    """The robots of the run folder that contains `store`, and those whose records are in the store itself."""
+    return (
+        *read_robot_records(store.resolve().parent / ROBOTS_FOLDER),
+        *read_robot_records(store / ROBOTS_FOLDER),
+    )
 
 
 def wait_for_robot_record(folder: Path, stop: threading.Event) -> RobotRecord | None:
-    """Blocks until a robot is known, and returns the one known longest; None where `stop` was set first."""
-    said = False
-    while not (cards := read_robot_records(folder)):
-        if not said:
-            log.info("robots.awaited folder=%s", folder)
-            said = True
+    """Blocks until a robot is known. Returns the one known longest, or None if `stop` was set first."""
+    is_logged = False
+    while not (records := read_robot_records(folder)):
+        if not is_logged:
+            log.info("robots.waiting_for_first folder=%s", folder)
+            is_logged = True
         if stop.wait(POLL_S):
             return None
-    return cards[0]
+    return records[0]
 
 
 def _read_record(path: Path) -> RobotRecord | None:
     try:
         with path.open("rb") as file:
-            card = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=RobotRecord)
+            record = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=RobotRecord)
     except FileNotFoundError:
         return None
     except (*DECODE_ERRORS, SpecError) as error:
-        log.warning("robots.damaged_card file=%s: %s", path, error)
+        log.warning("robots.record_damaged file=%s: %s", path, error)
         return None
-    if card.robot != path.name.removesuffix(_SUFFIX):  # its name becomes that of a file where the card is copied
-        log.warning("robots.misnamed_card file=%s robot=%r", path, card.robot[:80])
+    if record.robot != path.name.removesuffix(_SUFFIX):  # its name becomes a file name when the record is copied
+        log.warning("robots.record_misnamed file=%s robot=%r", path, record.robot[:80])
         return None
-    return card
+    return record
 
+
+# Learners -------------------------------------------------------------------------------------------------------------
 
 LEARNER = "learner"
 EXIT_ORPHANED = 3
-"""The exit status of a learner's process that has ended because the learner's first one had."""
+"""The exit status of a learner's worker process after the learner's first process has ended."""
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
 class LearnerAssignment:
-    """One learner: its name, which begins with `LEARNER`, and what it learns for."""
+    """One learner: its name, which begins with `LEARNER`, and the spec of its embodiment."""
 
     name: str
     spec: RobotSpec
 
 
 def assign_learners(records: Iterable[RobotRecord]) -> tuple[LearnerAssignment, ...]:
-    """One learner an embodiment, in the order in which `cards` name their first robots. The first is `LEARNER`."""
-    plans: dict[str, LearnerAssignment] = {}
-    for card in records:
-        embodiment = card.spec.embodiment
-        if embodiment not in plans:
-            name = f"{LEARNER}-{_UNSAFE_CHARACTERS.sub('-', card.spec.model)}-{embodiment[:6]}" if plans else LEARNER
-            plans[embodiment] = LearnerAssignment(name, card.spec)
-    return tuple(plans.values())
+    """One learner for each embodiment, in the order of the embodiments' first records. The first is `LEARNER`."""
+    learners: dict[str, LearnerAssignment] = {}
+    for record in records:
+        embodiment = record.spec.embodiment
+        if embodiment not in learners:
+            model = _UNSAFE_CHARACTERS.sub("-", record.spec.model)
+            name = f"{LEARNER}-{model}-{embodiment[:6]}" if learners else LEARNER
+            learners[embodiment] = LearnerAssignment(name, record.spec)
+    return tuple(learners.values())
 
 
 def learner_from_robot(records: Sequence[RobotRecord]) -> dict[str, str]:
     """The name of each robot's learner."""
-    names = {plan.spec.embodiment: plan.name for plan in assign_learners(records)}
-    return {card.robot: names[card.spec.embodiment] for card in records}
+    names = {learner.spec.embodiment: learner.name for learner in assign_learners(records)}
+    return {record.robot: names[record.spec.embodiment] for record in records}
 
 
 def learner_process_name(learner: str, rank: int) -> str:
-    """What one of a learner's processes is called as a node; the first has the learner's name."""
+    """The name of one of a learner's processes; rank 0 has the learner's name."""
     return f"{learner}-rank-{rank}" if rank else learner
 
 
 def is_learner_name(name: str) -> bool:
-    """Whether `assign_learners` could have named a learner so: a name that is safe for a folder."""
+    """Whether `assign_learners` could have made this name, so that it is safe for a folder."""
     return name == LEARNER or bool(re.fullmatch(rf"{LEARNER}-[A-Za-z0-9-]{{1,200}}", name))
 
 
 def learner_folder(parent: Path, learner: str) -> Path:
-    """Where a learner's files lie: in `parent` itself for the run's first, in a folder of its name for the others."""
+    """The folder of a learner's files: `parent` itself for the run's first, a folder of its name for the others."""
     return parent if learner == LEARNER else parent / learner

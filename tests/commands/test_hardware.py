@@ -104,12 +104,12 @@ def test_explain_says_where_a_job_would_run_or_why_not(
         "The job asks for the robot left and the robot right. right is not there (nothing answers at 127.0.0.1:1: "
         "Connection refused). It would fit if right were there.\n"
     )
-    job.write_text("robots: [{name: left, driver: fake, task: reach}]\nneeds: [{kind: compute, cores: 1}]\n")
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\nresources: [{kind: compute, cores: 1}]\n")
     placed = told(capsys, "explain", job)
     assert placed["possible"] is True
     assert [row["asked"] for row in placed["placement"]] == ["the robot left", "one computer with 1 processor"]
     assert said(capsys, "explain", job).startswith("The job can run now.\n  the robot left: left on ")
-    job.write_text("robots: [{name: far-0, driver: fake, task: reach}]\nneeds: [{kind: robot, model: panda}]\n")
+    job.write_text("robots: [{name: far-0, driver: fake, task: reach}]\nresources: [{kind: robot, model: panda}]\n")
     assert said(capsys, "explain", job, "--run", run, status=1) == (
         "The job asks for one robot of model panda. One would do, but none is free: far-0 is driven by edge on cart. "
         "It would fit if far-0 were free.\n"
@@ -119,21 +119,23 @@ def test_explain_says_where_a_job_would_run_or_why_not(
 def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_they_are_missing(
     job: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guests = "guests: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
-    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + guests)
+    remote_robots = (
+        "remote_robots: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
+    )
+    job.write_text("robots: [{name: left, driver: fake, task: reach}]\n" + remote_robots)
     rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
     assert (rows["far-0"]["health"], rows["far-0"]["labels"]["driver"]) == ("leased", "nowhere")
     never = f"a guest, which has not come in since the run began, {format_time(read_run_metadata(run).started_unix_s)}"
     assert (rows["far-1"]["health"], rows["far-1"]["trouble"]) == ("lost", never)
     assert said(capsys, "explain", job, "--run", run).endswith(
-        f"It does not wait for its guests: far-0 is driven by edge on cart and far-1 is not there ({never}).\n"
+        f"It does not wait for its remote robots: far-0 is driven by edge on cart and far-1 is not there ({never}).\n"
     )
-    assert told(capsys, "explain", job)["guests"]["far-1"] == (
+    assert told(capsys, "explain", job)["remote_robots"]["far-1"] == (
         "far-1 is not there (a guest, which comes in from a computer of its own)"
     )
     lose(run, "far-0", last_there_unix_s=1_000_000_000.0)
     gone = f"far-0 has not been there since {format_time(1_000_000_000.0)}"
-    assert told(capsys, "explain", job, "--run", run)["guests"]["far-0"] == gone
+    assert told(capsys, "explain", job, "--run", run)["remote_robots"]["far-0"] == gone
     (row,) = [row for row in told(capsys, "list", "--run", run) if row["name"] == "far-0"]
     assert (row["health"], row["seen_unix_s"]) == ("lost", 1_000_000_000.0)
     with robot_lock("left", "for runs/other/edge/left", simulated=True):
@@ -310,7 +312,7 @@ def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     far = RobotConfig(name="far-7", driver="nowhere")
-    folder, _ = create_run_folder(RunConfig(runs=tmp_path, guests=(far,)), "fresh", "tcp://127.0.0.1:5999")
+    folder, _ = create_run_folder(RunConfig(runs=tmp_path, remote_robots=(far,)), "fresh", "tcp://127.0.0.1:5999")
     assert main(["hardware", "quarantine", "fra-7", "--run", str(folder.path)]) == 2
     assert "knows no fra-7; there is far-7" in capsys.readouterr().err, "also before it has come in"
     given = ("--run", folder.path, "--by", "ana\nmaria", "--reason", f"oil\n on  the floor {'x' * 600}")
@@ -332,7 +334,7 @@ def test_the_audit_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture
 
 def test_the_audit_of_a_robot_that_no_one_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = create_run_folder(
-        RunConfig(runs=tmp_path, guests=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999"
+        RunConfig(runs=tmp_path, remote_robots=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999"
     )
     assert said(capsys, "audit", "far-7", "--run", folder.path).endswith("audit.jsonl has no entry of far-7\n")
     assert told(capsys, "audit", "far-7", "--run", folder.path) == []
@@ -357,7 +359,7 @@ def test_a_mistake_is_one_line(argv: list[str], why: str, run: Path, capsys: pyt
 
 
 def test_the_needs_of_a_config_are_checked(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write_text("needs: [{kind: gpu, count: 0}]\n")
+    job.write_text("resources: [{kind: gpu, count: 0}]\n")
     assert main(["hardware", "explain", str(job)]) == 2
     assert "count must be at least 1" in capsys.readouterr().err
     assert msgspec.json.encode(RunConfig().requests()) == b"[]"

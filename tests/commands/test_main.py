@@ -26,9 +26,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Verb:
     """Puts a function in the place of a whole run, which needs Ray and minutes."""
 
     def install(function: Callable[[Namespace], int]) -> None:
-        module = ModuleType("user_sys.run.launcher")
+        module = ModuleType("user_sys.commands.train")
         module.train_main = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "user_sys.run.launcher", module)
+        monkeypatch.setitem(sys.modules, "user_sys.commands.train", module)
 
     return install
 
@@ -157,9 +157,9 @@ def test_ctrl_c_before_there_is_a_run(launch: Verb, capsys: pytest.CaptureFixtur
 def test_a_reader_that_leaves_is_no_error() -> None:
     program = (
         "import sys, types\nfrom user_sys.commands.main import main\n"
-        "launch = types.ModuleType('user_sys.run.launcher')\n"
+        "launch = types.ModuleType('user_sys.commands.train')\n"
         "launch.train_main = lambda args: [print('x' * 80) for _ in range(100_000)] and 0\n"
-        "sys.modules['user_sys.run.launcher'] = launch\nsys.exit(main(['train', 'c.yaml']))\n"
+        "sys.modules['user_sys.commands.train'] = launch\nsys.exit(main(['train', 'c.yaml']))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

@@ -30,8 +30,9 @@ from user_sys.episode import Chunk, EpisodeSource, Phase, decode_chunk
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, Hello, OperatorCommand, OperatorReply, RobotStatus, StopRun
 from user_sys.robot_records import LEARNER
-from user_sys.run.config import RunConfig, create_run_folder, policy_process
-from user_sys.run.prepare import CONSOLE, GATEWAY, LOOPBACK, free_endpoint, prepare_run_folder
+from user_sys.run.config import RunConfig, create_run_folder
+from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
+from user_sys.run.topology import GATEWAY, LOOPBACK, policy_process
 from user_sys.store.log import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
@@ -432,7 +433,7 @@ def test_a_policy_elsewhere_that_is_killed_has_the_robot_hold_while_people_may_d
     """The share of the period is such that a busy machine is no policy that is away."""
     slow = replace(ROBOT, options={"rate_hz": 5.0})
     with ExitStack() as stack:
-        site = Site(tmp_path, stack, robots=(slow,), policy=PolicyConfig(at="site", answer_within=0.9))
+        site = Site(tmp_path, stack, robots=(slow,), policy=PolicyConfig(location="server", timeout_fraction=0.9))
         site.gateway()
         driver, session = site.driver(), site.session()
         console, learner = site.client(CONSOLE), site.client(LEARNER)

@@ -391,7 +391,7 @@ def test_a_robot_that_cannot_read_what_it_kept_starts_without(tmp_path: Path, ca
 
 
 def test_a_robot_knows_that_its_weights_are_too_old_and_when_they_are_no_longer(site: WeightsSite) -> None:
-    with site.serving(), WeightsRobot(site, "one", config=ReceiverConfig(hold_behind=1)) as one:
+    with site.serving(), WeightsRobot(site, "one", config=ReceiverConfig(max_staleness_versions=1)) as one:
         publisher = site.publisher()
         assert not one.inlet.is_too_stale(), "there are none yet"
         publish(publisher, weights(1), 1, one)

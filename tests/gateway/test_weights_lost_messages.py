@@ -94,7 +94,7 @@ def test_that_a_version_is_on_disk_is_said_again_to_a_learner_that_comes_back(ca
 
 def test_how_far_the_robots_are_is_said_again_to_a_learner_that_comes_back(cable: LossyLink) -> None:
     """Otherwise a learner that waits for them waits for ever."""
-    with Publisher(cable, new_signer(), PublishConfig(max_lead=1)) as publisher:
+    with Publisher(cable, new_signer(), PublishConfig(max_versions_ahead=1)) as publisher:
         for version in (1, 2, 3):
             publisher.publish({"w": np.full(10, version, np.float32)}, version, updates=version)
             assert publisher.wait_until_stored(DEADLINE_S)

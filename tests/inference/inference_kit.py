@@ -157,7 +157,7 @@ def link_to(
     keys: Path,
     spec: RobotSpec,
     robot: str = ROBOTS[0],
-    answer_within: float = UNHURRIED,
+    timeout_fraction: float = UNHURRIED,
 ) -> PolicyClient:
     return PolicyClient(
         spec,
@@ -167,7 +167,7 @@ def link_to(
         load_keypair(keys / f"{robot}.key"),
         load_public_key(keys / f"{POLICY_NODE}.pub"),
         find,
-        answer_within,
+        timeout_fraction,
     )
 
 

@@ -18,7 +18,7 @@ FLEET = """
 robots:
   - {name: left, driver: fake, task: reach, options: {rate_hz: 10}}
   - {name: right, driver: fake, task: reach, options: {rate_hz: 10}}
-policy: {at: site, device: cpu, answer_within: 0.9}
+policy: {location: server, device: cpu, timeout_fraction: 0.9}
 demonstrations: {episodes: 2}
 learner: {max_training_s: 600, batch_size: 64, warmup_updates: 50}
 evaluation: {episodes: 2, video_episodes: 0}

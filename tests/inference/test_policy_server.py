@@ -376,8 +376,8 @@ def test_closing_ends_a_load_that_nobody_takes(keys: Path) -> None:
 
 
 def test_a_rate_at_which_no_network_answers_in_time_is_refused(keys: Path) -> None:
-    with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.at: edge"):
-        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), answer_within=0.5)
+    with pytest.raises(ConfigError, match=r"0.5 of a control period of 1 ms is 0.5 ms.*policy.location: edge"):
+        link_to(lambda: "", keys, replace(SPEC, rate_hz=1000.0), timeout_fraction=0.5)
 
 
 def test_a_port_that_is_in_use_is_told(server: Server, keys: Path) -> None:

@@ -17,8 +17,9 @@ from user_sys.edge.session import SessionConfig
 from user_sys.errors import ConfigError, RunError
 from user_sys.inference.__main__ import main
 from user_sys.inference.protocol import POLICY_NODE
-from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder, policy_process
+from user_sys.run.config import ResourceRequestConfig, RunConfig, RunFolder, create_run_folder
 from user_sys.run.prepare import prepare_run_folder
+from user_sys.run.topology import policy_process
 from user_sys.tunnel.keys import load_keypair, new_keypair, save_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -40,17 +41,17 @@ def test_at_the_edge_no_key_is_made_for_a_policy_process(tmp_path: Path) -> None
 
 
 def test_sessions_look_for_the_process_where_it_says_its_address(tmp_path: Path) -> None:
-    folder = prepared(fleet(tmp_path, at="site", device="cpu"))
+    folder = prepared(fleet(tmp_path, location="server", device="cpu"))
     node = policy_process(folder, "cpu", {}, "10.0.0.7")
     given = dict(zip(node.argv[3::2], node.argv[4::2], strict=True))
     assert given["--device"] == "cpu" and given["--listen"] == "tcp://10.0.0.7:0"
     load_keypair(Path(given["--keys"]) / "policy.key")
     session = load(SessionConfig, folder.edge("left") / "session.yaml")
-    assert str(session.policy_address) == given["--announce"] and session.policy.at == "site"
+    assert str(session.policy_address) == given["--announce"] and session.policy.location == "server"
 
 
 def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path) -> None:
-    config = fleet(tmp_path, at="site", endpoint="tcp://10.0.0.7:5557")
+    config = fleet(tmp_path, location="server", endpoint="tcp://10.0.0.7:5557")
     folder, card = create_run_folder(config, "run", ENDPOINT)
     with pytest.raises(RunError, match=r"no public key at .*policy.pub"):
         prepare_run_folder(config, folder, card)
@@ -62,47 +63,49 @@ def test_one_that_somebody_else_starts_needs_its_public_key_here(tmp_path: Path)
 
 def test_a_robot_too_fast_for_a_policy_elsewhere_is_told_before_anything_starts(tmp_path: Path) -> None:
     fast = RobotConfig(name="left", driver="fake", options={"rate_hz": 500.0})
-    config = replace(fleet(tmp_path, at="site"), robots=(fast,))
+    config = replace(fleet(tmp_path, location="server"), robots=(fast,))
     with pytest.raises(ConfigError, match=r"0.5 of a control period of 2 ms is 1 ms"):
         prepared(config)
 
 
-GPU = ResourceRequestConfig(kind="gpu", use="policy", near="cell", near_by="site")
+GPU = ResourceRequestConfig(kind="gpu", use="policy", colocate="cell", colocate_by="site")
 
 
 @pytest.mark.parametrize(
-    ("at", "needs", "says"),
+    ("location", "resources", "says"),
     [
-        ("edge", (GPU,), "the run starts no policy process; that takes policy.at: site"),
-        ("site", (GPU, GPU), "2 are asked for with use: policy; a run's policies act in one process"),
-        ("site", (ResourceRequestConfig(kind="gpu", count=2, use="policy"),), "2 are asked for"),
+        ("edge", (GPU,), "the run starts no policy server; add policy.location: server"),
+        ("server", (GPU, GPU), "2 are requested with use: policy, but a run has one policy server"),
+        ("server", (ResourceRequestConfig(kind="gpu", count=2, use="policy"),), "2 are requested"),
     ],
 )
 def test_needs_for_policies_that_cannot_be_meant_are_refused(
-    at: Literal["edge", "site"], needs: tuple[ResourceRequestConfig, ...], says: str
+    location: Literal["edge", "server"], resources: tuple[ResourceRequestConfig, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        RunConfig(policy=PolicyConfig(at=at), needs=needs)
+        RunConfig(policy=PolicyConfig(location=location), resources=resources)
 
 
 def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
-    config = replace(fleet(tmp_path, at="site"), needs=(GPU, ResourceRequestConfig(kind="compute", cores=2)))
+    config = replace(
+        fleet(tmp_path, location="server"), resources=(GPU, ResourceRequestConfig(kind="compute", cores=2))
+    )
     assert [request.kind for request in config.compute_requests()] == [Kind.COMPUTE]
     assert [(request.kind, request.colocate) for request in config.policy_requests()] == [(Kind.GPU, "cell")]
     assert config.requests()[-1] == config.policy_requests()[0]
-    assert not any(need.is_learner_gpu for need in config.needs)
-    with pytest.raises(ConfigError, match="a robot is for itself"):
+    assert not any(need.is_learner_gpu for need in config.resources)
+    with pytest.raises(ConfigError, match="not for a robot; leave out use"):
         ResourceRequestConfig(kind="robot", use="policy")
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"answer_within": 1.0}, "policy.answer_within is 1: a share of the control period"),
-        ({"answer_within": 0.0}, "policy.answer_within is 0"),
-        ({"device": "cuda"}, "policy.device is cuda, which is for a policy process: add policy.at: site"),
+        ({"timeout_fraction": 1.0}, "policy.timeout_fraction is 1; it must be above 0 and below 1"),
+        ({"timeout_fraction": 0.0}, "policy.timeout_fraction is 0"),
+        ({"device": "cuda"}, "policy.device is cuda, which is for a policy process: add policy.location: server"),
         ({"endpoint": "tcp://a:1"}, "policy.endpoint is tcp://a:1, which is for a policy process"),
-        ({"at": "site", "endpoint": "a:1"}, "policy.endpoint a:1: expected tcp://HOST:PORT"),
+        ({"location": "server", "endpoint": "a:1"}, "policy.endpoint a:1: expected tcp://HOST:PORT"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], says: str) -> None:
@@ -123,8 +126,8 @@ def test_on_the_processor_neither_the_process_nor_a_session_imports_torch() -> N
     code = (
         "import sys, user_sys.inference.__main__ as m, user_sys.edge.session, user_sys.compose as c\n"
         "from user_sys.policies.conformance import example_spec\n"
-        "assert m.chosen_device('cpu') == 'cpu'\n"
-        "c.policy_maker('cpu')('mlp', (), example_spec(), 0)\n"
+        "assert m.select_device('cpu') == 'cpu'\n"
+        "c.policy_factory('cpu')('mlp', (), example_spec(), 0)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -148,7 +148,7 @@ def test_an_envoy_that_is_replaced_during_a_fetch_publishes_the_version_before_a
 
 
 def test_the_governors_share_reaches_a_fetch_that_is_under_way(site: PublisherSite) -> None:
-    governor = GovernorConfig(decide_s=0.01, most_ctas=10)
+    governor = GovernorConfig(update_interval_s=0.01, max_ctas=10)
     setup, held = replace(site.setup(), publish=PublishConfig(governor=governor)), PausedWeights(weights(1))
     with PublisherClient(setup, site.stops.append) as learner:
         for _ in range(32):

@@ -391,7 +391,7 @@ class LaggingPublisher:
 def test_the_learner_waits_for_robots_that_are_too_far_behind_and_then_goes_on(bench: LearnerBench) -> None:
     bench.fill(EpisodeSource.DEMO, 3)
     behind = LaggingPublisher()
-    config = replace(CONFIG, publish=PublishConfig(every_updates=1, max_lead=3), max_updates=5)
+    config = replace(CONFIG, publish=PublishConfig(every_updates=1, max_versions_ahead=3), max_updates=5)
     bench.learner(config, sink=behind).run(threading.Event())
     assert len(behind.updated_at) == 5 and min(behind.updated_at) > 50, "no update before the robots had caught up"
 

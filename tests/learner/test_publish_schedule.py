@@ -102,7 +102,7 @@ def test_no_number_is_given_that_no_checkpoint_reserved() -> None:
 
 
 def test_the_learner_waits_for_robots_that_are_too_far_behind_when_it_is_told_to() -> None:
-    loop = SimulatedLoop(replace(NEVER, max_lead=3))
+    loop = SimulatedLoop(replace(NEVER, max_versions_ahead=3))
     for lead, waits in ((0, False), (3, False), (4, True)):
         loop.sink.versions_ahead = lead
         assert loop.publishing.is_too_far_ahead is waits

@@ -123,7 +123,7 @@ def test_weights_that_are_not_finite_end_the_learner_and_never_leave_it(site: Pu
 def test_a_learner_that_waits_for_robots_under_a_persons_order_says_so_once(
     site: PublisherSite, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup = replace(site.setup(), publish=PublishConfig(max_lead=1))
+    setup = replace(site.setup(), publish=PublishConfig(max_versions_ahead=1))
     shelf, desk = VersionStore(site.run / "weights"), site.gateway._weights._desks["learner"]
     with PublisherClient(setup, site.stops.append) as learner:
         for version in (1, 2):

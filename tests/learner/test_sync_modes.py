@@ -172,7 +172,7 @@ def test_what_is_due_waits_while_the_governor_has_pushes_pause(tmp_path: Path) -
 
 
 def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
-    with learner(tmp_path, "learner: {publish: {every_s: 0, every_updates: 1, max_lead: 2}}") as (_, trained):
+    with learner(tmp_path, "learner: {publish: {every_s: 0, every_updates: 1, max_versions_ahead: 2}}") as (_, trained):
         assert trained.train(5) == [1, 2, 3, 4, 5], "no robot acts with any yet"
 
         def oldest(version: int) -> None:
@@ -188,7 +188,7 @@ def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
 
 
 def test_a_bound_on_staleness_holds_the_robot_back(tmp_path: Path) -> None:
-    text = "{weights: {hold_behind: 1}, learner: {publish: {every_s: 0, every_updates: 1}}}"
+    text = "{weights: {max_staleness_versions: 1}, learner: {publish: {every_s: 0, every_updates: 1}}}"
     robot, swapper = InMemoryChannel(), DoubleBufferedPolicy(ConstantPolicy)
     with learner(tmp_path, text, robot) as (config, trained):
         with WeightsReceiver(
@@ -210,7 +210,11 @@ def test_a_bound_on_staleness_holds_the_robot_back(tmp_path: Path) -> None:
 
 def test_weights_of_another_run_are_too_old_as_soon_as_this_one_has_any(tmp_path: Path) -> None:
     """Whatever their number is: those of this run begin at one."""
-    config, robot, swapper = ReceiverConfig(hold_behind=3), InMemoryChannel(), DoubleBufferedPolicy(ConstantPolicy)
+    config, robot, swapper = (
+        ReceiverConfig(max_staleness_versions=3),
+        InMemoryChannel(),
+        DoubleBufferedPolicy(ConstantPolicy),
+    )
     keys = tmp_path / "keys"
     signer = ensure_signer(keys, "learner")
 

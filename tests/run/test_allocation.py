@@ -59,17 +59,17 @@ def gpu(site: str, gigabytes: int) -> ResourceRecord:
     )
 
 
-def run_of(*names: str, needs: Sequence[ResourceRequestConfig], runs: Path = Path("nowhere")) -> RunConfig:
+def run_of(*names: str, resources: Sequence[ResourceRequestConfig], runs: Path = Path("nowhere")) -> RunConfig:
     return RunConfig(
         robots=tuple(RobotConfig(name=name, driver="fake", task="reach") for name in names),
-        needs=tuple(needs),
+        resources=tuple(resources),
         runs=runs,
     )
 
 
 PAIR = (
-    ResourceRequestConfig(kind="robot", model="panda", count=2, near="cell", near_by="site"),
-    ResourceRequestConfig(kind="gpu", memory_gb=24, near="cell", near_by="site"),
+    ResourceRequestConfig(kind="robot", model="panda", count=2, colocate="cell", colocate_by="site"),
+    ResourceRequestConfig(kind="gpu", memory_gb=24, colocate="cell", colocate_by="site"),
 )
 LISTED = ("a", "b", "c", "d", "u")
 THERE = [
@@ -91,25 +91,29 @@ def why(config: RunConfig, records: Sequence[ResourceRecord]) -> str:
 
 
 def test_a_run_gets_two_pandas_with_a_gpu_near_them_whatever_the_order_of_what_is_there() -> None:
-    config = run_of(*LISTED, needs=PAIR)
+    config = run_of(*LISTED, resources=PAIR)
     assert chosen(config, THERE) == chosen(config, THERE[::-1]) == ["b", "d"]
     for health in (Health.LOST, Health.LEASED, Health.QUARANTINED, Health.DRAINING):
-        assert "b" not in chosen(run_of(*LISTED, needs=PAIR[:1]), [robot("b", health=health), *THERE[:2], *THERE[3:]])
+        assert "b" not in chosen(
+            run_of(*LISTED, resources=PAIR[:1]), [robot("b", health=health), *THERE[:2], *THERE[3:]]
+        )
 
 
 def test_a_need_may_name_its_robot_and_the_rest_is_chosen_beside_it() -> None:
-    config = run_of(*LISTED, needs=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="robot", name="a")])
+    config = run_of(
+        *LISTED, resources=[ResourceRequestConfig(kind="robot"), ResourceRequestConfig(kind="robot", name="a")]
+    )
     assert chosen(config, THERE) == ["a", "b"], "in the order of the file"
 
 
 def test_without_a_need_of_robots_a_run_has_all_that_it_lists() -> None:
-    config = run_of(*LISTED, needs=[ResourceRequestConfig(kind="gpu")])
+    config = run_of(*LISTED, resources=[ResourceRequestConfig(kind="gpu")])
     assert select_robots(config, []) == config
     assert [request.name for request in config.robot_requests()] == list(LISTED)
 
 
 def test_what_is_missing_is_told_as_a_colleague_would() -> None:
-    assert why(run_of(*LISTED, needs=PAIR), [*THERE[:4], *THERE[5:]]) == (
+    assert why(run_of(*LISTED, resources=PAIR), [*THERE[:4], *THERE[5:]]) == (
         "The job asks for two robots of model panda and one GPU with at least 24 GB, the robots and GPU at one site. "
         "Each of them is there, but not near each other (robots of model panda: a on hall, b on lab and c on hall; "
         "GPUs with at least 24 GB: lab-rack/gpu-0 on lab)."
@@ -117,18 +121,18 @@ def test_what_is_missing_is_told_as_a_colleague_would() -> None:
 
 
 def test_a_robot_that_the_file_does_not_list_is_named_and_not_taken() -> None:
-    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot", model="panda", count=2)])
+    config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", model="panda", count=2)])
     there = [robot("a"), robot("b", health=Health.LEASED, note="by run demo"), robot("c"), robot("u", model="ur5e")]
     assert why(config, there) == (
         "The job asks for two robots of model panda. Only one is free, a: b is driven by run demo. It would fit if b "
-        "were free. c is free too, but not listed under robots: nothing says what drives it."
+        "were free. c is also free; list it under robots to use it."
     )
-    assert why(config, [*there, robot("d")]).endswith("c and d are free too, but not listed under robots: nothing "
-                                                     "says what drives them.")  # fmt: skip
+    both = why(config, [*there, robot("d")])
+    assert both.endswith("c and d are also free; list them under robots to use them.")
 
 
 def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None:
-    config = run_of(*LISTED, needs=PAIR)
+    config = run_of(*LISTED, resources=PAIR)
     had = select_robots(config, chosen(config, THERE))
     save(had, tmp_path / "config.yaml")
     again = load(RunConfig, tmp_path / "config.yaml")
@@ -137,7 +141,7 @@ def test_the_choice_of_a_run_that_goes_on_is_what_it_had(tmp_path: Path) -> None
 
 
 def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None:
-    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
+    config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot", count=2)], runs=tmp_path)
     book = OperatorOverrides(tmp_path / "demo" / "orders.json")
     book.set_override("b", "quarantined", "ana", "the gripper sticks")
     (tmp_path / "latest").symlink_to(tmp_path / "demo")
@@ -156,7 +160,9 @@ def test_whoever_is_quarantined_in_any_run_is_not_chosen(tmp_path: Path) -> None
 def test_a_computer_that_says_no_site_is_at_that_of_its_robots_where_these_agree() -> None:
     card = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="L4", node="desk", memory_bytes=24 * GB)
     at_lab, at_hall = robot("a", node="desk"), robot("b", "hall", node="desk")
-    config = run_of("a", "b", needs=(ResourceRequestConfig(kind="robot", near="cell", near_by="site"), PAIR[1]))
+    config = run_of(
+        "a", "b", resources=(ResourceRequestConfig(kind="robot", colocate="cell", colocate_by="site"), PAIR[1])
+    )
     assert chosen(config, available_resources(config, [card, at_lab])) == ["a"]
     assert "not near each other" in why(config, available_resources(config, [card, at_lab, at_hall]))
 
@@ -188,7 +194,7 @@ def refuse_to_wait(text: str) -> None:
 
 
 def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
-    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
     with LocalAllocation(config, "one") as one, LocalAllocation(config, "two") as two:
         one.acquire(refuse_to_wait)
         assert [robot.name for robot in one.config.robots] == ["a", "b"]
@@ -203,7 +209,7 @@ def test_two_runs_of_one_computer_do_not_choose_the_same_robot() -> None:
 
 
 def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> None:
-    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
     said: list[str] = []
     with ExitStack() as until_then, LocalAllocation(config, "two") as two:
         until_then.enter_context(LocalAllocation(config, "one")).acquire(refuse_to_wait)
@@ -217,14 +223,14 @@ def test_a_run_goes_on_once_another_has_ended_and_says_once_why_it_waits() -> No
 
 
 def test_a_robot_that_another_program_drives_is_passed_over() -> None:
-    config = run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot", count=2)])
+    config = run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot", count=2)])
     with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(config, "one") as one:
         one.acquire(refuse_to_wait)
         assert [robot.name for robot in one.config.robots] == ["b", "c"]
 
 
 def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> None:
-    every, some = run_of("a", "b", needs=()), run_of("a", "b", "c", needs=[ResourceRequestConfig(kind="robot")])
+    every, some = run_of("a", "b", resources=()), run_of("a", "b", "c", resources=[ResourceRequestConfig(kind="robot")])
     with (
         LocalAllocation(some, "some") as first,
         LocalAllocation(every, "every") as all_of_them,
@@ -239,7 +245,7 @@ def test_a_run_that_drives_all_it_lists_keeps_others_from_choosing_them() -> Non
 
 
 def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_waits_for_it() -> None:
-    every = run_of("a", "b", needs=())
+    every = run_of("a", "b", resources=())
     with robot_lock("a", "user-sys edge", simulated=True), LocalAllocation(every, "every") as waiting:
         waiting.acquire(refuse_to_wait)
         notes = [record.note for record in available_resources(every, [robot("a"), robot("b")])]
@@ -247,13 +253,13 @@ def test_a_robot_is_said_to_be_driven_by_who_drives_it_and_not_by_a_run_that_wai
 
 
 def test_a_robot_that_cannot_be_built_here_is_told_of_and_not_chosen() -> None:
-    config = run_of("a", "b", needs=[ResourceRequestConfig(kind="robot")])
+    config = run_of("a", "b", resources=[ResourceRequestConfig(kind="robot")])
     crane = RobotConfig(name="a", driver="fake", task="reach", options={"rate": 5})
     said: list[str] = []
     with LocalAllocation(replace(config, robots=(crane, config.robots[1])), "one") as one:
         one.acquire(said.append)
         assert [robot.name for robot in one.config.robots] == ["b"]
-    assert said == ["a cannot be chosen: unknown option 'rate'; did you mean 'rate_hz'?"]
+    assert said == ["a cannot be selected: unknown option 'rate'; did you mean 'rate_hz'?"]
 
 
 @pytest.fixture
@@ -277,7 +283,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_of("a", needs=[ResourceRequestConfig(kind="gpu")])
+    config = run_of("a", resources=[ResourceRequestConfig(kind="gpu")])
     with ExitStack() as until_then, LocalAllocation(config, "two") as two, LocalAllocation(config, "three") as three:
         one = until_then.enter_context(LocalAllocation(config, "one"))
         one.acquire(refuse_to_wait)
@@ -302,8 +308,10 @@ def test_two_runs_of_one_computer_do_not_get_the_same_gpu(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("two_gpus")
 def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
     needs = (ResourceRequestConfig(kind="gpu"), ResourceRequestConfig(kind="gpu", use="policy"))
-    both = RunConfig(robots=(RobotConfig(name="a", driver="fake"),), needs=needs, policy=PolicyConfig(at="site"))
-    with LocalAllocation(both, "one") as one, LocalAllocation(run_of("b", needs=[needs[0]]), "two") as two:
+    both = RunConfig(
+        robots=(RobotConfig(name="a", driver="fake"),), resources=needs, policy=PolicyConfig(location="server")
+    )
+    with LocalAllocation(both, "one") as one, LocalAllocation(run_of("b", resources=[needs[0]]), "two") as two:
         one.acquire(refuse_to_wait)
         assert (one.learner_gpus, one.policy_gpus) == (("GPU-0",), ("GPU-1",))
         with pytest.raises(
@@ -315,11 +323,11 @@ def test_no_other_run_gets_the_gpu_of_a_policy() -> None:
 def test_what_no_waiting_would_bring_is_refused_at_once() -> None:
     needs = [ResourceRequestConfig(kind="robot", labels={"site": "moon"})]
     with (
-        LocalAllocation(run_of("a", needs=needs), "one") as one,
+        LocalAllocation(run_of("a", resources=needs), "one") as one,
         pytest.raises(PlacementError, match="None is at site moon"),
     ):
         one.acquire(refuse_to_wait)
-    here = available_resources(run_of("a", needs=[]), [robot("a", node=local_node())])
+    here = available_resources(run_of("a", resources=[]), [robot("a", node=local_node())])
     assert here[0].health is Health.READY
 
 
@@ -339,7 +347,7 @@ robots:
   - {name: crane, driver: nowhere, task: reach}
   - {name: b, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
   - {name: c, driver: fake, task: reach, real_time: true, options: {rate_hz: 50}}
-needs: [{kind: robot, count: 2}]
+resources: [{kind: robot, count: 2}]
 demonstrations: {episodes: 1}
 learner: {max_training_s: 1, batch_size: 32, warmup_updates: 5}
 evaluation: {episodes: 1, video_episodes: 0}
@@ -364,7 +372,7 @@ def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(
         assert re.search(
             r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out
         )
-        assert "crane cannot be chosen: no driver 'nowhere'" in launch.out
+        assert "crane cannot be selected: no driver 'nowhere'" in launch.out
         assert not (tmp_path / "runs").exists(), "nothing is made before"
         others.release()
         assert launch.wait() == 0, launch.err

@@ -62,7 +62,7 @@ def scenario(folder: Path) -> None:
     def job(cores: int) -> RunConfig:
         return RunConfig(
             robots=(RobotConfig(name="panda-0", driver="fake"),),
-            needs=(ResourceRequestConfig(kind="compute", cores=cores),),
+            resources=(ResourceRequestConfig(kind="compute", cores=cores),),
         )
 
     arms = {f"robot:panda-{number}": 1.0 for number in range(3)}
@@ -108,7 +108,7 @@ def scenario(folder: Path) -> None:
         names = ("panda-0", "panda-1", "panda-2", "lone")
         lab = RunConfig(
             robots=tuple(RobotConfig(name=name, driver="fake") for name in names),
-            needs=(
+            resources=(
                 ResourceRequestConfig(kind="robot", count=2),
                 ResourceRequestConfig(kind="robot", name="lone"),
                 ResourceRequestConfig(kind="compute"),
@@ -153,7 +153,8 @@ def launcher(folder: Path, address: str) -> None:
     from user_sys.run.config import ResourceRequestConfig, RunConfig
 
     config = RunConfig(
-        robots=(RobotConfig(name="panda-0", driver="fake"),), needs=(ResourceRequestConfig(kind="compute", cores=1),)
+        robots=(RobotConfig(name="panda-0", driver="fake"),),
+        resources=(ResourceRequestConfig(kind="compute", cores=1),),
     )
     ClusterAllocation(connect_cluster(address), config, "killed", folder).acquire(say)
     print("has both", flush=True)

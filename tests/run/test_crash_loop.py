@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hal.process_supervisor import ProcessState, ProcessStatus
-from user_sys.run.launcher import MAX_FAILED_STARTS, CrashLoopDetector
+from user_sys.run.processes import MAX_FAILED_STARTS, CrashLoopDetector
 
 
 def ended(restarts: int, last_exit: int | None = 2) -> ProcessStatus:

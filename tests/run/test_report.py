@@ -21,12 +21,11 @@ from hal.spec import Array
 from user_sys.compose import RobotConfig
 from user_sys.edge.environment import NO_OUTCOME, TimeStep
 from user_sys.errors import RunError
-from user_sys.run.config import RunConfig, RunFolder
-from user_sys.run.evaluate import EvaluationConfig, video_listener
+from user_sys.run.config import EvaluationConfig, RunConfig, RunFolder
+from user_sys.run.evaluate import evaluate_and_report, video_listener
 from user_sys.run.report import (
     EpisodePoint,
     RunSummary,
-    evaluate_and_report,
     link_latest,
     moving_success,
     read_summary,
@@ -143,7 +142,7 @@ def test_a_real_robot_is_not_let_go_alone_when_its_training_is_over(tmp_path: Pa
     config = RunConfig(robots=(RobotConfig(name="arm", driver="ur", task="tidy", real_time=True),))
     folder = RunFolder(tmp_path)
     assert evaluate_and_report(config, folder, [], _summary(0, 0), Console(file=said, width=500)) == _summary(0, 0)
-    assert "not evaluated, since nobody may stand by now: arm; later, with an e-stop within reach: " in said.getvalue()
+    assert "not evaluated without a person who stands by: arm; with an e-stop within reach: " in said.getvalue()
     assert f"user-sys evaluate {tmp_path} --robot NAME" in said.getvalue()
 
 

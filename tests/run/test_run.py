@@ -30,6 +30,7 @@ from user_sys.process_exit import ExitStatus
 from user_sys.robot_records import read_robot_records
 from user_sys.run.config import (
     METADATA_FILE,
+    EvaluationConfig,
     RunConfig,
     RunMetadata,
     TargetConfig,
@@ -37,12 +38,11 @@ from user_sys.run.config import (
     default_run_name,
     open_run_folder,
 )
-from user_sys.run.evaluate import EvaluationConfig
-from user_sys.run.launcher import report_unreadable_checkpoints
+from user_sys.run.evaluate import exit_status
 from user_sys.run.metrics import MetricsWriter
-from user_sys.run.prepare import free_endpoint, prepare_run_folder
+from user_sys.run.prepare import free_endpoint, prepare_run_folder, report_unreadable_checkpoints
 from user_sys.run.progress import ROBOT_TIMEOUT_S, ProgressTracker, plain_line, previous_elapsed_s
-from user_sys.run.report import RunSummary, exit_status
+from user_sys.run.report import RunSummary
 from user_sys.tunnel.keys import load_keypair
 
 ENDPOINT = "tcp://127.0.0.1:5999"
@@ -72,20 +72,20 @@ def test_a_resumed_run_may_be_given_other_settings(tmp_path: Path) -> None:
     assert (config.learner.max_training_s, config.console.port) == (7.0, 0)
     with pytest.raises(ConfigError, match="did you mean 'learner.batch_size'"):
         open_run_folder(tmp_path / "first", ["--learner.batchsize=7"])
-    with pytest.raises(RunError, match=f"gateway.endpoint: the run in .*first listens on {ENDPOINT} for as long"):
+    with pytest.raises(RunError, match=f"gateway.endpoint: the run in .*first listens on {ENDPOINT}"):
         open_run_folder(tmp_path / "first", ["--gateway.endpoint=tcp://0.0.0.0:7777"])
 
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:
     create_run_folder(fleet(tmp_path), "first", ENDPOINT)
-    with pytest.raises(RunError, match=r"there is a run 'first' in .* already; go on with `--resume .*/first`"):
+    with pytest.raises(RunError, match=r"the run 'first' exists in .*; continue it with `--resume .*/first`"):
         create_run_folder(fleet(tmp_path), "first", ENDPOINT)
     open_run_folder(tmp_path / "first")
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(RunError, match="cannot make the run folder .*: Not a directory"):
+    with pytest.raises(RunError, match="cannot create the run folder .*: Not a directory"):
         create_run_folder(fleet(tmp_path / "runs"), "first", ENDPOINT)
 
 
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         (b'{"format": 1}', "cannot be read"),
         (
             msgspec.json.encode(RunMetadata(format=2, name="x", started_unix_s=0.0, endpoint=ENDPOINT)),
-            r"another version \(run format 2, this is 1\)",
+            r"run format 2, this version reads 1",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_free_port_is_found_on_an_ipv6_address() -> None:
     assert re.fullmatch(r"tcp://\[::1\]:[1-9]\d+", free_endpoint("tcp://[::1]:0"))
 
 
-# The monitor
+# The tracker
 
 
 class Clock:
@@ -201,7 +201,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def monitor(clock: Clock) -> ProgressTracker:
+def tracker(clock: Clock) -> ProgressTracker:
     return ProgressTracker("demo", "http://here", 300.0, clock, RUN)
 
 
@@ -239,109 +239,113 @@ def learner(updates: int, training_s: float, version: int) -> MetricsReport:
     return MetricsReport(node="learner", count=updates, scalars=scalars)
 
 
-def test_success_counts_only_episodes_without_a_person(monitor: ProgressTracker) -> None:
+def test_success_counts_only_episodes_without_a_person(tracker: ProgressTracker) -> None:
     for report in (episode(True), episode(False), episode(None), episode(True, person=3), episode(True)):
-        monitor.on_episode(report)
-    assert monitor.success_rate(4) == 0.5 and monitor.success_rate(2) == 0.5 and monitor.success_rate(5) is None
-    assert (monitor.episodes, monitor.env_steps, monitor.interventions) == (5, 50, 1)
-    assert [(p.success, p.intervened) for p in monitor.points].count((True, True)) == 1
+        tracker.on_episode(report)
+    assert (
+        tracker.episodes.success_rate(4) == 0.5
+        and tracker.episodes.success_rate(2) == 0.5
+        and tracker.episodes.success_rate(5) is None
+    )
+    assert (tracker.episodes.count, tracker.episodes.env_steps, tracker.episodes.interventions) == (5, 50, 1)
+    assert [(p.success, p.intervened) for p in tracker.episodes.points].count((True, True)) == 1
 
 
-def test_rates_and_staleness_follow_what_is_reported(monitor: ProgressTracker, clock: Clock) -> None:
-    monitor.on_status(status("left", version=2))
-    monitor.on_status(status("right", version=5))
+def test_rates_and_staleness_follow_what_is_reported(tracker: ProgressTracker, clock: Clock) -> None:
+    tracker.on_status(status("left", version=2))
+    tracker.on_status(status("right", version=5))
     for second in range(5):
         clock.now_s += 1
-        monitor.on_episode(episode(True, steps=20))
-        monitor.on_metrics(learner(100 * second, float(second), version=6))
-    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={"training_s": 99.0}))
-    progress = monitor.progress("training")
+        tracker.on_episode(episode(True, steps=20))
+        tracker.on_metrics(learner(100 * second, float(second), version=6))
+    tracker.on_metrics(MetricsReport(node="gateway", count=9, scalars={"training_s": 99.0}))
+    progress = tracker.snapshot("training")
     assert (progress.env_steps_per_s, progress.updates_per_s) == (20.0, 100.0)
     assert (progress.updates, progress.policy_version, progress.staleness, progress.left_s) == (400, 6, 4, 296.0)
-    assert monitor.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in monitor.scalars()
+    assert tracker.scalars()["env_steps_per_s"] == 20.0 and "success_20" not in tracker.scalars()
 
 
-def test_a_full_store_is_told_until_there_is_room(monitor: ProgressTracker) -> None:
-    assert not monitor.progress("training").warning
+def test_a_full_store_is_told_until_there_is_room(tracker: ProgressTracker) -> None:
+    assert not tracker.snapshot("training").warning
     for node, folder in (
         ("gateway", "store"),
         ("learner", "checkpoints"),
         ("learner-ur5e-1", "checkpoints/learner-ur5e-1"),
     ):
         short = {"disk_needed_bytes": 5e6, "disk_free_bytes": 4096.0}
-        monitor.on_metrics(MetricsReport(node=node, count=9, scalars=short))
+        tracker.on_metrics(MetricsReport(node=node, count=9, scalars=short))
         said = f"waiting for disk space in {RUN / folder}: needs 5 MB, 0.0041 MB free; "
-        assert said in monitor.progress("training").warning
-        monitor.on_metrics(MetricsReport(node=node, count=9, scalars={key: 0.0 for key in short}))
-        assert not monitor.progress("training").warning
+        assert said in tracker.snapshot("training").warning
+        tracker.on_metrics(MetricsReport(node=node, count=9, scalars={key: 0.0 for key in short}))
+        assert not tracker.snapshot("training").warning
 
 
-def test_checkpoints_that_a_learner_passes_over_are_counted(monitor: ProgressTracker) -> None:
+def test_checkpoints_that_a_learner_passes_over_are_counted(tracker: ProgressTracker) -> None:
     scalars = {"checkpoints_unreadable": 2.0}
-    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars=scalars))
-    monitor.on_metrics(MetricsReport(node="gateway", count=9, scalars={}))
-    assert monitor.unreadable_checkpoints == {"learner": 2}
+    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars=scalars))
+    tracker.on_metrics(MetricsReport(node="gateway", count=9, scalars={}))
+    assert tracker.learners.unreadable_checkpoints == {"learner": 2}
 
 
-def test_training_that_waits_for_a_persons_order_is_told(monitor: ProgressTracker) -> None:
-    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
-    assert "training waits" in monitor.progress("training").warning
-    monitor.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
-    assert not monitor.progress("training").warning
+def test_training_that_waits_for_a_persons_order_is_told(tracker: ProgressTracker) -> None:
+    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 1.0}))
+    assert "training waits" in tracker.snapshot("training").warning
+    tracker.on_metrics(MetricsReport(node="learner", count=9, scalars={"held_by_order": 0.0}))
+    assert not tracker.snapshot("training").warning
 
 
-def test_a_robot_is_behind_its_own_learner_and_no_other(monitor: ProgressTracker) -> None:
-    monitor.on_metrics(learner(100, 1.0, version=90))
-    monitor.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))
-    monitor.on_status(status("left", version=89))
-    monitor.on_status(status("right", version=2))
-    monitor.set_learners({"left": "learner", "right": "learner-arm-1"})
-    assert monitor.progress("training").staleness == 2
-    monitor.set_learners({"left": "learner", "right": "learner-that-is-silent"})
-    assert monitor.progress("training").staleness == 1
+def test_a_robot_is_behind_its_own_learner_and_no_other(tracker: ProgressTracker) -> None:
+    tracker.on_metrics(learner(100, 1.0, version=90))
+    tracker.on_metrics(MetricsReport(node="learner-arm-1", count=10, scalars={"policy_version": 4.0}))
+    tracker.on_status(status("left", version=89))
+    tracker.on_status(status("right", version=2))
+    tracker.robots.set_learners({"left": "learner", "right": "learner-arm-1"})
+    assert tracker.snapshot("training").staleness == 2
+    tracker.robots.set_learners({"left": "learner", "right": "learner-that-is-silent"})
+    assert tracker.snapshot("training").staleness == 1
 
 
-def test_a_robot_that_is_silent_is_shown_as_lost(monitor: ProgressTracker, clock: Clock) -> None:
-    monitor.on_status(status("left"))
+def test_a_robot_that_is_silent_is_shown_as_lost(tracker: ProgressTracker, clock: Clock) -> None:
+    tracker.on_status(status("left"))
     clock.now_s += ROBOT_TIMEOUT_S + 1
-    monitor.on_status(status("right"))
-    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("left", "lost"), ("right", "policy")]
-    assert monitor.seen_robots == {"left", "right"}
+    tracker.on_status(status("right"))
+    assert [(r.name, r.control) for r in tracker.snapshot("training").robots] == [("left", "lost"), ("right", "policy")]
+    assert tracker.robots.seen == {"left", "right"}
 
 
 def test_a_guest_that_has_not_come_in_is_shown_as_missing_and_one_that_is_silent_since_when(
-    monitor: ProgressTracker, clock: Clock
+    tracker: ProgressTracker, clock: Clock
 ) -> None:
-    monitor.expect_robots(["far"])
+    tracker.robots.expect(["far"])
     clock.now_s += 65
-    assert [(r.name, r.control, r.note) for r in monitor.progress("training").robots] == [
-        ("far", "missing", "not come in yet, for 1:05")
+    assert [(r.name, r.control, r.note) for r in tracker.snapshot("training").robots] == [
+        ("far", "missing", "not connected yet, for 1:05")
     ]
-    assert not monitor.seen_robots
-    monitor.on_status(status("far"))
-    assert monitor.active_robots == {"far"}
-    assert [(r.name, r.control) for r in monitor.progress("training").robots] == [("far", "policy")]
+    assert not tracker.robots.seen
+    tracker.on_status(status("far"))
+    assert tracker.robots.active == {"far"}
+    assert [(r.name, r.control) for r in tracker.snapshot("training").robots] == [("far", "policy")]
     clock.now_s += 125
-    assert "far lost (silent for 2:05)" in plain_line(monitor.progress("training"))
-    assert not monitor.active_robots and monitor.seen_robots == {"far"}
+    assert "far lost (silent for 2:05)" in plain_line(tracker.snapshot("training"))
+    assert not tracker.robots.active and tracker.robots.seen == {"far"}
 
 
-def test_a_resumed_run_counts_on(monitor: ProgressTracker, clock: Clock, tmp_path: Path) -> None:
+def test_a_resumed_run_counts_on(tracker: ProgressTracker, clock: Clock, tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, "run") as metrics:
         assert previous_elapsed_s(metrics.path) == 0.0
         clock.now_s += 100.0
-        metrics.write(500, monitor.scalars())
+        metrics.write(500, tracker.scalars())
         before_s = previous_elapsed_s(metrics.path)
     resumed = ProgressTracker("demo", "http://here", 300.0, clock)
     resumed.seed_history(episodes=10, env_steps=500, interventions=2, elapsed_s=before_s)
-    resumed.expect_robots(["far"])
+    resumed.robots.expect(["far"])
     clock.now_s += 5.0
     resumed.on_episode(episode(True, person=1))
     resumed.on_metrics(learner(900, training_s=80.0, version=9))
-    assert (resumed.episodes, resumed.env_steps, resumed.interventions) == (11, 510, 3)
-    progress = resumed.progress("training")
+    assert (resumed.episodes.count, resumed.episodes.env_steps, resumed.episodes.interventions) == (11, 510, 3)
+    progress = resumed.snapshot("training")
     assert (progress.elapsed_s, progress.left_s, resumed.scalars()["elapsed_s"]) == (105.0, 220.0, 105.0)
-    assert progress.robots[0].note == "not come in yet, for 0:05", "in this launch"
+    assert progress.robots[0].note == "not connected yet, for 0:05", "in this launch"
 
 
 # Bad input at the real command line
@@ -394,7 +398,7 @@ OWN = "robots: [{name: arm, driver: ur, task: tidy, options: {host: 127.0.0.1}}]
 
 
 def test_a_mistake_is_one_line_and_makes_nothing(config: Path) -> None:
-    (config.parent / "greedy.yaml").write_text(f"{FAKE}needs: [{{kind: compute, cores: 9999}}]\n")
+    (config.parent / "greedy.yaml").write_text(f"{FAKE}resources: [{{kind: compute, cores: 9999}}]\n")
     (config.parent / "own.yaml").write_text(f"{FAKE[FAKE.index('console') :]}{OWN}")
     with ExitStack() as stack:
         launches = {said: stack.enter_context(user_sys(config.parent, *argv)) for said, argv in MISTAKES.items()}
@@ -466,7 +470,11 @@ def test_unreadable_checkpoints_are_kept_if_training_is_to_begin_anew(config: Pa
     told = StringIO()
     report_unreadable_checkpoints(folder, Console(file=told, width=400))
     kept = folder.checkpoints / "unreadable-1" / "000001-000000000700.checkpoint"
-    assert kept.is_dir() and str(kept.parent) in told.getvalue() and "training begins anew" in told.getvalue()
+    assert (
+        kept.is_dir()
+        and str(kept.parent) in told.getvalue()
+        and "training starts from the beginning" in told.getvalue()
+    )
 
 
 @pytest.fixture

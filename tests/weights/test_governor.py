@@ -16,14 +16,14 @@ from user_sys.errors import ConfigError
 from user_sys.gateway.weights import FLUSH_DELAY_S
 from user_sys.weights.governor import MIN_SAMPLES, PUSH_AFTERMATH_S, GovernedBudget, Governor, GovernorConfig
 
-CONFIG = GovernorConfig(budget=0.1, decide_s=1.0, link_bytes_per_s=1e6)
+CONFIG = GovernorConfig(budget=0.1, update_interval_s=1.0, link_bytes_per_s=1e6)
 DECIDING = """
 import itertools, sys
 from user_sys.weights.governor import Governor, GovernorConfig
 
 for quantile in (0.0, 0.99):
     ticks = itertools.count()
-    governor = Governor(GovernorConfig(quantile=quantile, decide_s=1.0), clock=lambda: next(ticks))
+    governor = Governor(GovernorConfig(quantile=quantile, update_interval_s=1.0), clock=lambda: next(ticks))
     before = set(sys.modules)
     for _ in range(100):
         governor.observe(0.01)
@@ -79,7 +79,7 @@ def test_a_push_that_hurts_nobody_gets_all_of_it_back() -> None:
 
 
 def test_it_never_starves_a_push_and_decides_nothing_before_it_knows_enough() -> None:
-    machine = SimulatedMachine(replace(CONFIG, least_share=0.2))
+    machine = SimulatedMachine(replace(CONFIG, min_share=0.2))
     machine.run(MIN_SAMPLES - 1, 0.0, pushing=False)
     machine.run(1000, 100.0, pushing=True)
     assert machine.governor.share == 1.0 and not machine.governor.decisions
@@ -237,11 +237,11 @@ def test_bulk_work_rests_as_its_share_says() -> None:
 
 def test_on_a_gpu_the_share_sets_thread_blocks_and_chunks() -> None:
     told, found = [1.0], []
-    allowance = GovernedBudget(replace(CONFIG, most_ctas=16), lambda: told[0])
+    allowance = GovernedBudget(replace(CONFIG, max_ctas=16), lambda: told[0])
     for told[0] in (1.0, 0.5, 0.05, 0.01):
         found.append((allowance.ctas, allowance.chunk_bytes))
     assert found == [(16, 32 << 20), (8, 16 << 20), (1, int(0.05 * (32 << 20))), (1, 1 << 20)]
-    assert GovernedBudget(replace(CONFIG, enabled=False, most_ctas=4), lambda: 0.25).ctas == 4
+    assert GovernedBudget(replace(CONFIG, enabled=False, max_ctas=4), lambda: 0.25).ctas == 4
 
 
 def test_who_works_on_a_push_in_another_process_keeps_to_the_share_that_it_is_told() -> None:
@@ -289,7 +289,7 @@ def test_switched_off_it_takes_nothing() -> None:
 
 
 def test_threads_may_observe_and_push_at_once() -> None:
-    governor = Governor(replace(CONFIG, decide_s=1e-4))
+    governor = Governor(replace(CONFIG, update_interval_s=1e-4))
 
     def work(pushes: bool) -> None:
         for _ in range(2000):
@@ -308,7 +308,7 @@ def test_threads_may_observe_and_push_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"budget": 0.0}, {"least_share": 0.0}, {"cut": 1.0}, {"decide_s": 0.0}, {"most_ctas": 0}]
+    "wrong", [{"budget": 0.0}, {"min_share": 0.0}, {"cut": 1.0}, {"update_interval_s": 0.0}, {"max_ctas": 0}]
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="governor"):

@@ -100,20 +100,24 @@ def edge_main(args: Namespace) -> int:
 
 
 def load_edge_config(path: Path, robots: Sequence[str], overrides: Sequence[str]) -> EdgeConfig:
-    """The configuration in the file at `path`; with `robots`, it is a run's, and what it says of these guests counts.
+    """The configuration in the file at `path`; with `robots`, a run's, of which these remote robots count.
 
     Raises:
-        ConfigError: as `load`; a run's file names no such guest.
+        ConfigError: as `load`; a run's file names no such remote robot.
     """
     if not robots:
         return load(EdgeConfig, path, overrides)
     of_run = read_yaml(path)
-    listed = of_run["guests"] if isinstance(of_run.get("guests"), list) else []
-    guests = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
-    if unknown := [name for name in robots if name not in guests]:
-        raise ConfigError(f"--robot {unknown[0]}: {path} names {sorted(guests) or 'none'} under guests:")
+    listed = of_run["remote_robots"] if isinstance(of_run.get("remote_robots"), list) else []
+    remote_robots = {str(each.get("name")): each for each in listed if isinstance(each, dict)}
+    if unknown := [name for name in robots if name not in remote_robots]:
+        raise ConfigError(f"--robot {unknown[0]}: {path} names {sorted(remote_robots) or 'none'} under remote_robots:")
     mine = {field.name: of_run[field.name] for field in fields(EdgeConfig) if field.name in of_run}
-    mine = {"demonstrations": as_dict(DemonstrationConfig()), **mine, "robots": [guests[name] for name in robots]}
+    mine = {
+        "demonstrations": as_dict(DemonstrationConfig()),
+        **mine,
+        "robots": [remote_robots[name] for name in robots],
+    }
     return build_with_overrides(EdgeConfig, mine, overrides, str(path))
 
 
@@ -123,9 +127,9 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
         raise ConfigError("robots: the configuration names none; this computer has nothing to drive")
     if config.policy.is_started_by_run:
         raise ConfigError(
-            "policy.at: site: this computer does not see the run's folder, where the run's policy process says at what "
-            "address it is; start one at this site (`python -m user_sys.inference`) and say where it listens, as "
-            "--policy.endpoint=tcp://HOST:PORT, or let the policy act here, with --policy.at=edge"
+            "policy.location: server: this computer does not see the run's folder, with the address of its policy "
+            "server; start one at this site (`python -m user_sys.inference`) and say where it listens, as "
+            "--policy.endpoint=tcp://HOST:PORT, or let the policy act here, with --policy.location=edge"
         )
     for robot in config.robots:
         if robot.link:
@@ -134,7 +138,7 @@ def _check_config(config: EdgeConfig, connect: str, keys: Path) -> None:
                 f"drives itself (`user-sys train`). Leave it out here"
             )
     load_public_key(keys / f"{GATEWAY}.pub")
-    if config.policy.at == "site":
+    if config.policy.location == "server":
         load_public_key(keys / f"{POLICY_NODE}.pub")
     for robot in config.robots:
         load_keypair(keys / f"{robot.name}.key")

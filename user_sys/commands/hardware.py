@@ -57,11 +57,11 @@ _CHANGE_STYLES = {
 
 
 def list_main(args: Namespace) -> int:
-    """``user-sys hardware list``: this computer, a config's robots and guests, those that a run's gateway knows."""
+    """``user-sys hardware list``: this computer, a config's robots, the robots of a run's gateway."""
     config = _config(args.config)
     found = discover(resource_probes(config.robots, lenient=True))
     records = _with_run(
-        [*map(with_local_lease, found.records), *_remote_robot_records(config.guests, args.run)], args.run
+        [*map(with_local_lease, found.records), *_remote_robot_records(config.remote_robots, args.run)], args.run
     )
     if args.json:
         _print_json([json.loads(record.to_json()) for record in records])
@@ -122,25 +122,25 @@ def plan_main(args: Namespace) -> int:
     known = {record.name for record in there}  # of devices that a run knows elsewhere nothing could be placed on
     records = [r for r in _with_run(there, args.run) if r.kind is Kind.ROBOT or r.name in known]
     requests = config.requests()
-    guests = _describe_remote_robots(config.guests, args.run)
+    remote_robots = _describe_remote_robots(config.remote_robots, args.run)
     try:
         placement = place_run(config, requests, records, near_store, probe_failures(found))
     except PlacementError as error:
         why = str(error)
         if args.json:
-            _print_json({"possible": False, "why": why, "guests": guests})
+            _print_json({"possible": False, "why": why, "remote_robots": remote_robots})
         else:
-            Console().print(Text("\n".join([why, *_remote_robot_lines(guests)])), soft_wrap=True)
+            Console().print(Text("\n".join([why, *_remote_robot_lines(remote_robots)])), soft_wrap=True)
         return EXIT_PROBLEM
     rows = [
         {"asked": describe_request(request), "gets": [record.name for record in records], "where": _node_names(records)}
         for request, records in zip(requests, placement.assigned, strict=True)
     ]
     if args.json:
-        _print_json({"possible": True, "placement": rows, "guests": guests})
+        _print_json({"possible": True, "placement": rows, "remote_robots": remote_robots})
     else:
         Console().print(
-            Text("\n".join([*_placement_lines(placement, rows), *_remote_robot_lines(guests)])), soft_wrap=True
+            Text("\n".join([*_placement_lines(placement, rows), *_remote_robot_lines(remote_robots)])), soft_wrap=True
         )
     return 0
 
@@ -208,7 +208,7 @@ def _require_known(args: Namespace, folder: RunFolder) -> None:
     """Raises RunError where the run has other robots than the one that is named; one that has none may get any."""
     config = load(RunConfig, folder.config)
     known = {record.name for record in read_registry(folder.path)}
-    known |= {robot.name for robot in (*config.robots, *config.guests)}
+    known |= {robot.name for robot in (*config.robots, *config.remote_robots)}
     if known and args.name not in known:
         raise RunError(f"{args.run} knows no {args.name}; there is {format_list(sorted(known))}")
 
@@ -245,7 +245,7 @@ def _with_run(records: Iterable[ResourceRecord], run: Path | None) -> list[Resou
 
 
 def _describe_remote_robots(robots: Sequence[RobotConfig], run: Path | None) -> dict[str, str]:
-    """How each of a job's guests fares, in words, by name."""
+    """How each of a job's remote_robots fares, in words, by name."""
     known = {record.name: record for record in _with_run(_remote_robot_records(robots, run), run)}
     return {robot.name: describe_record(known[robot.name]) for robot in robots}
 
@@ -352,8 +352,12 @@ def _placement_lines(placement: Placement, rows: Sequence[dict[str, Any]]) -> li
     return lines + [f"  {row['asked']}: {format_list(row['gets'])} on {row['where']}" for row in rows]
 
 
-def _remote_robot_lines(guests: Mapping[str, str]) -> list[str]:
-    return [f"It does not wait for its guests: {format_list(list(guests.values()))}."] if guests else []
+def _remote_robot_lines(remote_robots: Mapping[str, str]) -> list[str]:
+    return (
+        [f"It does not wait for its remote robots: {format_list(list(remote_robots.values()))}."]
+        if remote_robots
+        else []
+    )
 
 
 def _node_names(records: Sequence[ResourceRecord]) -> str:

@@ -188,7 +188,7 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
     )
     _add_run(verb)
     verb.add_argument("--keys", type=Path, metavar="FOLDER", help="folder of keys (default: the run makes its own)")
-    verb.set_defaults(runs=("user_sys.run.launcher", "train_main"), verb="train")
+    verb.set_defaults(runs=("user_sys.commands.train", "train_main"), verb="train")
     return verb
 
 
@@ -201,7 +201,7 @@ def _add_cloud(verbs: Any) -> argparse.ArgumentParser:
     )
     _add_run(verb)
     _add_keys(verb)
-    verb.set_defaults(runs=("user_sys.run.launcher", "cloud_main"), verb="cloud")
+    verb.set_defaults(runs=("user_sys.commands.train", "cloud_main"), verb="cloud")
     return verb
 
 
@@ -232,7 +232,7 @@ def _add_edge(verbs: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="of a run's CONFIG, this one of its guests; repeatable",
+        help="of a run's CONFIG, this one of its remote_robots; repeatable",
     )
     verb.add_argument(
         "--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway, or a relay of this site"
@@ -278,7 +278,7 @@ def _add_record(verbs: Any) -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("runs/demonstrations"), metavar="PATH", help="store to add to"
     )
     verb.add_argument("--episodes", type=_count, default=20, metavar="N", help="demonstrations per robot (default: 20)")
-    verb.set_defaults(runs=("user_sys.run.demonstrations", "record_main"))
+    verb.set_defaults(runs=("user_sys.commands.train", "record_main"))
     return verb
 
 
@@ -294,7 +294,7 @@ def _add_evaluate(verbs: Any) -> None:
         "--robot", metavar="NAME", help="on this robot, with its embodiment's policy (default: the first)"
     )
     verb.add_argument("--json", action="store_true", help="for other programs")
-    verb.set_defaults(runs=("user_sys.run.report", "evaluate_main"))
+    verb.set_defaults(runs=("user_sys.commands.train", "evaluate_main"))
 
 
 def _add_stop(verbs: Any) -> None:

@@ -305,7 +305,7 @@ class RobotSession:
         if not self._pilot.is_policy_suspended and self._pilot.awaits_weights:
             return WAITING_FOR_WEIGHTS
         if not self._pilot.is_policy_suspended and self._weights.is_too_stale():
-            return "holds: its weights are older than weights.hold_behind allows, and newer ones are awaited"
+            return "holds: its weights are older than weights.max_staleness_versions allows, and newer ones are awaited"
         if away := self._pilot.policy_error:
             return away
         if not (dropped := self._outbox.dropped.episodes - self._dropped_before):
@@ -437,7 +437,7 @@ def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | Non
         RunError: no key of the process is known here.
     """
     policy = config.policy
-    if policy.at == "edge":
+    if policy.location == "edge":
         return None
     return PolicyClient(
         spec,
@@ -447,7 +447,7 @@ def _policy_client(config: SessionConfig, spec: RobotSpec) -> PolicyClient | Non
         load_keypair(config.keys / f"{config.robot}.key"),
         load_public_key(config.keys / f"{POLICY_NODE}.pub"),
         lambda: policy.endpoint or read_server_address(config.policy_address),
-        policy.answer_within,
+        policy.timeout_fraction,
     )
 
 

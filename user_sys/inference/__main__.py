@@ -1,7 +1,7 @@
 """``python -m user_sys.inference``: a policy process, in which the policies of a site's robots act.
 
-A run with ``policy.at: site`` starts one itself. By hand one is started where robots come in over the network from
-computers of their own, once for a site:
+A run with ``policy.location: server`` starts one itself. By hand one is started where robots come in over the network
+from computers of their own, once for a site:
 
     user-sys keys new policy
     python -m user_sys.inference --listen tcp://0.0.0.0:5557 --keys keys

@@ -498,9 +498,9 @@ def action_timeout_s(spec: RobotSpec, timeout_fraction: float) -> float:
     wait_s = timeout_fraction * spec.period_s
     if wait_s < MIN_ACTION_TIMEOUT_S:
         raise ConfigError(
-            f"policy.answer_within: {timeout_fraction:g} of a control period of {1e3 * spec.period_s:g} ms is "
+            f"policy.timeout_fraction: {timeout_fraction:g} of a control period of {1e3 * spec.period_s:g} ms is "
             f"{1e3 * wait_s:g} ms, and over a network no policy answers within {1e3 * MIN_ACTION_TIMEOUT_S:g} ms: "
-            "let it act in the session's process, with policy.at: edge"
+            "let it act in the session's process, with policy.location: edge"
         )
     return wait_s
 
@@ -548,7 +548,7 @@ class PolicyClient:
         forms: see `Policy.forms`.
         server_key: the process's public key.
         find: where it listens now; empty where that is not known. It is asked again while the process is away.
-        answer_within: the share of a control period after which a robot holds that has no answer.
+        timeout_fraction: the share of a control period after which a robot holds that has no answer.
 
         Raises:
             ConfigError: that is too little for any network.

@@ -30,7 +30,7 @@ from user_sys.messages import PROTOCOL_VERSION, Hello
 from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records, wait_for_robot_record
 from user_sys.run.config import RunConfig, RunFolder, open_run_folder
 from user_sys.run.metrics import MetricsWriter
-from user_sys.run.prepare import GATEWAY
+from user_sys.run.topology import GATEWAY
 from user_sys.store.store import StoreReader
 from user_sys.tunnel.keys import load_public_key
 from user_sys.weights.signing import run_id_of
@@ -96,7 +96,7 @@ def _train(
 ) -> None:
     name, spec = setup.hello.name, setup.hello.spec
     assert spec is not None  # `_publisher_settings` gave it
-    reserved = any(need.is_learner_gpu for need in config.needs)
+    reserved = any(need.is_learner_gpu for need in config.resources)
     device = training_device(config.learner.device, reserved, place.gpu)
 
     def stopped(reason: str) -> None:

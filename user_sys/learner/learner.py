@@ -126,7 +126,7 @@ class VersionPublisher:
     @property
     def is_too_far_ahead(self) -> bool:
         """The learner is to wait for the robots."""
-        return 0 < self._config.max_lead < self._sink.versions_ahead
+        return 0 < self._config.max_versions_ahead < self._sink.versions_ahead
 
     def update_episode_count(self, count: Callable[[], int]) -> None:
         """`count` tells how many episodes have ended so far; it is asked only where that matters."""

@@ -239,7 +239,10 @@ class PublisherClient:
     @property
     def _held_by_order(self) -> bool:
         """The learner waits for robots that may not go on: a person has ordered what they act with."""
-        return self._status.pinned_version != NO_VERSION and 0 < self._setup.publish.max_lead < self.versions_ahead
+        return (
+            self._status.pinned_version != NO_VERSION
+            and 0 < self._setup.publish.max_versions_ahead < self.versions_ahead
+        )
 
     def _say_why_it_waits(self) -> None:
         """Once for each order that it waits for."""
@@ -247,7 +250,12 @@ class PublisherClient:
         if self._held_by_order and ordered != self._said_to_wait:
             self._said_to_wait = ordered
             mend = "`user-sys weights release` lets robots and training go on"
-            log.warning("learner.waits version=%d ordered=%d learner.publish.max_lead: %s", self.version, ordered, mend)
+            log.warning(
+                "learner.waits version=%d ordered=%d learner.publish.max_versions_ahead: %s",
+                self.version,
+                ordered,
+                mend,
+            )
         if ordered == NO_VERSION:
             self._said_to_wait = NO_VERSION
 

@@ -72,7 +72,7 @@ def _serve(line: MessageSocket, setup: PublisherSettings) -> None:
     keys = Path(setup.signing_folder)
     signer, life = ensure_signer(keys, SIGNING_KEY_NAME), PublisherEpoch(setup.run, next_epoch(keys))
     with TunnelClient(setup.endpoint, load_keypair(Path(setup.tunnel_key)), setup.gateway_key, setup.hello) as client:
-        desk = _PublisherServer(line, client, at_once=setup.publish.max_lead > 0)
+        desk = _PublisherServer(line, client, at_once=setup.publish.max_versions_ahead > 0)
         desk.publisher = Publisher(client, signer, setup.publish, desk.on_change, life)
         with desk.publisher, DeviceMonitor(lambda records: client.send(DevicesReport(records=records))):
             threading.Thread(target=desk.forward_stop, name="inbox", daemon=True).start()

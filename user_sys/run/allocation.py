@@ -1,9 +1,8 @@
-"""What there is for a run, and what it gets of that: the one way that ``train`` goes and ``hardware explain`` tells of.
+"""The resources that a run may use and gets: availability, placement, locks, and the allocation on one computer.
 
-A run whose needs ask for robots drives those that placement assigns to it out of its `robots`, and no others. A robot
-that its file does not list is never taken, since nothing says what drives it and what it is to do.
-
-What a run gets of this computer, where it is on no cluster but one of its own.
+`user-sys train` and `user-sys hardware plan` share these functions. A run that requests robots drives those of its
+`robots` that placement assigns. It never takes a robot that its file does not list, since nothing would say how to
+drive it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,20 @@ from hal.machine_folder import require_robot_name, shared_file
 from hal.placement import Placement, format_list, place
 from hal.ray_cluster import RayCluster
 from hal.registry import OperatorOverrides, Override
-from hal.resource import CUDA_VISIBLE_DEVICES, UUID_LABEL, Health, Kind, ResourceRecord, ResourceRequest
+from hal.resource import (
+    CUDA_VISIBLE_DEVICES,
+    UUID_LABEL,
+    Health,
+    Kind,
+    ResourceRecord,
+    ResourceRequest,
+)
 from user_sys.compose import RobotConfig, resource_probes
 from user_sys.run.config import RunConfig
 
 RETRY_INTERVAL_S = 2.0
 NOT_ON_CLUSTER = "no node of the cluster has it"
-TAKEN_BY_ANOTHER_RUN = "Another run was quicker to take what was free."
+TAKEN_BY_ANOTHER_RUN = "Another run has just taken the free resources."
 
 
 def available_resources(
@@ -44,19 +50,20 @@ def available_resources(
     runs: Path | None = None,
     assume_unused: bool = False,
 ) -> list[ResourceRecord]:
-    """What there is for the run: on this computer, or on the `cluster`.
+    """The resources for the run, on this computer or on the `cluster`, with their health.
 
     Args:
-        found: on this computer (`compose.probes`).
-        runs: the folder of run folders whose orders count (`hal.registry`); None is the config's.
-        unused: as it were if nobody used any of it.
+        found: on this computer (`compose.resource_probes`).
+        runs: the folder of run folders whose operator overrides count; None for the config's.
+        assume_unused: ignore leases.
     """
-    there = [record if assume_unused else with_local_lease(record) for record in found]
+    records = [record if assume_unused else with_local_lease(record) for record in found]
     if cluster is not None:
-        beside = min(store_node_names(cluster), default="")
-        there = merge_cluster_records(config.robots, there, cluster.records(assume_unused=assume_unused), beside)
-    orders = _overrides(runs or config.runs) if config.selects_robots else {}
-    return _with_sites([_with_override(record, orders) for record in there])
+        store_node = min(store_node_names(cluster), default="")
+        on_cluster = cluster.records(assume_unused=assume_unused)
+        records = merge_cluster_records(config.robots, records, on_cluster, store_node)
+    overrides = _overrides(runs or config.runs) if config.selects_robots else {}
+    return _with_sites([_with_override(record, overrides) for record in records])
 
 
 def place_run(
@@ -66,140 +73,141 @@ def place_run(
     store_nodes: Collection[str] = (),
     remarks: Sequence[str] = (),
 ) -> Placement:
-    """Places `requests` of the run; what computes, on the nodes `near_store` if that is possible.
+    """Places `requests` of the run; compute goes to `store_nodes` if possible.
 
     Args:
-        remarks: sentences that belong to a refusal, such as what could not be looked at.
+        remarks: sentences to add to a refusal, such as probes that failed.
 
     Raises:
-        PlacementError: they cannot all be met; says why as a colleague would.
+        PlacementError: the requests cannot all be met; the message explains why.
     """
     names = {robot.name for robot in config.robots}
 
-    def is_strange(record: ResourceRecord) -> bool:
+    def is_unlisted(record: ResourceRecord) -> bool:
         return config.selects_robots and record.kind is Kind.ROBOT and record.name not in names
 
-    mine = [record for record in records if not is_strange(record)]
+    listed = [record for record in records if not is_unlisted(record)]
     if store_nodes:
         with suppress(PlacementError):
-            return place(requests, [r for r in mine if r.kind is Kind.ROBOT or r.node in store_nodes])
+            return place(requests, [r for r in listed if r.kind is Kind.ROBOT or r.node in store_nodes])
     try:
-        return place(requests, mine)
+        return place(requests, listed)
     except PlacementError as error:
-        raise PlacementError(
-            " ".join([str(error), *_unlisted_robots(requests, filter(is_strange, records)), *remarks])
-        ) from None
+        unlisted = _unlisted_robots(requests, filter(is_unlisted, records))
+        raise PlacementError(" ".join([str(error), *unlisted, *remarks])) from None
 
 
 def select_robots(config: RunConfig, chosen: Collection[str]) -> RunConfig:
-    """The run with the robots that were chosen alone, in the order of its file; one that chooses none has them all."""
+    """The run with only the chosen robots, in the order of its file. A run that selects no robots keeps all."""
     if not config.selects_robots:
         return config
     return replace(config, robots=tuple(robot for robot in config.robots if robot.name in chosen))
 
 
 def store_node_names(cluster: RayCluster) -> frozenset[str]:
-    """This computer's node, which has the store of a run that is launched here."""
+    """The node that runs on this computer, which holds the store of a run that is launched here."""
     addresses = cluster.address_from_node()
     return frozenset(node for node, address in addresses.items() if address == cluster.address)
 
 
 def probe_failures(found: DiscoveryResult) -> list[str]:
-    """What was not looked at, since a probe failed: one sentence each."""
+    """One sentence for each probe that failed."""
     return [f"The probe {probe} failed: {failure}." for probe, failure in sorted(found.failures.items())]
 
 
 def unbuildable_robots(found: DiscoveryResult) -> list[str]:
-    """Which robots of the run's file a run cannot choose, since they cannot be built here: one sentence each."""
+    """One sentence for each robot of the run's file that cannot be built here, and so cannot be selected."""
     robots = [record for record in found.records if record.kind is Kind.ROBOT and record.found_by == "config"]
-    return [f"{record.name} cannot be chosen: {record.trouble}" for record in robots if not record.embodiment]
+    return [f"{record.name} cannot be selected: {record.trouble}" for record in robots if not record.embodiment]
 
 
 def with_local_lease(record: ResourceRecord) -> ResourceRecord:
-    """The record, LEASED where a run of this computer has taken the robot or GPU, or a driver process drives it."""
-    claim = lock_name(record)
-    if not claim or record.health is not Health.READY:
+    """The record; LEASED if a run of this computer has the robot or GPU, or a driver process drives the robot."""
+    name = lock_name(record)
+    if not name or record.health is not Health.READY:
         return record
     try:
-        owner = _resource_lock(claim).owner() or driver_process_of(claim)
-    except SpecError:  # found by a probe, under a name that no robot of a run can have
+        owner = _resource_lock(name).owner() or driver_process_of(name)
+    except SpecError:  # a probe found it under a name that no robot of a run can have
         return record
-    except OSError as error:  # the folder of locks is another user's, say
-        trouble = f"whether it is used from here cannot be seen: {error}"
+    except OSError as error:  # such as a lock folder of another user
+        trouble = f"whether this computer uses it is unknown: {error}"
         return msgspec.structs.replace(record, trouble=record.trouble or trouble)
     return leased_by(record, owner) if owner else record
 
 
-def _resource_lock(claim: str, holder: str = "") -> MachineLock:
-    """Taken while a run of this user has the robot or GPU. Raises SpecError: not a name for a lock."""
-    require_robot_name(claim)
-    return MachineLock(shared_file(f"chosen.{os.getuid()}.{claim}.lock"), holder, claim)
+def _resource_lock(name: str, holder: str = "") -> MachineLock:
+    """The lock that a run of this user holds on a robot or GPU. Raises SpecError: the name is not valid."""
+    require_robot_name(name)
+    return MachineLock(shared_file(f"chosen.{os.getuid()}.{name}.lock"), holder, name)
 
 
 def lock_name(record: ResourceRecord) -> str:
-    """The name under which a run takes the robot, or the GPU of its own computer, from others; empty for what is
-    shared, and for GPUs where whoever has started this program has said himself which it is to see."""
+    """The name of the lock on a robot, or on a GPU of this computer. Empty for shared resources.
+
+    GPUs are shared if the user has selected them by CUDA_VISIBLE_DEVICES.
+    """
     if record.kind is Kind.ROBOT:
         return record.name
-    return (
-        record.labels.get(UUID_LABEL, "") if record.kind is Kind.GPU and CUDA_VISIBLE_DEVICES not in os.environ else ""
-    )
+    is_lockable = record.kind is Kind.GPU and CUDA_VISIBLE_DEVICES not in os.environ
+    return record.labels.get(UUID_LABEL, "") if is_lockable else ""
 
 
 def leased_by(record: ResourceRecord, owner: str) -> ResourceRecord:
-    """The record, LEASED by `owner`."""
     return msgspec.structs.replace(record, health=Health.LEASED, note=f"by {owner}")
 
 
 def merge_cluster_records(
     robots: Sequence[RobotConfig], found: Iterable[ResourceRecord], cluster: Sequence[ResourceRecord], store_node: str
 ) -> list[ResourceRecord]:
-    """What there is for a run on a cluster: what the cluster has, and of what was `found` here the robots.
+    """The resources for a run on a cluster: those of the cluster, with the robots `found` here by the run's file.
 
-    Of a robot that a node has, the cluster says where it is and who uses it, and the run's file what it is: one that
-    cannot be built here can be in no run that begins here. The file's labels go before the node's. Of those that no
-    node has, a simulated one runs on the node `beside` the store. Any other that the file lists is not there.
+    - A robot that cannot be built here: the record found here, which is LOST.
+    - A robot that a node declares: node and lease of the cluster; model, capabilities and embodiment of the file; the
+      labels of both, those of the file first.
+    - A simulated robot that no node declares runs on `store_node`.
+    - Any other robot of the file is LOST.
     """
-    there = {record.name: record for record in cluster}
-    at_store = there[store_node].labels if store_node in there else {}
+    merged = {record.name: record for record in cluster}
+    store_labels = merged[store_node].labels if store_node in merged else {}
     simulated = {robot.name: robot.simulated for robot in robots}
     for record in found:
         if record.kind is not Kind.ROBOT:
             continue
+        declared = merged.get(record.name)
         if not record.embodiment:
-            there[record.name] = record
-        elif (declared := there.get(record.name)) is not None and declared.kind is Kind.ROBOT:
-            labels = {**declared.labels, **record.labels}
-            there[record.name] = msgspec.structs.replace(
+            merged[record.name] = record
+        elif declared is not None and declared.kind is Kind.ROBOT:
+            merged[record.name] = msgspec.structs.replace(
                 declared,
                 model=record.model,
                 capabilities=record.capabilities,
-                labels=labels,
+                labels={**declared.labels, **record.labels},
                 embodiment=record.embodiment,
             )
         elif simulated.get(record.name):
-            labels = {**at_store, **record.labels}
-            there[record.name] = msgspec.structs.replace(record, node=store_node, labels=labels)
+            labels = {**store_labels, **record.labels}
+            merged[record.name] = msgspec.structs.replace(record, node=store_node, labels=labels)
         elif record.name in simulated:
-            there[record.name] = msgspec.structs.replace(
+            merged[record.name] = msgspec.structs.replace(
                 record, node="", health=Health.LOST, trouble=NOT_ON_CLUSTER, note=""
             )
-    return list(there.values())
+    return list(merged.values())
 
 
 class LocalLocks:
-    """The robots and GPUs of this computer that a run has taken for as long as it lives: no other run gets them.
+    """Locks on robots and GPUs of this computer, against other runs, until this process ends.
 
-    Its driver processes lock the robots besides, each when it starts. A claim ends with this process, however it ends.
+    The driver processes also lock their robots when they start.
     """
 
     def __init__(self, holder: str) -> None:
-        """`holder` says to others whose they are."""
+        """`holder` names the run in other runs' messages."""
         self._holder = holder
         self._locks: list[MachineLock] = []
 
     def acquire(self, names: Iterable[str]) -> bool:
-        """All of what has these names (`lock_name`), or none: False where another run has some. Never waits."""
+        """Locks all of these names (`lock_name`), or none: False if another run holds one. Does not block."""
         locks = [_resource_lock(name, self._holder) for name in sorted(names)]
         try:
             for lock in locks:
@@ -212,132 +220,84 @@ class LocalLocks:
         return True
 
     def acquire_free(self, robots: Iterable[str]) -> None:
-        """Those of `robots` that nobody has; for a run whose driver processes wait for the others, each for its own."""
+        """Locks those of `robots` that no process drives. Driver processes wait for the others."""
         for robot in robots:
             if not driver_process_of(robot):
                 self.acquire([robot])
 
     def release(self) -> None:
-        """Gives all of them back; harmless where there are none."""
+        """Releases all locks."""
         for lock in self._locks:
             lock.release()
         self._locks.clear()
 
 
 class RetryWait:
-    """Tells for what a run waits, once each time that it changes, and lets some time pass before the next try."""
+    """Waits between two tries to acquire resources. Prints the reason each time it changes."""
 
     def __init__(self, run: str, print_line: Callable[[str], None]) -> None:
-        self._run, self._say, self._said = run, print_line, ""
+        self._run, self._print_line, self._last_reason = run, print_line, ""
 
-    def wait(self, why: str) -> None:
-        """Blocks for `RETRY_INTERVAL_S`. Nothing is to be held meanwhile."""
-        if why != self._said:
-            self._said = why
-            self._say(f"{self._run} waits, and holds nothing meanwhile. {why}")
+    def wait(self, reason: str) -> None:
+        """Blocks for `RETRY_INTERVAL_S`. The run must hold no resources meanwhile."""
+        if reason != self._last_reason:
+            self._last_reason = reason
+            self._print_line(f"{self._run} waits, and holds nothing meanwhile. {reason}")
         time.sleep(RETRY_INTERVAL_S)
 
 
-def _unlisted_robots(requests: Sequence[ResourceRequest], strange: Iterable[ResourceRecord]) -> list[str]:
-    """A sentence about robots that would do, were they listed."""
-    asked = [request for request in requests if request.kind is Kind.ROBOT]
-    ready = (record for record in strange if record.health is Health.READY)
-    names = sorted(record.name for record in ready if any(request.matches(record) for request in asked))
-    if not names:
-        return []
-    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-    return [f"{format_list(names)} {verb} free too, but not listed under robots: nothing says what drives {them}."]
-
-
-def _overrides(runs: Path) -> dict[str, tuple[Override, str]]:
-    """The orders that stand in the run folders in `runs`, each with its run's name, by robot; the gravest counts.
-
-    Raises RegistryError: those of a run cannot be read, so that nobody knows what they forbid.
-    """
-    found: dict[str, tuple[Override, str]] = {}
-    for path in sorted(runs.glob("*/orders.json")):
-        if path.parent.is_symlink():
-            continue
-        for name, order in OperatorOverrides(path).read().orders.items():
-            if name not in found or order.health is Health.QUARANTINED:
-                found[name] = (order, path.parent.name)
-    return found
-
-
-def _with_override(record: ResourceRecord, orders: Mapping[str, tuple[Override, str]]) -> ResourceRecord:
-    if record.kind is not Kind.ROBOT or record.name not in orders:
-        return record
-    order, run = orders[record.name]
-    if record.health is Health.LOST and order.health is not Health.QUARANTINED:
-        return record
-    return msgspec.structs.replace(record, health=order.health, note=f"{order.note}, in run {run}")
-
-
-def _with_sites(records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
-    """Where a computer's robots say their site and agree, all of the computer that says no other is at that site."""
-    said: dict[str, set[str]] = defaultdict(set)
-    for record in records:
-        if record.kind is Kind.ROBOT and record.node and "site" in record.labels:
-            said[record.node].add(record.labels["site"])
-    agreed = {node: {"site": min(sites)} for node, sites in said.items() if len(sites) == 1}
-    return [
-        msgspec.structs.replace(record, labels={**agreed.get(record.node, {}), **record.labels}) for record in records
-    ]
-
-
 class LocalAllocation:
-    """A run's robots and GPUs. One thread calls it; after leaving it other runs may have them.
+    """A run's robots and GPUs on this computer. One thread calls it; leaving the context releases them.
 
     Attributes:
-        config: the run, with the robots alone that it drives.
-        learner_gpus: the UUIDs of the GPUs that meet its learners' needs; none where whoever started the run has said
-            himself which it is to see.
-        policy_gpus: likewise, of its policy process.
+        config: the run's configuration; after `acquire`, with only the robots that the run drives.
+        learner_gpus: UUIDs of the GPUs for the learners; empty if the user selected GPUs by CUDA_VISIBLE_DEVICES.
+        policy_gpus: likewise, for the policy server.
     """
 
     def __init__(self, config: RunConfig, run: str, runs: Path | None = None) -> None:
         """Args:
-            runs: the folder that has the run's, and others' whose orders count; None is the config's.
+            runs: the folder of run folders whose operator overrides count; None for the config's.
 
         Raises:
-            ConfigError: a robot cannot be built; one that the run may choose is passed over then.
+            ConfigError: a robot cannot be built, and the run does not select its robots.
         """
         self.config, self._runs = config, runs
         self.learner_gpus: tuple[str, ...] = ()
         self.policy_gpus: tuple[str, ...] = ()
-        self._run = f"run {run}"
-        self._claims = LocalLocks(self._run)
+        self._owner = f"run {run}"
+        self._locks = LocalLocks(self._owner)
         robots = config.robot_requests() if config.selects_robots else ()
         self._requests = (*robots, *config.compute_requests(), *config.policy_requests())
-        self._looks = resource_probes(config.robots, lenient=config.selects_robots) if self._requests else {}
+        self._probes = resource_probes(config.robots, lenient=config.selects_robots) if self._requests else {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._claims.release()
+        self._locks.release()
 
     def acquire(self, print_line: Callable[[str], None]) -> None:
-        """Blocks until the run has what it needs; says, once each time that it changes, what it waits for.
+        """Blocks until the run has its resources. Prints the reason for waiting each time it changes.
 
-        A run that drives all of its `robots` does not wait for them: the driver process of each does.
+        A run that drives all of its `robots` does not wait for them: each driver process does.
 
         Raises:
-            PlacementError: this computer would not have all of it even if nobody used any of it.
+            PlacementError: this computer could not meet the requests even if it were idle.
         """
-        found = discover(self._looks)
+        found = discover(self._probes)
         for text in unbuildable_robots(found):
             print_line(text)
-        self._place(found, unused=True)
-        patience = RetryWait(self._run, print_line)
+        self._place(found, assume_unused=True)
+        wait = RetryWait(self._owner, print_line)
         while why := self._try(found):
-            patience.wait(why)
-            found = discover(self._looks)
+            wait.wait(why)
+            found = discover(self._probes)
         if not self.config.selects_robots:
-            self._claims.acquire_free(robot.name for robot in self.config.robots)
+            self._locks.acquire_free(robot.name for robot in self.config.robots)
 
     def _try(self, found: DiscoveryResult) -> str:
-        """Why the run cannot have what it needs, or empty; nothing is held in the first case."""
+        """The reason why the resources cannot be acquired, with nothing held, or an empty text."""
         try:
             placement = self._place(found)
         except PlacementError as error:
@@ -345,14 +305,14 @@ class LocalAllocation:
         split = len(placement.assigned) - len(self.config.policy_requests())
         chosen, policy = _flatten(placement.assigned[:split]), _flatten(placement.assigned[split:])
         robots = {record.name for record in chosen if record.kind is Kind.ROBOT}
-        if not self._claims.acquire(filter(None, map(lock_name, (*chosen, *policy)))):
+        if not self._locks.acquire(filter(None, map(lock_name, (*chosen, *policy)))):
             return TAKEN_BY_ANOTHER_RUN
         self.config = select_robots(self.config, robots)
         self.learner_gpus, self.policy_gpus = _gpu_uuids(chosen), _gpu_uuids(policy)
         return ""
 
-    def _place(self, found: DiscoveryResult, *, unused: bool = False) -> Placement:
-        records = available_resources(self.config, found.records, runs=self._runs, assume_unused=unused)
+    def _place(self, found: DiscoveryResult, *, assume_unused: bool = False) -> Placement:
+        records = available_resources(self.config, found.records, runs=self._runs, assume_unused=assume_unused)
         return place_run(self.config, self._requests, records, remarks=probe_failures(found))
 
 
@@ -363,3 +323,51 @@ def _flatten(assigned: Sequence[Sequence[ResourceRecord]]) -> list[ResourceRecor
 def _gpu_uuids(chosen: Iterable[ResourceRecord]) -> tuple[str, ...]:
     uuids = [record.labels.get(UUID_LABEL, "") for record in chosen if record.kind is Kind.GPU]
     return () if CUDA_VISIBLE_DEVICES in os.environ else tuple(uuid for uuid in uuids if uuid)
+
+
+def _unlisted_robots(requests: Sequence[ResourceRequest], unlisted: Iterable[ResourceRecord]) -> list[str]:
+    """A sentence that names free robots which would match if the run's file listed them."""
+    wanted = [request for request in requests if request.kind is Kind.ROBOT]
+    ready = (record for record in unlisted if record.health is Health.READY)
+    names = sorted(record.name for record in ready if any(request.matches(record) for request in wanted))
+    if not names:
+        return []
+    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+    return [f"{format_list(names)} {verb} also free; list {them} under robots to use {them}."]
+
+
+def _overrides(runs: Path) -> dict[str, tuple[Override, str]]:
+    """Operator overrides in the run folders of `runs`, by robot, each with its run's name; the most severe counts.
+
+    Raises:
+        RegistryError: the overrides of a run cannot be read.
+    """
+    found: dict[str, tuple[Override, str]] = {}
+    for path in sorted(runs.glob("*/orders.json")):
+        if path.parent.is_symlink():
+            continue
+        for name, override in OperatorOverrides(path).read().orders.items():
+            if name not in found or override.health is Health.QUARANTINED:
+                found[name] = (override, path.parent.name)
+    return found
+
+
+def _with_override(record: ResourceRecord, overrides: Mapping[str, tuple[Override, str]]) -> ResourceRecord:
+    if record.kind is not Kind.ROBOT or record.name not in overrides:
+        return record
+    override, run = overrides[record.name]
+    if record.health is Health.LOST and override.health is not Health.QUARANTINED:
+        return record
+    return msgspec.structs.replace(record, health=override.health, note=f"{override.note}, in run {run}")
+
+
+def _with_sites(records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
+    """If all robots of a computer name the same site, its other resources without a site are at that site."""
+    sites_from_node: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        if record.kind is Kind.ROBOT and record.node and "site" in record.labels:
+            sites_from_node[record.node].add(record.labels["site"])
+    common = {node: {"site": min(sites)} for node, sites in sites_from_node.items() if len(sites) == 1}
+    return [
+        msgspec.structs.replace(record, labels={**common.get(record.node, {}), **record.labels}) for record in records
+    ]

@@ -1,9 +1,4 @@
-"""What a run needs, in a config's words: some of the robots that it lists, and GPUs and processors.
-
-From a run's configuration to named nodes: which processes there are, what each needs, and where its files lie.
-
-A run's folder: made once, opened again to resume or to evaluate, refused when another version wrote it.
-"""
+"""The configuration of a run and the layout of its folder: created once, reopened to resume or to evaluate."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,34 +17,40 @@ import msgspec
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably, sync_folder
 from hal.placement import format_list
-from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
 from hal.resource import Kind, ResourceRequest
-from user_sys.compose import Device, PolicyConfig, RobotConfig, emulated_link_command, require_unique_names
+from user_sys.compose import PolicyConfig, RobotConfig, require_unique_names
 from user_sys.config import load, save
 from user_sys.edge.demonstrations import DemonstrationConfig
 from user_sys.edge.outbox import OutboxConfig
 from user_sys.edge.recorder import RecorderConfig
-from user_sys.edge.robot_processes import module_argv, robot_process_argv
 from user_sys.errors import ConfigError, RunError
-from user_sys.gateway import GatewayConfig
-from user_sys.inference.protocol import POLICY_NODE
+from user_sys.gateway.config import GatewayConfig
 from user_sys.learner.config import LearnerConfig
-from user_sys.run.evaluate import EvaluationConfig
 from user_sys.run.metrics import LoggingConfig
 from user_sys.tunnel.limits import TunnelLimits
 from user_sys.weights.receiver import ReceiverConfig
 
 MAX_COUNT = 256
+RUN_FORMAT = 1
+METADATA_FILE = "run.json"
 
 
 @dataclass(frozen=True)
 class ResourceRequestConfig:
-    """`count` resources of one sort (`hal.resource.ResourceRequest`); robots are chosen from those that the run lists.
+    """Requests `count` resources of one kind for a run; robots are chosen from the run's `robots`.
 
     Attributes:
-        use: what a GPU or a computer is for: the run's learners, or the process in which its policies act.
-        memory_gb: of each GPU or computer, at least.
-        near: needs with the same word are met in one place: on one computer, or at one site (`near_by`).
+        kind: robot, gpu or compute.
+        count: how many.
+        name: of one certain resource; empty for any.
+        model: of a robot or GPU; empty for any.
+        memory_gb: at least, of each GPU or computer.
+        cores: at least, of each computer.
+        capabilities: that each resource must have, such as camera:front.
+        labels: that each resource must have, such as {site: lab}.
+        colocate: requests with the same word are placed together.
+        colocate_by: together means on one computer (node) or at one site (site).
+        use: of a GPU or computer: for the learners, or for the policy server.
     """
 
     kind: Literal["robot", "gpu", "compute"]
@@ -60,24 +61,29 @@ class ResourceRequestConfig:
     cores: int = 0
     capabilities: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
-    near: str = ""
-    near_by: Literal["node", "site"] = "node"
+    colocate: str = ""
+    colocate_by: Literal["node", "site"] = "node"
     use: Literal["learner", "policy"] = "learner"
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT or self.cores < 0 or not 0 <= self.memory_gb < math.inf:
-            raise ConfigError(f"needs: count must be at least 1, at most {MAX_COUNT}; cores and memory_gb at least 0")
+            raise ConfigError(
+                f"resources: count is {self.count}, cores {self.cores}, memory_gb {self.memory_gb:g}; "
+                f"count must be 1 to {MAX_COUNT}, cores and memory_gb at least 0"
+            )
         if self.name and self.count > 1:
-            raise ConfigError(f"needs: there is one {self.name}; leave out count, or name each")
+            raise ConfigError(
+                f"resources: count is {self.count}, but only one resource is named {self.name}; leave out count"
+            )
         if (self.cores and self.kind != "compute") or (self.memory_gb and self.kind == "robot"):
-            what = "cores" if self.cores else "memory_gb"
-            raise ConfigError(f"needs: a {self.kind} has no {what}; ask for them apart")
+            key = "cores" if self.cores else "memory_gb"
+            raise ConfigError(f"resources: a {self.kind} has no {key}; request a gpu or compute in an item of its own")
         if self.use == "policy" and self.kind == "robot":
-            raise ConfigError("needs: use says what a GPU or a computer is for; a robot is for itself")
+            raise ConfigError("resources: use: policy is for a gpu or compute, not for a robot; leave out use")
 
     @property
     def is_learner_gpu(self) -> bool:
-        """It is a GPU that learners train on."""
+        """Whether learners train on it."""
         return self.kind == "gpu" and self.use == "learner"
 
     def to_request(self) -> ResourceRequest:
@@ -90,75 +96,102 @@ class ResourceRequestConfig:
             cores=self.cores,
             capabilities=self.capabilities,
             labels=self.labels,
-            colocate=self.near,
-            colocate_by=self.near_by,
+            colocate=self.colocate,
+            colocate_by=self.colocate_by,
         )
 
 
-def require_consistent_colocation(needs: Sequence[ResourceRequestConfig]) -> None:
-    """Raises ConfigError where one word of `near` means a computer in one need and a site in another."""
-    meant: dict[str, str] = {}
-    for need in needs:
-        if need.near and meant.setdefault(need.near, need.near_by) != need.near_by:
-            raise ConfigError(f"needs: near {need.near!r} is by node in one and by site in another; use two words")
+def require_consistent_colocation(resources: Sequence[ResourceRequestConfig]) -> None:
+    """Raises ConfigError if one word of `colocate` means a computer in one request and a site in another."""
+    meaning: dict[str, str] = {}
+    for each in resources:
+        if each.colocate and meaning.setdefault(each.colocate, each.colocate_by) != each.colocate_by:
+            raise ConfigError(
+                f"resources: colocate {each.colocate!r} is by node in one item and by site in another; use two words"
+            )
 
 
-def require_listed_robots(needs: Sequence[ResourceRequestConfig], robots: Sequence[str]) -> None:
-    """Raises ConfigError where robots are asked for that the run's list of `robots` cannot give, whoever uses them."""
-    wanted = [need for need in needs if need.kind == "robot"]
-    if not wanted:
+def require_listed_robots(resources: Sequence[ResourceRequestConfig], robots: Sequence[str]) -> None:
+    """Raises ConfigError if the run's list of `robots` can never meet the requests for robots."""
+    requested = [each for each in resources if each.kind == "robot"]
+    if not requested:
         return
     if not robots:
-        raise ConfigError("needs: robots are chosen from those that `robots` lists, and it lists none")
-    names = [need.name for need in wanted if need.name]
+        raise ConfigError("resources: robots are chosen from the list `robots`, and it is empty")
+    names = [each.name for each in requested if each.name]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"needs: {twice[0]} is asked for twice, and there is one")
+        raise ConfigError(f"resources: the robot {twice[0]} is requested twice; remove one item")
     if unknown := [name for name in names if name not in robots]:
         near = get_close_matches(unknown[0], robots, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it lists {format_list(sorted(robots))}"
-        raise ConfigError(f"needs: `robots` lists no {unknown[0]}; {hint}")
-    if (count := sum(need.count for need in wanted)) > len(robots):
-        raise ConfigError(f"needs: {count} robots are asked for, and `robots` lists {len(robots)} to choose from")
+        raise ConfigError(f"resources: `robots` lists no {unknown[0]}; {hint}")
+    if (count := sum(each.count for each in requested)) > len(robots):
+        raise ConfigError(f"resources: {count} robots are requested, but `robots` lists only {len(robots)}")
 
 
-def require_one_policy_process(needs: Sequence[ResourceRequestConfig], is_started: bool) -> None:
-    """Raises ConfigError where there is to be room for other than the one policy process that a run may have.
+def require_one_policy_process(resources: Sequence[ResourceRequestConfig], is_started: bool) -> None:
+    """Raises ConfigError if resources are requested for other than the one policy server of a run.
 
     Args:
         is_started: the run starts one.
     """
-    asked = sum(need.count for need in needs if need.use == "policy")
-    if asked and not is_started:
-        raise ConfigError("needs: use: policy, but the run starts no policy process; that takes policy.at: site")
-    if asked > 1:
-        raise ConfigError(f"needs: {asked} are asked for with use: policy; a run's policies act in one process")
+    count = sum(each.count for each in resources if each.use == "policy")
+    if count and not is_started:
+        raise ConfigError("resources: use: policy, but the run starts no policy server; add policy.location: server")
+    if count > 1:
+        raise ConfigError(f"resources: {count} are requested with use: policy, but a run has one policy server")
 
 
-def require_gpu_per_process(needs: Sequence[ResourceRequestConfig], processes: int) -> None:
-    """Raises ConfigError where GPUs are asked for, and fewer of them than a learner has `processes`."""
-    gpus = sum(need.count for need in needs if need.is_learner_gpu)
+def require_gpu_per_process(resources: Sequence[ResourceRequestConfig], processes: int) -> None:
+    """Raises ConfigError if GPUs are requested, but fewer than a learner has `processes`."""
+    gpus = sum(each.count for each in resources if each.is_learner_gpu)
     if 0 < gpus < processes:
         raise ConfigError(
-            f"learner.processes is {processes}, each trains on a GPU of its own, and needs asks for {gpus}: "
-            f"needs: [{{kind: gpu, count: {processes}}}]"
+            f"learner.processes is {processes}, each trains on a GPU of its own, and resources requests {gpus}: "
+            f"resources: [{{kind: gpu, count: {processes}}}]"
         )
 
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Training ends early once this share of the newest `episodes` autonomous episodes succeeded; 0 switches it off."""
+    """When training ends early.
+
+    Attributes:
+        success: share of successes among the newest autonomous episodes; 0 switches the target off.
+        episodes: how many of the newest autonomous episodes count.
+    """
 
     success: float = 0.0
     episodes: int = 50
 
     def __post_init__(self) -> None:
         if self.episodes < 1:
-            raise ConfigError("target: episodes must be at least 1")
+            raise ConfigError(f"target: episodes is {self.episodes}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """The evaluation after training.
+
+    Attributes:
+        episodes: how many to run, on simulated robots; 0 switches the evaluation off.
+        video_episodes: how many of them to film.
+        required: exit status 1 if the share of successes is below.
+    """
+
+    episodes: int = 100
+    video_episodes: int = 4
+    required: float = 0.0
 
 
 @dataclass(frozen=True)
 class ConsoleConfig:
-    """The page where people watch and take over. `port` 0 takes a free one."""
+    """The web page on which people watch and take over.
+
+    Attributes:
+        enabled: whether it is served.
+        port: on loopback; 0 takes a free one.
+    """
 
     enabled: bool = True
     port: int = 8088
@@ -166,7 +199,13 @@ class ConsoleConfig:
 
 @dataclass(frozen=True)
 class RayConfig:
-    """`address` of an existing cluster; empty starts one on this machine."""
+    """The Ray cluster of a run.
+
+    Attributes:
+        address: of an existing cluster; empty starts one on this machine.
+        dashboard: whether a cluster that is started has Ray's dashboard.
+        object_store_mb: memory of Ray's object store.
+    """
 
     address: str = ""
     dashboard: bool = False
@@ -175,20 +214,36 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything of one run. `runs` is the folder that holds run folders; `name` is empty to have one made up.
+    """All settings of one run.
 
-    `robots` are those that the run itself drives; where `needs` ask for robots, those that it may choose from, and it
-    drives what it is given of them (`candidates`): its folder's configuration lists these alone. `guests` are driven by
-    computers of their own and come in over the tunnel (``user-sys edge FILE --robot NAME``); others may too. `tunnel`
-    bounds the robots' end of the tunnel, `gateway.tunnel` the other.
+    Attributes:
+        name: of the run's folder; empty: made of the file's name and the time.
+        runs: the folder that holds run folders.
+        seed: of policies, demonstrations and evaluation.
+        robots: that the run drives; if `resources` requests robots, the candidates for these.
+        remote_robots: driven by `user-sys edge` on computers of their own.
+        resources: requested before the run starts: robots, GPUs, computers.
+        demonstrations: of each robot's scripted expert, before the policy acts.
+        recorder: what a robot records.
+        outbox: recorded steps on a robot's disk that the gateway has not acknowledged.
+        tunnel: limits at the robots' end; those of the other end are in gateway.
+        policy: which policy acts, and where.
+        weights: how a robot takes new weights.
+        learner: how the policy is trained.
+        target: when training ends early.
+        gateway: the process that robots connect to.
+        console: the web page.
+        ray: the cluster on which processes run.
+        logging: where metrics go beyond the run's folder.
+        evaluation: after training.
     """
 
     name: str = ""
     runs: Path = Path("runs")
     seed: int = 0
     robots: tuple[RobotConfig, ...] = ()
-    guests: tuple[RobotConfig, ...] = ()
-    needs: tuple[ResourceRequestConfig, ...] = ()
+    remote_robots: tuple[RobotConfig, ...] = ()
+    resources: tuple[ResourceRequestConfig, ...] = ()
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     outbox: OutboxConfig = field(default_factory=OutboxConfig)
@@ -204,40 +259,40 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        require_unique_names((*self.robots, *self.guests))
-        require_consistent_colocation(self.needs)
-        require_one_policy_process(self.needs, self.policy.is_started_by_run)
-        require_listed_robots(self.needs, [robot.name for robot in self.robots])
+        require_unique_names((*self.robots, *self.remote_robots))
+        require_consistent_colocation(self.resources)
+        require_one_policy_process(self.resources, self.policy.is_started_by_run)
+        require_listed_robots(self.resources, [robot.name for robot in self.robots])
         if self.learner.device != "cpu":
-            require_gpu_per_process(self.needs, self.learner.processes)
+            require_gpu_per_process(self.resources, self.learner.processes)
 
     @property
     def selects_robots(self) -> bool:
-        """It drives some of its `robots`, as its needs say; else all of them."""
-        return any(need.kind == "robot" for need in self.needs)
+        """Whether it drives only those of its `robots` that placement assigns; else it drives all of them."""
+        return any(each.kind == "robot" for each in self.resources)
 
     def requests(self) -> tuple[ResourceRequest, ...]:
-        """All that it asks placement for: robots, then what computes."""
+        """All requests for placement: robots first, then compute."""
         return (*self.robot_requests(), *self.compute_requests(), *self.policy_requests())
 
     def robot_requests(self) -> tuple[ResourceRequest, ...]:
-        """Those that its needs choose; where they choose none, each of its `robots` by name."""
+        """The requests for robots in `resources`; if there are none, each of `robots` by name."""
         if self.selects_robots:
-            return tuple(need.to_request() for need in self.needs if need.kind == "robot")
+            return tuple(each.to_request() for each in self.resources if each.kind == "robot")
         return tuple(ResourceRequest(kind=Kind.ROBOT, name=robot.name) for robot in self.robots)
 
     def compute_requests(self) -> tuple[ResourceRequest, ...]:
-        """GPUs and processors for its learners, in the order of its needs."""
-        return tuple(need.to_request() for need in self.needs if need.kind != "robot" and need.use == "learner")
+        """GPUs and computers for the learners, in the order of `resources`."""
+        return tuple(each.to_request() for each in self.resources if each.kind != "robot" and each.use == "learner")
 
     def policy_requests(self) -> tuple[ResourceRequest, ...]:
-        """What its policy process asks for; nothing where that runs beside the run's folder."""
-        return tuple(need.to_request() for need in self.needs if need.use == "policy")
+        """Compute for the policy server; if there is none, it runs on the launcher's computer."""
+        return tuple(each.to_request() for each in self.resources if each.use == "policy")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the files of one run lie."""
+    """The paths of one run's files."""
 
     path: Path
 
@@ -263,86 +318,28 @@ class RunFolder:
 
     @property
     def policy_address(self) -> Path:
-        """Where its policy process listens, as that has written it."""
+        """Written by the policy server: the address on which it listens."""
         return self.path / "policy.address"
 
     def edge(self, robot: str) -> Path:
-        """State of one robot's computer: outbox, fence, e-stop latch, and its two configurations."""
+        """Files of one robot's processes: outbox, fence, e-stop latch, configurations."""
         return self.path / "edge" / robot
 
     @property
     def robots(self) -> Path:
-        """What is known of each robot (`robot_cards`), of those too that came in over the tunnel."""
+        """A record of each robot (`user_sys.robot_records`), also of those that connect through the tunnel."""
         return self.path / "robots"
 
     def link(self, robot: str) -> Path:
         """Settings of the emulated network between a robot's session and the gateway."""
         return self.edge(robot) / "link.yaml"
 
-    def log(self, node: str) -> Path:
-        return self.path / "logs" / f"{node}.log"
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process: what it runs and the Ray resources that place it."""
-
-    name: str
-    argv: tuple[str, ...]
-    resources: dict[str, float]
-    log: Path
-
-
-def topology(
-    config: RunConfig, folder: RunFolder, local_resource: str, is_declared: Callable[[str], bool]
-) -> tuple[ProcessSpec, ...]:
-    """The processes of a run but its learners and its policy process, in the order in which they start.
-
-    The processes of a robot share its resource, so that they land where the robot is and nobody else's do.
-
-    Args:
-        here: the resource that stands for this machine.
-        declared: whether some machine of the cluster has declared a resource. A simulated robot that none has declared
-            runs here.
-    """
-    beside_folder = {local_resource: 0.01}
-    folder = RunFolder(folder.path.resolve())  # a node of a cluster that runs has a working directory of its own
-    gateway = ProcessSpec(
-        "gateway", module_argv("user_sys.gateway", "--run", folder.path), beside_folder, folder.log("gateway")
-    )
-    edges = []
-    for robot in config.robots:
-        state = folder.edge(robot.name)
-        resource = f"{ROBOT_RESOURCE_PREFIX}{robot.name}"
-        parts = robot_process_argv(robot.name, state)
-        if robot.link:
-            parts = ((f"{robot.name}-link", emulated_link_command(folder.link(robot.name))), *parts)
-        alone = {resource: round((1 - ROBOT_CLAIM) / len(parts), 2)}  # of which there is one
-        place = alone if is_declared(resource) or not robot.simulated else beside_folder
-        for name, argv in parts:
-            edges.append(ProcessSpec(name, argv, place, folder.log(name)))
-    return (gateway, *edges)
-
-
-def policy_process(folder: RunFolder, device: Device, resources: dict[str, float], address: str) -> ProcessSpec:
-    """The process in which the policies of the run's robots act. It runs where the run folder is seen, by a
-    file in which robots find it.
-
-    Args:
-        address: of its computer, on which it listens.
-    """
-    folder = RunFolder(folder.path.resolve())
-    options = {"listen": f"tcp://{address}:0", "keys": folder.keys, "device": device, "announce": folder.policy_address}
-    argv = module_argv("user_sys.inference", *(word for key, value in options.items() for word in (f"--{key}", value)))
-    return ProcessSpec(POLICY_NODE, argv, resources, folder.log(POLICY_NODE))
-
-
-RUN_FORMAT = 1
-METADATA_FILE = "run.json"
+    def log(self, process: str) -> Path:
+        return self.path / "logs" / f"{process}.log"
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder says of itself. `endpoint` is the gateway's address, fixed for the life of the run."""
+    """The content of a run folder's `run.json`. `endpoint` is the gateway's address, which never changes."""
 
     format: int
     name: str
@@ -351,13 +348,13 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunFolder, RunMetadata]:
-    """A new run folder with the resolved configuration.
+    """Creates a run folder with the resolved configuration.
 
     Raises:
         RunError: a run of that name exists, or the folder cannot be written.
     """
     folder = RunFolder(config.runs / name)
-    card = RunMetadata(format=RUN_FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
+    metadata = RunMetadata(format=RUN_FORMAT, name=name, started_unix_s=time.time(), endpoint=endpoint)
     try:
         folder.path.mkdir(parents=True)
     except FileExistsError:
@@ -368,32 +365,32 @@ def create_run_folder(config: RunConfig, name: str, endpoint: str) -> tuple[RunF
         (folder.path / "logs").mkdir()
         gateway = replace(config.gateway, endpoint=endpoint)
         save(replace(config, name=name, gateway=gateway), folder.config)
-        replace_durably(folder.path / METADATA_FILE, msgspec.json.encode(card))
+        replace_durably(folder.path / METADATA_FILE, msgspec.json.encode(metadata))
         for above in (folder.path.parent, folder.path.parent.parent):
             sync_folder(above)
     except OSError as error:
-        shutil.rmtree(folder.path, ignore_errors=True)  # half a run folder could be neither resumed nor made anew
+        shutil.rmtree(folder.path, ignore_errors=True)  # a partial run folder can be neither resumed nor created again
         raise _unwritable_error(folder, error) from None
-    return folder, card
+    return folder, metadata
 
 
 def require_no_run(path: Path) -> None:
-    """Raises RunError where there is a run folder at `path` already."""
+    """Raises RunError if a run folder exists at `path`."""
     if path.exists():
         raise _run_exists_error(path)
 
 
 def _run_exists_error(path: Path) -> RunError:
     name, runs = path.name, path.parent
-    return RunError(f"there is a run {name!r} in {runs} already; go on with `--resume {path}` or choose a --name")
+    return RunError(f"the run {name!r} exists in {runs}; continue it with `--resume {path}` or choose another --name")
 
 
 def _unwritable_error(folder: RunFolder, error: OSError) -> RunError:
-    return RunError(f"cannot make the run folder {folder.path}: {os.strerror(error.errno or 0)}")
+    return RunError(f"cannot create the run folder {folder.path}: {os.strerror(error.errno or 0)}")
 
 
 def read_run_metadata(path: Path) -> RunMetadata:
-    """What the run folder at `path` says of itself. Raises RunError: it is none, or its card is damaged."""
+    """The metadata of the run folder at `path`. Raises RunError: it is not a run folder, or the file is damaged."""
     try:
         return msgspec.json.decode((path / METADATA_FILE).read_bytes(), type=RunMetadata)
     except OSError:
@@ -403,30 +400,30 @@ def read_run_metadata(path: Path) -> RunMetadata:
 
 
 def open_run_folder(path: Path, overrides: Sequence[str] = ()) -> tuple[RunFolder, RunConfig, RunMetadata]:
-    """An existing run, with the settings it has; `overrides` change some of them from here on.
+    """Opens an existing run with its settings; `overrides` change some of them from now on.
 
     Raises:
-        RunError: there is none, another version of this program made it, or `overrides` would move its gateway, whose
-            address its robots know.
+        RunError: there is no run, its format has another version, or `overrides` change its gateway's address, which
+            its robots know.
         ConfigError: its configuration cannot be read.
     """
     folder = RunFolder(path.resolve())
-    card = read_run_metadata(path)
-    if card.format != RUN_FORMAT:
+    metadata = read_run_metadata(path)
+    if metadata.format != RUN_FORMAT:
         raise RunError(
-            f"{path} was made by another version (run format {card.format}, this is {RUN_FORMAT}); "
-            "open it with that version, or start a new run"
+            f"{path} has run format {metadata.format}, this version reads {RUN_FORMAT}; "
+            "open it with the version that made it, or start a new run"
         )
     config = load(RunConfig, folder.config, overrides)
-    if overrides and config.gateway.endpoint != card.endpoint:
+    if overrides and config.gateway.endpoint != metadata.endpoint:
         raise RunError(
-            f"gateway.endpoint: the run in {path} listens on {card.endpoint} for as long as it lives, where its robots "
-            "look for it; start a new run to listen elsewhere"
+            f"gateway.endpoint: the run in {path} listens on {metadata.endpoint}, and its robots connect there; "
+            "start a new run to listen on another address"
         )
-    return folder, config, card
+    return folder, config, metadata
 
 
 def default_run_name(config_path: Path | None) -> str:
-    """A name made of the configuration's and the time, e.g. ``demo-1121-0315-07``."""
+    """A name made of the configuration's name and the time, such as ``demo-1121-0315-07``."""
     stem = config_path.stem if config_path else "run"
     return f"{stem}-{time.strftime('%m%d-%H%M-%S')}"

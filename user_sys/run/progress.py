@@ -1,7 +1,4 @@
-"""What a person sees in the terminal while a run goes on: a live display, or plain lines where there is no terminal.
-
-What the launcher knows of a run that goes on: folded from messages, shown in the terminal, kept as scalars.
-"""
+"""The progress of a run: folds its messages into counts and shows these in the terminal, live or as plain lines."""
 
 from __future__ import annotations
 
@@ -239,7 +236,7 @@ learner.publish.max_lead; `user-sys weights release` ends the order"
 
 @dataclass
 class _Rate:
-    """Increase per second of a count that grows, over the last ten seconds."""
+    """Increase per second of a growing count, over the last `RATE_WINDOW_S`."""
 
     points: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -257,13 +254,13 @@ class _Rate:
 
 
 def previous_elapsed_s(metrics: Path) -> float:
-    """How long a run's launches went on by the scalars in the file `metrics`, as the last told; 0 before any."""
-    told = (line.get("elapsed_s") for line in read_metrics(metrics))
-    return max((each for each in told if each is not None), default=0.0)
+    """How long earlier launches of the run took, from the run's metrics file; 0 if there are none."""
+    elapsed = (line.get("elapsed_s") for line in read_metrics(metrics))
+    return max((each for each in elapsed if each is not None), default=0.0)
 
 
 def previous_episodes(store: Path) -> tuple[int, int, int]:
-    """Online episodes, their steps, and those that a person touched, of this run's earlier launches."""
+    """Online episodes of earlier launches, their steps, and how many of them had interventions."""
     if not store.exists():
         return 0, 0, 0
     with StoreReader.open(store) as reader:
@@ -272,17 +269,162 @@ def previous_episodes(store: Path) -> tuple[int, int, int]:
     return len(online), sum(e.steps for e in online), sum(e.intervention_steps > 0 for e in online)
 
 
-class ProgressTracker:
-    """The run in numbers. One thread calls it.
+class EpisodeStatistics:
+    """Counts of a run's online episodes. One thread calls it.
 
     Attributes:
-        env_steps, episodes, interventions: of online episodes, this launch and those before it (see `seed_history`); an
-            intervention is an episode with a person's help.
-        updates: of all learners together, as they last reported.
-        training_s: as the run's first learner last reported.
+        count, env_steps, interventions: of this launch and those before it; `interventions` counts episodes.
+        points: each episode of this launch against training time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._rate = clock, _Rate()
+        self.count = self.env_steps = self.interventions = 0
+        self.points: list[EpisodePoint] = []
+        self._autonomous: list[bool] = []  # successes of episodes without a person's help
+
+    def seed(self, count: int, env_steps: int, interventions: int) -> None:
+        """Counts of earlier launches."""
+        self.count, self.env_steps, self.interventions = count, env_steps, interventions
+
+    def add(self, report: EpisodeReport, training_s: float) -> None:
+        self.count += 1
+        self.env_steps += report.steps
+        self._rate.add(self._clock(), self.env_steps)
+        intervened = report.intervention_steps > 0
+        self.interventions += intervened
+        self.points.append(EpisodePoint(training_s, bool(report.success), intervened))
+        if not intervened:
+            self._autonomous.append(bool(report.success))
+
+    @property
+    def env_steps_per_s(self) -> float:
+        return self._rate.per_s
+
+    def success_rate(self, episodes: int) -> float | None:
+        """Share of successes among the newest `episodes` autonomous episodes; None while there are fewer."""
+        if len(self._autonomous) < episodes:
+            return None
+        return sum(self._autonomous[-episodes:]) / episodes
+
+
+class LearnerStatistics:
+    """What the learners of a run last reported. One thread calls it.
+
+    Attributes:
+        training_s: of the run's first learner.
+        unreadable_checkpoints: how many each learner has passed over.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._rate = clock, _Rate()
+        self._reported_at = 0.0
+        self._updates: dict[str, int] = {}
+        self._newest_version: dict[str, int] = {}
+        self._is_held: dict[str, bool] = {}  # by a pinned version
+        self.training_s = 0.0
+        self.unreadable_checkpoints: dict[str, int] = {}
+
+    def add(self, report: MetricsReport) -> None:
+        self._updates[report.node] = report.count
+        self._is_held[report.node] = bool(report.scalars.get("held_by_order", 0))
+        self.unreadable_checkpoints[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
+        self._rate.add(self._clock(), self.updates)
+        if "policy_version" in report.scalars:
+            self._newest_version[report.node] = int(report.scalars["policy_version"])
+        if report.node == LEARNER:
+            self.training_s = report.scalars.get("training_s", self.training_s)
+            self._reported_at = self._clock()
+
+    @property
+    def updates(self) -> int:
+        """Of all learners together."""
+        return sum(self._updates.values())
+
+    @property
+    def updates_per_s(self) -> float:
+        return self._rate.per_s
+
+    @property
+    def training_now_s(self) -> float:
+        """Training time, extrapolated from the last report."""
+        since_s = self._clock() - self._reported_at if self.updates else 0.0
+        return self.training_s + min(since_s, MAX_BETWEEN_REPORTS_S)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a learner waits because an older version is pinned."""
+        return any(self._is_held.values())
+
+    def newest_version(self, learner: str, default: int = 0) -> int:
+        return self._newest_version.get(learner, default)
+
+
+class RobotStatistics:
+    """What the robots of a run last reported. One thread calls it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._started = clock, clock()
+        self._last: dict[str, tuple[float, RobotStatus]] = {}
+        self._expected: frozenset[str] = frozenset()
+        self._learner_from_robot: dict[str, str] = {}
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """The robots that have reported in this launch."""
+        return frozenset(self._last)
+
+    @property
+    def active(self) -> frozenset[str]:
+        """The robots that have reported within `ROBOT_TIMEOUT_S`."""
+        since = self._clock() - ROBOT_TIMEOUT_S
+        return frozenset(name for name, (time_s, _) in self._last.items() if time_s >= since)
+
+    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
+        """Sets each robot's learner. A robot that is not named here has the run's first learner."""
+        self._learner_from_robot = dict(learner_from_robot)
+
+    def expect(self, robots: Iterable[str]) -> None:
+        """These robots are shown as missing until they connect."""
+        self._expected = frozenset(robots)
+
+    def add(self, status: RobotStatus) -> None:
+        self._last[status.robot] = (self._clock(), status)
+
+    def staleness(self, learners: LearnerStatistics) -> int:
+        """The largest number of versions by which a robot is behind its own learner."""
+        behind = [0]
+        for robot, (_, status) in self._last.items():
+            learner = self._learner_from_robot.get(robot, LEARNER)
+            newest = learners.newest_version(learner, status.policy_version)
+            behind.append(newest - max(status.policy_version, NO_VERSION))
+        return max(behind)
+
+    def rows(self) -> Iterator[RobotProgress]:
+        now = self._clock()
+        for name in sorted({*self._last, *self._expected}):
+            if name not in self._last:
+                waited = f"not connected yet, for {format_duration(now - self._started)}"
+                yield RobotProgress(name=name, control="missing", note=waited)
+                continue
+            time_s, status = self._last[name]
+            lost = now - time_s > ROBOT_TIMEOUT_S
+            yield RobotProgress(
+                name=name,
+                control="lost" if lost else status.authority,
+                operator=status.operator,
+                episode_step=status.step,
+                policy_version=status.policy_version,
+                outbox_chunks=status.outbox_chunks,
+                note=f"silent for {format_duration(now - time_s)}" if lost else status.note,
+            )
+
+
+class ProgressTracker:
+    """Folds the messages of a run into its progress. One thread calls it.
+
+    Attributes:
         robots_connected: as the gateway last reported.
-        unreadable_checkpoints: checkpoints that each learner has passed over, as it last reported.
-        points: each autonomous online episode against training time.
     """
 
     def __init__(
@@ -293,188 +435,110 @@ class ProgressTracker:
         clock: Callable[[], float] = time.monotonic,
         folder: Path = Path(),
     ) -> None:
-        """`folder`: the run's."""
+        """Args:
+        address: of the console page.
+        budget_s: training time after which the run ends.
+        folder: the run's folder.
+        """
         self._folder = RunFolder(folder)
         self._run, self._address, self._budget_s, self._clock = run, address, budget_s, clock
         self._started = clock()
-        self._before_s = 0.0  # what earlier launches took
-        self.env_steps = self.episodes = self.interventions = self.updates = 0
-        self.training_s = self._reported_at = 0.0
+        self._previous_s = 0.0  # duration of earlier launches
+        self.episodes = EpisodeStatistics(clock)
+        self.learners = LearnerStatistics(clock)
+        self.robots = RobotStatistics(clock)
         self.robots_connected = 0
-        self._lost: dict[str, ResourceRecord] = {}  # devices of the run's computers
-        self._short: dict[str, str] = {}  # by process, what it waits for on a full disk
-        self._held: dict[str, bool] = {}  # each learner: by a person's order
-        self.unreadable_checkpoints: dict[str, int] = {}
-        self.points: list[EpisodePoint] = []
-        self._alone: list[bool] = []
-        self._robots: dict[str, tuple[float, RobotStatus]] = {}
-        self._awaited: frozenset[str] = frozenset()
-        self._learned: dict[str, int] = {}
-        self._versions: dict[str, int] = {}  # the newest of each learner
-        self._learner_from_robot: dict[str, str] = {}
-        self._steps_rate, self._updates_rate = _Rate(), _Rate()
+        self._lost_devices: dict[str, ResourceRecord] = {}
+        self._disk_warnings: dict[str, str] = {}  # by process
 
     def seed_history(self, episodes: int, env_steps: int, interventions: int, elapsed_s: float) -> None:
-        """What the store holds of earlier launches of a run that is resumed, and how long they went on."""
-        self.episodes, self.env_steps, self.interventions = episodes, env_steps, interventions
-        self._before_s = elapsed_s
-
-    @property
-    def seen_robots(self) -> frozenset[str]:
-        """The robots that have said something in this launch."""
-        return frozenset(self._robots)
-
-    @property
-    def active_robots(self) -> frozenset[str]:
-        """The robots that are not silent now."""
-        since = self._clock() - ROBOT_TIMEOUT_S
-        return frozenset(name for name, (heard, _) in self._robots.items() if heard >= since)
-
-    def set_learners(self, learner_from_robot: Mapping[str, str]) -> None:
-        """Which learner each robot's policy comes from; until that is said, it is the run's first."""
-        self._learner_from_robot = dict(learner_from_robot)
-
-    def expect_robots(self, robots: Iterable[str]) -> None:
-        """These come in from computers of their own, sooner or later; they are shown as missing until they do."""
-        self._awaited = frozenset(robots)
+        """Adds the counts and the duration of earlier launches of a resumed run."""
+        self.episodes.seed(episodes, env_steps, interventions)
+        self._previous_s = elapsed_s
 
     def on_status(self, status: RobotStatus) -> None:
-        self._robots[status.robot] = (self._clock(), status)
+        self.robots.add(status)
 
     def on_resource(self, record: ResourceRecord) -> str:
-        """Takes in that a robot or device was lost or is there; returns that as a line for the terminal."""
+        """A robot or device was lost or found. Returns that as a line for the terminal."""
         lost = record.health is Health.LOST
-        if lost and record.kind is not Kind.ROBOT:  # robots have a line of their own
-            self._lost[record.name] = record
+        if lost and record.kind is not Kind.ROBOT:  # robots have a row of their own
+            self._lost_devices[record.name] = record
         else:
-            self._lost.pop(record.name, None)
-        return f"{_describe(record)} is {'lost' if lost else 'there'}"
+            self._lost_devices.pop(record.name, None)
+        return f"{_describe(record)} is {'lost' if lost else 'available'}"
 
     def on_episode(self, report: EpisodeReport) -> None:
-        self.episodes += 1
-        self.env_steps += report.steps
-        self._steps_rate.add(self._clock(), self.env_steps)
-        intervened = report.intervention_steps > 0
-        self.interventions += intervened
-        self.points.append(EpisodePoint(self._training_now_s(), bool(report.success), intervened))
-        if not intervened:
-            self._alone.append(bool(report.success))
+        self.episodes.add(report, self.learners.training_now_s)
 
     def on_metrics(self, report: MetricsReport) -> None:
         if report.node == "gateway":
             self.robots_connected = int(report.scalars.get("robots", 0))
-            self._note_disk(report, self._folder.store, STORE_FULL_HINT)
-        if not report.node.startswith(LEARNER):
-            return
-        self._note_disk(report, learner_folder(self._folder.checkpoints, report.node), LEARNER_DISK_FULL_HINT)
-        self._learned[report.node] = report.count
-        self._held[report.node] = bool(report.scalars.get("held_by_order", 0))
-        self.unreadable_checkpoints[report.node] = int(report.scalars.get("checkpoints_unreadable", 0))
-        self.updates = sum(self._learned.values())
-        self._updates_rate.add(self._clock(), self.updates)
-        if "policy_version" in report.scalars:
-            self._versions[report.node] = int(report.scalars["policy_version"])
-        if report.node == LEARNER:
-            self.training_s = report.scalars.get("training_s", self.training_s)
-            self._reported_at = self._clock()
+            self._update_disk_warning(report, self._folder.store, STORE_FULL_HINT)
+        if report.node.startswith(LEARNER):
+            checkpoints = learner_folder(self._folder.checkpoints, report.node)
+            self._update_disk_warning(report, checkpoints, LEARNER_DISK_FULL_HINT)
+            self.learners.add(report)
 
-    def _note_disk(self, report: MetricsReport, path: Path, meanwhile: str) -> None:
-        self._short.pop(report.node, None)
+    def _update_disk_warning(self, report: MetricsReport, path: Path, hint: str) -> None:
+        self._disk_warnings.pop(report.node, None)
         if needed_bytes := report.scalars.get("disk_needed_bytes", 0):
-            words = disk_full_message(path, needed_bytes, report.scalars.get("disk_free_bytes", 0))
-            self._short[report.node] = f"{words}; {meanwhile}"
+            text = disk_full_message(path, needed_bytes, report.scalars.get("disk_free_bytes", 0))
+            self._disk_warnings[report.node] = f"{text}; {hint}"
 
     @property
     def warning(self) -> str:
-        """What a person should mend now; empty if there is nothing."""
-        lost = f"lost: {', '.join(map(_describe, self._lost.values()))}" if self._lost else ""
-        return " | ".join(filter(None, (self.disk_warning, lost))) or (
-            PINNED_VERSION_WARNING if any(self._held.values()) else ""
-        )
+        """What a person should mend now, or an empty text."""
+        lost = f"lost: {', '.join(map(_describe, self._lost_devices.values()))}" if self._lost_devices else ""
+        pinned = PINNED_VERSION_WARNING if self.learners.is_held else ""
+        return " | ".join(filter(None, (self.disk_warning, lost))) or pinned
 
     @property
     def disk_warning(self) -> str:
-        """What could not be written for want of room on a disk; empty if there is nothing."""
-        return " | ".join(self._short.values())
-
-    def _training_now_s(self) -> float:
-        """Training time between two of the learner's reports."""
-        since_s = self._clock() - self._reported_at if self.updates else 0.0
-        return self.training_s + min(since_s, MAX_BETWEEN_REPORTS_S)
-
-    def success_rate(self, episodes: int) -> float | None:
-        """Share of the newest `episodes` autonomous episodes that succeeded; None while there are fewer."""
-        if len(self._alone) < episodes:
-            return None
-        return sum(self._alone[-episodes:]) / episodes
+        """What waits for disk space, or an empty text."""
+        return " | ".join(self._disk_warnings.values())
 
     def scalars(self) -> dict[str, float]:
-        """For the run's curves."""
-        shares = {f"success_{n}": self.success_rate(n) for n in (20, 50)}
+        """The run's metrics."""
+        shares = {f"success_{n}": self.episodes.success_rate(n) for n in (20, 50)}
         return {
             "elapsed_s": self._elapsed_s,
-            "episodes": self.episodes,
-            "env_steps": self.env_steps,
-            "env_steps_per_s": self._steps_rate.per_s,
-            "interventions": self.interventions,
-            "staleness": self._staleness(),
+            "episodes": self.episodes.count,
+            "env_steps": self.episodes.env_steps,
+            "env_steps_per_s": self.episodes.env_steps_per_s,
+            "interventions": self.episodes.interventions,
+            "staleness": self.robots.staleness(self.learners),
             **{name: share for name, share in shares.items() if share is not None},
         }
 
-    def progress(self, stage: str) -> Progress:
+    def snapshot(self, stage: str) -> Progress:
         """The run now, for the terminal."""
+        episodes, learners = self.episodes, self.learners
         return Progress(
             run=self._run,
             stage=stage,
             console=self._address,
             elapsed_s=self._elapsed_s,
-            left_s=max(0.0, self._budget_s - self.training_s) if self.updates else None,
-            done=self.training_s,
+            left_s=max(0.0, self._budget_s - learners.training_s) if learners.updates else None,
+            done=learners.training_s,
             total=self._budget_s,
-            episodes=self.episodes,
-            success_20=self.success_rate(20),
-            success_50=self.success_rate(50),
-            env_steps=self.env_steps,
-            env_steps_per_s=self._steps_rate.per_s,
-            updates=self.updates,
-            updates_per_s=self._updates_rate.per_s,
-            policy_version=self._versions.get(LEARNER, 0),
-            staleness=self._staleness(),
-            interventions=self.interventions,
-            robots=tuple(self._views()),
+            episodes=episodes.count,
+            success_20=episodes.success_rate(20),
+            success_50=episodes.success_rate(50),
+            env_steps=episodes.env_steps,
+            env_steps_per_s=episodes.env_steps_per_s,
+            updates=learners.updates,
+            updates_per_s=learners.updates_per_s,
+            policy_version=learners.newest_version(LEARNER),
+            staleness=self.robots.staleness(learners),
+            interventions=episodes.interventions,
+            robots=tuple(self.robots.rows()),
             warning=self.warning,
         )
 
     @property
     def _elapsed_s(self) -> float:
-        return self._before_s + self._clock() - self._started
-
-    def _staleness(self) -> int:
-        """How far the robot that is furthest behind its own learner is."""
-        behind = [0]
-        for robot, (_, status) in self._robots.items():
-            newest = self._versions.get(self._learner_from_robot.get(robot, LEARNER), status.policy_version)
-            behind.append(newest - max(status.policy_version, NO_VERSION))
-        return max(behind)
-
-    def _views(self) -> Iterator[RobotProgress]:
-        now = self._clock()
-        for name in sorted({*self._robots, *self._awaited}):
-            if name not in self._robots:
-                waited = f"not come in yet, for {format_duration(now - self._started)}"
-                yield RobotProgress(name=name, control="missing", note=waited)
-                continue
-            heard, status = self._robots[name]
-            lost = now - heard > ROBOT_TIMEOUT_S
-            yield RobotProgress(
-                name=name,
-                control="lost" if lost else status.authority,
-                operator=status.operator,
-                episode_step=status.step,
-                policy_version=status.policy_version,
-                outbox_chunks=status.outbox_chunks,
-                note=f"silent for {format_duration(now - heard)}" if lost else status.note,
-            )
+        return self._previous_s + self._clock() - self._started
 
 
 def _describe(record: ResourceRecord) -> str:

@@ -1,40 +1,22 @@
-"""What a run leaves for people: a plot of success, a summary, a video and `runs/latest`, each replaced atomically.
-
-The end of a run: the newest policy is evaluated, and what people keep of a run is written.
-"""
+"""The report of a run: summary, plot of success, video and the link `runs/latest`, each replaced atomically."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from argparse import Namespace
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from hal.signals import bounded_shutdown
-from hal.spec import Array
-from user_sys.compose import RobotConfig, robot_spec
-from user_sys.edge.local_environment import defer_signals
-from user_sys.edge.loop import EpisodeResult
 from user_sys.errors import RunError
-from user_sys.messages import WeightsManifest
-from user_sys.process_exit import EXIT_DEADLINE_S, ExitStatus, exit_now
-from user_sys.robot_records import LEARNER, assign_learners, learner_folder, read_robot_records
-from user_sys.run.config import RunConfig, RunFolder, open_run_folder
-from user_sys.run.evaluate import EvaluationConfig, evaluate
-from user_sys.weights.precision import dequantize
-from user_sys.weights.version_store import VersionStore, newest_version
 
 WINDOWS = (20, 50)  # episodes over which success is averaged, in the plot and in the progress display
 Z_95 = 1.959964  # of the normal distribution: two-sided 95%
@@ -319,172 +301,3 @@ def _style_axes(axes: Any, summary: RunSummary) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_GREY)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.07), frameon=False, fontsize=9)  # clear of the marks below 0
-
-
-log = logging.getLogger(__name__)
-
-
-def load_newest_weights(folder: RunFolder, learner: str = LEARNER) -> tuple[WeightsManifest, dict[str, Array]]:
-    """The newest version that the gateway has kept. Raises RunError where the learner has published none."""
-    kept = newest_version(VersionStore(learner_folder(folder.weights, learner)).load())
-    if kept is None:
-        raise RunError(f"{folder.path} has no trained policy yet: {learner} has published no weights")
-    manifest, state = kept
-    return manifest, dequantize(state.tensors, state.form)
-
-
-def robots_to_evaluate(config: RunConfig, folder: RunFolder) -> dict[str, RobotConfig]:
-    """For each learner of the run, by name, the first of the run's own simulated robots that it learns for.
-
-    A real one is let go by a person who stands by, with `user-sys evaluate`, and not at the end of a night.
-    """
-    names = {plan.spec.embodiment: plan.name for plan in assign_learners(read_robot_records(folder.robots))}
-    found: dict[str, RobotConfig] = {}
-    for robot in config.robots:
-        if not robot.simulated:
-            continue
-        if (learner := names.get(robot_spec(robot).embodiment)) is not None:
-            found.setdefault(learner, robot)
-    return found
-
-
-def run_evaluation(
-    config: RunConfig,
-    folder: RunFolder,
-    episodes: int,
-    console: Console,
-    learner: str = LEARNER,
-    robot: RobotConfig | None = None,
-) -> tuple[list[EpisodeResult], list[Array], WeightsManifest]:
-    """Evaluates the newest policy of `learner` on `robot` (the first); also returns pictures of the first episodes."""
-    manifest, weights = load_newest_weights(folder, learner)
-    pictures: list[Array] = []
-    settings = replace(config.evaluation, episodes=episodes)
-    with defer_signals() as attend:
-        ran = evaluate(
-            robot or config.robots[0],
-            config.policy,
-            weights,
-            settings,
-            pictures.append,
-            version=manifest.version,
-            seed=config.seed,
-            check_stop=attend,
-        )
-        label = f"evaluating version {manifest.version}"
-        return list(track(ran, label, total=episodes, console=console, transient=True)), pictures, manifest
-
-
-def evaluate_and_report(
-    config: RunConfig, folder: RunFolder, points: Sequence[EpisodePoint], counts: RunSummary, console: Console
-) -> RunSummary:
-    """Evaluates the run's policies on its simulated robots, and writes summary, plot and video.
-
-    A run without such a robot has nothing to evaluate on, and one may want no evaluation: its summary holds the counts
-    alone.
-
-    Args:
-        points: the training episodes, for the plot.
-        counts: the run's counts; the evaluation of its first learner is filled in here.
-
-    Raises:
-        RunError: there is no policy to evaluate, or a file cannot be written.
-    """
-    summary, pictures = counts, list[Array]()
-    for learner, robot in robots_to_evaluate(config, folder).items() if config.evaluation.episodes > 0 else ():
-        if learner != LEARNER:
-            _report_further_learner(config, folder, learner, robot, console)
-            continue
-        episodes, pictures, _ = run_evaluation(config, folder, config.evaluation.episodes, console, learner, robot)
-        summary = replace(counts, successes=sum(bool(e.success) for e in episodes), episodes=len(episodes))
-    if config.evaluation.episodes > 0 and (real := [robot.name for robot in config.robots if not robot.simulated]):
-        console.print(
-            f"not evaluated, since nobody may stand by now: {', '.join(real)}; "
-            f"later, with an e-stop within reach: user-sys evaluate {folder.path} --robot NAME",
-            highlight=False,
-        )
-    if pictures:
-        write_video(folder.path / VIDEO, pictures, fps=10)
-    write_report(folder.path, summary, points, console)
-    return summary
-
-
-def exit_status(config: RunConfig, summary: RunSummary, any_result: bool, console: Console) -> ExitStatus:
-    """Says which target was missed; with `any_result` that changes no exit status."""
-    target, required, missed = config.target, config.evaluation.required, False
-    if summary.target_reached is False:
-        missed = True
-        console.print(
-            f"target not reached: training ended before {target.success:.0%} of {target.episodes} episodes succeeded"
-        )
-    if required and not summary.success >= required:  # NaN where nothing was evaluated
-        missed = True
-        found = f"{summary.success:.0%} of the evaluation succeeded" if summary.episodes else "nothing was evaluated"
-        console.print(f"target not reached: {found}, and the configuration requires {required:.0%}")
-    return ExitStatus.NOT_REACHED if missed and not any_result else ExitStatus.REACHED
-
-
-def _report_further_learner(
-    config: RunConfig, folder: RunFolder, learner: str, robot: RobotConfig, console: Console
-) -> None:
-    """One line, for an embodiment beside the run's first."""
-    episodes, _, manifest = run_evaluation(
-        replace(config, evaluation=replace(config.evaluation, video_episodes=0)),
-        folder,
-        config.evaluation.episodes,
-        console,
-        learner,
-        robot,
-    )
-    share = sum(bool(e.success) for e in episodes) / len(episodes)
-    console.print(
-        f"{learner} on {robot.name}: {share:.0%} of {len(episodes)} episodes with version {manifest.version}",
-        highlight=False,
-    )
-
-
-def evaluate_main(args: Namespace) -> int:
-    """``user-sys evaluate RUN``: autonomous success with its confidence interval."""
-    folder, config, _ = open_run_folder(Path(args.run))
-    if not config.robots:
-        raise RunError(
-            f"{folder.path} has no robot to evaluate on: name a simulated one under robots: in {folder.config}"
-        )
-    console = Console(stderr=True)
-    config = replace(config, evaluation=EvaluationConfig(video_episodes=0))
-    learner, robot = _select_robot(config, folder, args.robot)
-    with bounded_shutdown(EXIT_DEADLINE_S, partial(exit_now, "ended at once")):
-        episodes, _, manifest = run_evaluation(config, folder, args.episodes, console, learner, robot)
-    successes = sum(bool(e.success) for e in episodes)
-    low, high = wilson_interval(successes, len(episodes))
-    steps = sum(e.steps for e in episodes) / len(episodes)
-    result = {
-        "robot": robot.name,
-        "success": successes / len(episodes),
-        "episodes": len(episodes),
-        "ci95": [round(low, 4), round(high, 4)],
-        "mean_steps": round(steps, 1),
-        "policy_version": manifest.version,
-        "updates": manifest.updates,
-    }
-    if args.json:
-        Console().print_json(json.dumps(result))
-    else:
-        Console().print(
-            f"{folder.path.name}: policy version {manifest.version} ({manifest.updates} updates) succeeds alone in "
-            f"{successes} of {len(episodes)} episodes = {successes / len(episodes):.1%} "
-            f"(95% interval {low:.1%} to {high:.1%}), {steps:.1f} steps an episode"
-        )
-    return 0
-
-
-def _select_robot(config: RunConfig, folder: RunFolder, name: str | None) -> tuple[str, RobotConfig]:
-    """The robot of that name, or the first, and the learner for its embodiment. Raises RunError: there is none."""
-    robot = next((robot for robot in config.robots if name in (None, robot.name)), None)
-    if robot is None:
-        raise RunError(f"{folder.path} has no robot {name!r}; there are {[robot.name for robot in config.robots]}")
-    embodiment = robot_spec(robot).embodiment
-    for plan in assign_learners(read_robot_records(folder.robots)):
-        if plan.spec.embodiment == embodiment:
-            return plan.name, robot
-    raise RunError(f"nothing was learned for {robot.name}: its embodiment has no learner in {folder.path}")

@@ -1,26 +1,82 @@
-"""The processes of a run's learners: where each goes, and as which node it is started."""
+"""The processes of a run: which there are, with their commands, log files and Ray resources."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hal.ray_cluster import PlacementSlot
-from user_sys.edge.robot_processes import module_argv
+from hal.ray_nodes import ROBOT_CLAIM, ROBOT_RESOURCE_PREFIX
+from user_sys.compose import Device, emulated_link_command
+from user_sys.edge.robot_processes import module_argv, robot_process_argv
+from user_sys.inference.protocol import POLICY_NODE
 from user_sys.robot_records import learner_folder, learner_process_name
-from user_sys.run.config import ProcessSpec, RunFolder
-from user_sys.run.prepare import LOOPBACK
+from user_sys.run.config import RunConfig, RunFolder
+
+GATEWAY = "gateway"
+LOOPBACK = "127.0.0.1"
+SHARE_OF_COMPUTER = 0.01  # of the resource that stands for a computer: binds a process to it, and counts no cores
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: its command, and the Ray resources that place it."""
+
+    name: str
+    argv: tuple[str, ...]
+    resources: dict[str, float]
+    log: Path
+
+
+def topology(
+    config: RunConfig, folder: RunFolder, local_resource: str, is_declared: Callable[[str], bool]
+) -> tuple[ProcessSpec, ...]:
+    """The gateway and the processes of each robot, in the order in which they start.
+
+    The processes of a robot share its Ray resource, so they run on the robot's computer, and no other processes do.
+
+    Args:
+        local_resource: the Ray resource that stands for this computer.
+        is_declared: whether a node of the cluster declares a resource. A simulated robot that none declares runs here.
+    """
+    local = {local_resource: SHARE_OF_COMPUTER}
+    folder = RunFolder(folder.path.resolve())  # Ray nodes have working directories of their own
+    gateway = ProcessSpec(GATEWAY, module_argv("user_sys.gateway", "--run", folder.path), local, folder.log(GATEWAY))
+    edges = []
+    for robot in config.robots:
+        state = folder.edge(robot.name)
+        resource = f"{ROBOT_RESOURCE_PREFIX}{robot.name}"
+        processes = robot_process_argv(robot.name, state)
+        if robot.link:
+            processes = ((f"{robot.name}-link", emulated_link_command(folder.link(robot.name))), *processes)
+        share = {resource: round((1 - ROBOT_CLAIM) / len(processes), 2)}
+        resources = share if is_declared(resource) or not robot.simulated else local
+        edges += [ProcessSpec(name, argv, resources, folder.log(name)) for name, argv in processes]
+    return (gateway, *edges)
+
+
+def policy_process(folder: RunFolder, device: Device, resources: dict[str, float], address: str) -> ProcessSpec:
+    """The policy server. It runs on a computer that sees the run's folder, where it announces its address.
+
+    Args:
+        address: of its computer, on which it listens.
+    """
+    folder = RunFolder(folder.path.resolve())
+    options = {"listen": f"tcp://{address}:0", "keys": folder.keys, "device": device, "announce": folder.policy_address}
+    argv = module_argv("user_sys.inference", *(word for key, value in options.items() for word in (f"--{key}", value)))
+    return ProcessSpec(POLICY_NODE, argv, resources, folder.log(POLICY_NODE))
 
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """Where one process of a learner goes.
+    """Where one process of a learner runs.
 
     Attributes:
-        placement: of the run's compute half; None beside the run's folder.
-        address: where the learner's other processes find it.
-        gpus: the UUIDs of those that it is to see, where no seat says so.
-        gpu_index: which of the GPUs that it sees is its own.
+        placement: reserved on the cluster; None on the launcher's computer.
+        address: at which the learner's other processes reach it.
+        gpus: UUIDs of its visible GPUs if there is no placement.
+        gpu_index: of its own GPU among the visible ones.
     """
 
     placement: PlacementSlot | None = None
@@ -30,10 +86,10 @@ class ProcessSlot:
 
 
 def local_slots(number: int, processes: int, gpus: Sequence[str]) -> tuple[ProcessSlot, ...]:
-    """Those of the run's learner of that `number` on the run's own computer, with its GPUs in turns.
+    """Slots on the launcher's computer for the run's learner of that `number`; learners take the GPUs in turns.
 
     Args:
-        gpus: UUIDs; none where each process sees what whoever started the run sees.
+        gpus: UUIDs; if empty, each process sees the launcher's GPUs.
     """
     if not gpus:
         return tuple(ProcessSlot(gpu_index=rank) for rank in range(processes))
@@ -42,50 +98,49 @@ def local_slots(number: int, processes: int, gpus: Sequence[str]) -> tuple[Proce
 
 
 def cluster_slots(
-    placements: Sequence[PlacementSlot], number: int, processes: int, addresses: Mapping[str, str]
+    placements: Sequence[PlacementSlot], number: int, processes: int, address_from_node: Mapping[str, str]
 ) -> tuple[ProcessSlot, ...]:
-    """Those of the run's learner of that `number` in the run's `seats`, in turns; none where a seat's computer is gone.
+    """Slots on the cluster for the run's learner of that `number`; learners take the `placements` in turns.
 
-    Args:
-        addresses: of each computer, by its name.
+    Returns:
+        Empty if a node of these placements has left the cluster.
     """
-    taken = (
-        [placements[(number * processes + rank) % len(placements)] for rank in range(processes)] if placements else []
-    )
-    nodes = [seat.node for seat in taken]
-    if not all(node in addresses for node in nodes):
+    if not placements:
         return ()
-    near = len({addresses[node] for node in nodes}) == 1
+    chosen = [placements[(number * processes + rank) % len(placements)] for rank in range(processes)]
+    nodes = [placement.node for placement in chosen]
+    if not all(node in address_from_node for node in nodes):
+        return ()
+    on_one_computer = len({address_from_node[node] for node in nodes}) == 1
     return tuple(
         ProcessSlot(
-            placement=seat,
-            address=LOOPBACK if near else addresses[seat.node],
-            gpu_index=0 if seat.bundle.is_gpu else nodes[:rank].count(seat.node),
+            placement=placement,
+            address=LOOPBACK if on_one_computer else address_from_node[placement.node],
+            gpu_index=0 if placement.bundle.is_gpu else nodes[:rank].count(placement.node),
         )
-        for rank, seat in enumerate(taken)
+        for rank, placement in enumerate(chosen)
     )
 
 
 def learner_processes(
     folder: RunFolder, name: str, slots: Sequence[ProcessSlot], local_resource: str, endpoint: str
 ) -> tuple[tuple[ProcessSpec, ProcessSlot], ...]:
-    """A learner (`user_sys.robot_records`), a node for each of its processes, in the order of its `posts`.
+    """The processes of one learner (`user_sys.robot_records`), one for each of its `slots`, rank 0 first.
 
-    They read the gateway's store by mmap, so they run where the run's folder is seen.
+    They read the gateway's store by mmap, so they run on computers that see the run's folder.
 
     Args:
-        here: the resource that stands for the computer with the run's folder.
-        endpoint: where the first of them reaches the gateway.
+        local_resource: the Ray resource that stands for the launcher's computer.
+        endpoint: at which rank 0 reaches the gateway.
     """
     folder = RunFolder(folder.path.resolve())
     checkpoints = learner_folder(folder.checkpoints, name)
     found = []
-    for rank, post in enumerate(slots):
-        argv = module_argv("user_sys.learner", folder.path, name, endpoint, post.address, post.gpu_index)
+    for rank, slot in enumerate(slots):
+        argv = module_argv("user_sys.learner", folder.path, name, endpoint, slot.address, slot.gpu_index)
         if rank:
-            module = "user_sys.learner.worker_process"
-            argv = module_argv(module, checkpoints, rank, post.address, post.gpu_index)
+            argv = module_argv("user_sys.learner.worker_process", checkpoints, rank, slot.address, slot.gpu_index)
         process = learner_process_name(name, rank)
-        node = ProcessSpec(process, argv, {} if post.placement else {local_resource: 0.01}, folder.log(process))
-        found.append((node, post))
+        resources = {} if slot.placement else {local_resource: SHARE_OF_COMPUTER}
+        found.append((ProcessSpec(process, argv, resources, folder.log(process)), slot))
     return tuple(found)

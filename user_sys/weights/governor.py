@@ -55,28 +55,30 @@ class GovernorConfig:
         budget: how much longer the victim may take; 0.01 is one percent.
         quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
             times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
-        least_share: the push always gets this much, so that weights do arrive.
+        min_share: the push always gets this much, so that weights do arrive.
         cut, grow: the factors by which the share moves at most.
-        decide_s: how often it moves.
+        update_interval_s: how often it moves.
         link_bytes_per_s: what the link is filled with at a share of 1; 0 for as much as it takes.
-        most_ctas: thread blocks of a kernel on a GPU at a share of 1.
+        max_ctas: thread blocks of a kernel on a GPU at a share of 1.
     """
 
     enabled: bool = True
     budget: float = 0.01
     quantile: float = 0.0
-    least_share: float = 0.01
+    min_share: float = 0.01
     cut: float = 0.7
     grow: float = 1.1
-    decide_s: float = 0.5
+    update_interval_s: float = 0.5
     link_bytes_per_s: float = 0.0
-    most_ctas: int = 16
+    max_ctas: int = 16
 
     def __post_init__(self) -> None:
-        if not (0 < self.least_share <= 1 and 0 < self.cut < 1 < self.grow and 0 <= self.quantile < 1):
-            raise ConfigError("governor: least_share, cut and quantile lie between 0 and 1, grow is above 1")
-        if self.budget <= 0 or self.decide_s <= 0 or self.link_bytes_per_s < 0 or self.most_ctas < 1:
-            raise ConfigError("governor: budget, decide_s and most_ctas are above 0, link_bytes_per_s is not below 0")
+        if not (0 < self.min_share <= 1 and 0 < self.cut < 1 < self.grow and 0 <= self.quantile < 1):
+            raise ConfigError("governor: min_share, cut and quantile lie between 0 and 1, grow is above 1")
+        if self.budget <= 0 or self.update_interval_s <= 0 or self.link_bytes_per_s < 0 or self.max_ctas < 1:
+            raise ConfigError(
+                "governor: budget, update_interval_s, max_ctas are above 0, link_bytes_per_s is not below 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Governor:
         self._unseen = 0  # samples of pushes since the victim was seen without
         self._price = _PushCost()
         self.pause_s = 0.0
-        self._next_s = clock() + config.decide_s
+        self._next_s = clock() + config.update_interval_s
         self._lock = threading.Lock()
         self._work = threading.local()
 
@@ -161,7 +163,7 @@ class Governor:
             self._seen[touched] += 1
             self._unseen = self._unseen + 1 if touched else max(0, self._unseen - self._look_every // BASELINE_SAMPLES)
             if self._config.enabled and now >= self._next_s:
-                self._next_s = now + self._config.decide_s
+                self._next_s = now + self._config.update_interval_s
                 self._decide()
 
     @contextmanager
@@ -245,7 +247,7 @@ class Governor:
         idle_s, pushing_s, longer = self._compare(np.array(idle), np.array(pushing))
         price = self._price.update(now, sum(self._seen), min(MAX_SLOWDOWN, longer), self.share)
         due = min(1.0, config.budget / max(price, config.budget))
-        self.share = max(config.least_share, config.cut * self.share, min(due, config.grow * self.share))
+        self.share = max(config.min_share, config.cut * self.share, min(due, config.grow * self.share))
         pushing.clear()  # they were measured under another share
         self._seen = [0, 0]
         self.decisions.append(GovernorDecision(now, idle_s, pushing_s, longer, price, self.share))
@@ -284,7 +286,7 @@ class GovernedBudget:
     @property
     def ctas(self) -> int:
         """Thread blocks that a kernel of the push may have now; without a governor always the most."""
-        most = self._config.most_ctas
+        most = self._config.max_ctas
         return max(1, round(self._share() * most)) if self._config.enabled else most
 
     @property

@@ -71,7 +71,8 @@ class PublishConfig:
         at_episode_ends: an episode has ended since the last one.
         kl: the policy has moved by so much since the last one: mean Kullback-Leibler divergence over a batch.
         forms: what robots may choose from: exact, and roundings for links that are too slow for it.
-        max_lead: the learner waits while the slowest robot is more than so many versions behind; 0 never waits.
+        max_versions_ahead: the learner waits while the slowest robot is more than so many versions behind; 0 never
+            waits.
         governor: what publishing may cost the training step.
         green_sms: multiprocessors of a CUDA green context in which a GPU's weights are packed and copied to the host; 0
             for none: then on a stream of the lowest priority.
@@ -84,14 +85,14 @@ class PublishConfig:
     at_episode_ends: bool = False
     kl: float = 0.0
     forms: tuple[Precision, ...] = ("exact",)
-    max_lead: int = 0
+    max_versions_ahead: int = 0
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     green_sms: int = 0
     collective_ctas: int = 2
 
     def __post_init__(self) -> None:
-        if min(self.every_s, self.every_updates, self.kl, self.max_lead) < 0:
-            raise ConfigError("learner.publish: every_s, every_updates, kl and max_lead are not negative")
+        if min(self.every_s, self.every_updates, self.kl, self.max_versions_ahead) < 0:
+            raise ConfigError("learner.publish: every_s, every_updates, kl and max_versions_ahead are not negative")
         if not (self.every_s or self.every_updates or self.kl or self.at_episode_ends):
             raise ConfigError("learner.publish: set one of every_s, every_updates, at_episode_ends, kl")
         if self.collective_ctas < 1:

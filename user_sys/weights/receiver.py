@@ -494,13 +494,13 @@ class ReceiverConfig:
 
     Attributes:
         swap_at: they take over between two action chunks, or between two episodes.
-        hold_behind: the robot holds while its weights are more than so many versions behind; 0 never holds.
+        max_staleness_versions: the robot holds while its weights are more than so many versions behind; 0 never holds.
         exact_only: takes no rounded form, even where the policy would act with one and the link is slow.
         governor: what receiving may cost the policy's inference.
     """
 
     swap_at: Literal["chunk", "episode"] = "chunk"
-    hold_behind: int = 0
+    max_staleness_versions: int = 0
     exact_only: bool = False
     governor: GovernorConfig = field(default_factory=lambda: GovernorConfig(budget=0.05, quantile=0.99))
 
@@ -582,11 +582,11 @@ class WeightsReceiver:
         Another run's weights are behind as soon as it is known that this run has any.
         """
         acting = self._swapper.version
-        if self._config.hold_behind == 0 or acting == NO_VERSION:
+        if self._config.max_staleness_versions == 0 or acting == NO_VERSION:
             return False
         if acting == FOREIGN_RUN:
             return self.planner.has_offer
-        return self._config.hold_behind < self.planner.newest_version - acting
+        return self._config.max_staleness_versions < self.planner.newest_version - acting
 
     def applied_report(self, robot: str) -> WeightsApplied:
         """What tells the gateway with which version `robot` acts, and how much of the next may come unasked."""
