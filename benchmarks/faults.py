@@ -18,6 +18,7 @@ import datetime
 import logging
 import math
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -46,6 +47,8 @@ PAIRS = 5
 PERIODS_BEFORE = 6
 WATCH_S = 0.6  # at least, and six periods
 CAMERA_HZ = 20.0
+STARTS = 3
+DRIVER_POLL_S = 0.5
 START_S = 120.0
 SWING, SPEED = 0.3, 0.25  # rad to either side, rad/s
 PRESENT = 56  # a servo's register: where it is
@@ -208,10 +211,16 @@ def driven(kind: str, arm: Arm, folder: Path) -> Iterator[Scene]:
         policy = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=log, preexec_fn=_usual)
         stack.callback(_end, policy)
         assert policy.stdout is not None
-        if policy.stdout.readline() != b"driving\n":
-            raise RuntimeError(f"the arm is not led: {path.read_text()}")
+        while not select.select([policy.stdout], [], [], DRIVER_POLL_S)[0] and driver.poll() is None:
+            pass
+        if driver.poll() is not None or policy.stdout.readline() != b"driving\n":
+            raise NotDriven(path.read_text())
         stack.callback(policy.stdout.close)
         yield Scene({POLICY: policy, DRIVER: driver}, path)
+
+
+class NotDriven(Exception):
+    """The arm did not begin to move, or its driver process ended before; with the driver's log."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -241,6 +250,19 @@ def realtime() -> Iterator[None]:
 
 def _usual() -> None:
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def fail_when_driven(kind: str, rate_hz: float, what: str, number: signal.Signals | None, after: float) -> Outcome:
+    """`fail`, in up to `STARTS` starts; raises NotDriven after the last.
+
+    A late reply of a simulated arm can end its driver before the fault. In a run a supervisor starts the driver again.
+    """
+    for _ in range(STARTS - 1):
+        try:
+            return fail(kind, rate_hz, what, number, after)
+        except NotDriven as error:
+            log.warning("the arm is not driven, starting again: %s", error)
+    return fail(kind, rate_hz, what, number, after)
 
 
 def fail(kind: str, rate_hz: float, what: str, number: signal.Signals | None, after: float) -> Outcome:
@@ -277,13 +299,14 @@ def limit_ms(kind: str, rate_hz: float, what: str) -> float:
 
 
 def row(kind: str, rate_hz: float, what: str, number: signal.Signals | None, pairs: int) -> list[Row]:
-    try:
-        outcomes = [fail(kind, rate_hz, what, number, pair / pairs) for pair in range(pairs)]
-    except RuntimeError as error:  # the arm was not to be led
-        log.error("%s", error)
-        return [Row(21, f"{kind} at {rate_hz:g} Hz: not driven", "ms", math.nan, None, None, 1.0, False)]
     event = number.name if number else {CABLE: "silence", CAMERA: "frozen picture"}[what]
     name = f"{kind} at {rate_hz:g} Hz: {event} of {what} until"
+    try:
+        outcomes = [fail_when_driven(kind, rate_hz, what, number, pair / pairs) for pair in range(pairs)]
+    except NotDriven as error:
+        log.error("%s", error)
+        note = f"the arm was not driven in {STARTS} starts"
+        return [Row(21, name.removesuffix(" until"), "ms", None, None, None, 1.0, False, note=note)]
     bound, controller_s = limit_ms(kind, rate_hz, what), CONTROLLERS_S[kind]
     found = []
     if what != CABLE and controller_s is not None:
@@ -303,7 +326,11 @@ def _row(name: str, figures: list[float], bound: float | None, rate_hz: float, n
     peers = {"periods": worst * rate_hz / 1000, "median": statistics.median(figures)}
     ratio = None if bound is None or not worst else bound / worst
     target, met = (None, None) if bound is None else (1.0, worst <= bound)
-    return Row(21, f"{name}, worst of {len(figures)}", "ms", worst, bound, ratio, target, met, peers, note=note)
+    name = f"{name}, worst of {len(figures)}"
+    if math.isinf(worst):
+        note = "; ".join([*([note] if note else []), f"at least once not within {WATCH_S:g} s"])
+        return Row(21, name, "ms", None, bound, None, target, met, note=note)
+    return Row(21, name, "ms", worst, bound, ratio, target, met, peers, note=note)
 
 
 def main() -> None:

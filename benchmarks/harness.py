@@ -37,7 +37,8 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         goal: number of the goal that the figure belongs to.
-        ours, bound: medians, in `unit`; `bound` is None where there is nothing to compare with.
+        ours, bound: medians, in `unit`; `ours` is None if it could not be measured, `bound` if there is nothing to
+            compare with.
         peers: name to figure, in `unit`; to the reason, in words, for one that could not be measured.
         ratio: ours / bound where more is better; bound / ours where less is: 1 is as good as the bound, either way.
             None without a bound.
@@ -53,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
     goal: int
     name: str
     unit: str
-    ours: float
+    ours: float | None
     bound: float | None
     ratio: float | None
     target: float | None = None
