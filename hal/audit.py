@@ -1,10 +1,9 @@
-"""The audit log: which person ordered what, who signed in or was refused, which peer connected, who drove which robot.
+"""The audit log: operators' actions, sign-ins, refusals, connections, and the sessions that drove each robot.
 
-One JSON object a line, in UTC, with mode 0600. Each run has one file for all of its processes, `AUDIT_FILE` in its
-folder; `machine_audit_path` is that of this user's other programs on this computer. The files are bounded: one that is
-full is put aside, and the oldest of `MAX_OLD_FILES` is dropped. Equal events within `REPEAT_WINDOW_S` become one more
-line with their count, and events that differ are limited by kind, so that a flood neither fills the disk nor displaces
-the rest.
+One JSON object a line, in UTC, with mode 0600. All processes of a run on one computer write `AUDIT_FILE` in its folder;
+this user's other programs write `machine_audit_path`. The files are bounded: a full file is renamed, and the oldest of
+`MAX_OLD_FILES` is removed. Equal events within `REPEAT_WINDOW_S` become one more line with their count. The rate of
+different events is limited for each kind, so that a flood neither fills the disk nor displaces other events.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -27,47 +26,47 @@ logger = logging.getLogger(__name__)
 
 AUDIT_FILE = "audit.jsonl"
 MAX_FILE_BYTES = 8 << 20
-MAX_OLD_FILES = 8  # besides the newest, numbered from it backwards: audit.jsonl.1 and so on
+MAX_OLD_FILES = 8  # besides the newest; audit.jsonl.1 is the newest of them
 MAX_FIELD_CHARS = 500
 REPEAT_WINDOW_S = 10.0
-MAX_REPEATED_EVENTS = 1024  # different events whose repetitions are counted at a time
+MAX_REPEATED_EVENTS = 1024  # different events whose repetitions are counted at the same time
 
 AuditEvent = Literal[
     "order", "authority", "sign-in", "sign-out", "opened", "closed", "refused",
     "granted", "reinstated", "released", "lapsed", "revoked", "quarantined", "draining", "restored", "lost", "returned",
 ]  # fmt: skip
-"""`order`: of a person. `authority`: the robot changed hands without one. `opened` to `refused`: a connection, to the
-tunnel or to the console. The rest: of a robot or another resource, see `hal.registry`."""
+"""`order`: an operator's action. `authority`: the robot's driver changed. `opened` to `refused`: a connection to the
+tunnel or to the console. The others concern a robot or another resource, see `hal.registry`."""
 
 
 class EventRateLimit(msgspec.Struct, frozen=True):
-    """So many different events of one kind are written at once, and so many a second."""
+    """A token bucket for the different events of one kind: `burst` at once, and `per_s`."""
 
     burst: float
     per_s: float
 
 
-REFUSED_RATE_LIMIT = EventRateLimit(50, 2)  # for `refused`, which needs no key
+REFUSED_RATE_LIMIT = EventRateLimit(50, 2)  # anyone can cause `refused`: it needs no key
 DEFAULT_RATE_LIMIT = EventRateLimit(1000, 20)
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line.
+    """One line of the log. Texts are cut off at `MAX_FIELD_CHARS`.
 
     Attributes:
-        time: UTC, ISO 8601; of the last one where `count` is above 1.
-        person, address: who gave an order or signed in, and from which computer.
+        time: UTC, ISO 8601, set by the log; the time of the last event if `count` is above 1.
+        person, address: of the operator, and of the operator's computer.
         robot: or another resource.
-        order: of a person; or what changed.
-        outcome: ``done``, or why not.
-        peer, role, key: of a connection, as its key says or as a stranger claims; `key` is a fingerprint. Of a lease,
-            `peer` is its holder.
+        order: the operator's action; or the new driver of an `authority` event.
+        outcome: ``done``, or the reason of the failure.
+        peer, role, key: of a connection, as authenticated by its key or claimed without one; `key` is a fingerprint. Of
+            a lease, `peer` is the holder.
         token: of a lease.
-        reason: why it happened.
-        count: for how many equal events the line stands, besides those written before it.
+        reason: of the event.
+        count: the number of equal events that this line adds to the earlier lines.
     """
 
-    time: str
+    time: str = ""
     event: AuditEvent
     person: str = ""
     address: str = ""
@@ -82,34 +81,20 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     count: int = 1
 
 
-class AuditSink(Protocol):
-    """Takes an event; returns soon, raises nothing. The arguments are those of `AuditEntry`."""
-
-    def __call__(
-        self,
-        event: AuditEvent,
-        *,
-        person: str = "",
-        address: str = "",
-        robot: str = "",
-        order: str = "",
-        outcome: str = "",
-        peer: str = "",
-        role: str = "",
-        key: str = "",
-        token: int = 0,
-        reason: str = "",
-    ) -> None: ...
+AuditSink = Callable[[AuditEntry], None]
+"""Takes an event; returns soon, raises nothing. `AuditLog.write` is one."""
 
 
-def discard_audit_event(event: AuditEvent, **facts: object) -> None:
+def discard_audit_event(entry: AuditEntry) -> None:
     """An `AuditSink` that writes nothing."""
 
 
 class AuditLog:
-    """Any thread may write, and any number of processes to one file. Nothing here raises, or waits for another process
-    or for the disk's sync: a killed process leaves whole lines, a power cut may take the newest. What cannot be written
-    is logged."""
+    """Writes one log. Any thread may write, and any number of processes to one file.
+
+    No method raises, waits for another process or for a sync. After a killed process the file has whole lines; a power
+    cut may remove the newest ones. A line that cannot be written is logged.
+    """
 
     def __init__(
         self,
@@ -119,64 +104,40 @@ class AuditLog:
         wall_clock: Callable[[], float] = time.time,
         max_bytes: int = MAX_FILE_BYTES,
     ) -> None:
-        """`clock` gives seconds that only grow, `wall` those since 1970."""
+        """Args:
+        path: the newest file.
+        clock: monotonic seconds.
+        wall_clock: seconds since 1970.
+        max_bytes: of one file.
+        """
         self.path = path
         self._clock, self._wall, self._max_bytes = clock, wall_clock, max_bytes
         self._lock = threading.Lock()
-        self._open: dict[AuditEntry, tuple[float, int]] = {}  # since when, and how often since it was written
-        self._allowances: dict[AuditEvent, tuple[float, float]] = {}  # lines that may be written, as of when
+        self._open: dict[AuditEntry, tuple[float, int]] = {}  # the time of its last line, and its repetitions since
+        self._allowances: dict[AuditEvent, tuple[float, float]] = {}  # allowed lines, and the time of that count
         self._unlisted: Counter[AuditEvent] = Counter()
 
-    def write(
-        self,
-        event: AuditEvent,
-        *,
-        person: str = "",
-        address: str = "",
-        robot: str = "",
-        order: str = "",
-        outcome: str = "",
-        peer: str = "",
-        role: str = "",
-        key: str = "",
-        token: int = 0,
-        reason: str = "",
-    ) -> None:
-        """See `AuditSink`. Fields are cut off at `MAX_FIELD_CHARS`."""
-        texts = (person, address, robot, order, outcome, peer, role, key, reason)
-        person, address, robot, order, outcome, peer, role, key, reason = (text[:MAX_FIELD_CHARS] for text in texts)
-        entry = AuditEntry(
-            time="",
-            event=event,
-            person=person,
-            address=address,
-            robot=robot,
-            order=order,
-            outcome=outcome,
-            peer=peer,
-            role=role,
-            key=key,
-            token=token,
-            reason=reason,
-        )
+    def write(self, entry: AuditEntry) -> None:
+        """Writes `entry` with the present time, or counts it; see `AuditSink`."""
+        entry = _truncated(entry)
         with self._lock:
             self._flush(everything=False)
             since_s, count = self._open.get(entry, (0.0, -1))
             if count >= 0:
                 self._open[entry] = (since_s, count + 1)
-            elif len(self._open) >= MAX_REPEATED_EVENTS or not self._may_write(event):
-                self._unlisted[event] += 1
+            elif len(self._open) >= MAX_REPEATED_EVENTS or not self._may_write(entry.event):
+                self._unlisted[entry.event] += 1
             else:
                 self._open[entry] = (self._clock(), 0)
                 self._append(entry)
 
     def flush(self) -> None:
-        """Writes the counts of repetitions that are `REPEAT_WINDOW_S` old. Call it every few seconds."""
+        """Writes the repetition counts that are `REPEAT_WINDOW_S` old. Call it every few seconds."""
         with self._lock:
             self._flush(everything=False)
 
     def close(self) -> None:
-        """Writes all counts. Writing goes on to be possible."""
+        """Writes all counts. Later writes are still possible."""
         with self._lock:
             self._flush(everything=True)
 
@@ -191,8 +152,8 @@ class AuditLog:
                     self._open[entry] = (now, 0)
         for event in list(self._unlisted):
             if everything or self._may_write(event):
-                reason = "more than can be listed came at once"
-                self._append(AuditEntry(time="", event=event, reason=reason, count=self._unlisted.pop(event)))
+                reason = "events beyond the rate limit"
+                self._append(AuditEntry(event=event, reason=reason, count=self._unlisted.pop(event)))
 
     def _may_write(self, event: AuditEvent) -> bool:
         rate, now = REFUSED_RATE_LIMIT if event == "refused" else DEFAULT_RATE_LIMIT, self._clock()
@@ -205,22 +166,22 @@ class AuditLog:
     def _append(self, entry: AuditEntry) -> None:
         line = msgspec.json.encode(msgspec.structs.replace(entry, time=_utc(self._wall()))) + b"\n"
         try:
-            handle = self._opened(len(line))
+            handle = self._open_with_room(len(line))
             try:
                 os.write(handle, line)
             finally:
                 os.close(handle)
         except OSError as error:
-            logger.error("audit.not_written %s: %s", error, line.decode().strip())
+            logger.error("audit.write_failed %s: %s", error, line.decode().strip())
 
-    def _opened(self, size: int) -> int:
-        """The newest file, with room for `size` bytes unless another process is about to make it."""
+    def _open_with_room(self, size: int) -> int:
+        """The newest file, with room for `size` bytes. If another process is rotating the files, the full one."""
         handle = _open_for_append(self.path)
         try:
             if os.fstat(handle).st_size + size <= self._max_bytes:
                 return handle
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), os.lstat(self.path)):  # else another process has put it aside
+            if os.path.samestat(os.fstat(handle), os.lstat(self.path)):  # else another process has rotated the files
                 files = _log_files(self.path)
                 for newer, older in zip(files[1:], files, strict=False):
                     if newer.exists():
@@ -235,37 +196,43 @@ class AuditLog:
 
 
 def machine_audit_path() -> Path:
-    """The audit log of this user's programs on this computer that belong to no run."""
+    """The audit log of this user's programs on this computer outside of runs."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     return Path(state) / "user-sys" / AUDIT_FILE
 
 
 def audit_operator_action(
-    person: str, action: str, outcome: str = "done", *, run: Path | None = None, **facts: str
+    person: str, action: str, outcome: str = "done", *, run: Path | None = None, robot: str = "", reason: str = ""
 ) -> None:
-    """Audits an order that a person gave in a terminal: in the folder of the run `run`, else in `machine_audit_path`.
-
-    Args:
-        facts: more fields of `AuditEntry`, such as `robot` and `reason`.
-    """
+    """Records a person's command in a terminal: in the folder of the run `run`, else in `machine_audit_path`."""
     path = machine_audit_path() if run is None else run / AUDIT_FILE
     log = AuditLog(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        logger.error("audit.no_folder %s", error)
+        logger.error("audit.folder_not_created path=%s: %s", path.parent, error)
     address = os.environ.get("SSH_CONNECTION", "").partition(" ")[0] or "this computer"
-    log.write("order", person=person, address=address, order=action, outcome=outcome, **facts)  # type: ignore[arg-type]
+    log.write(
+        AuditEntry(
+            event="order", person=person, address=address, robot=robot, order=action, outcome=outcome, reason=reason
+        )
+    )
     log.close()
 
 
 def read_audit_log(path: Path) -> list[AuditEntry]:
-    """Every entry that is kept, oldest first; none without a file. A damaged line is logged and left out.
+    """All entries of the files that exist, oldest first. A damaged line is logged and skipped.
 
     Raises:
         OSError: a file cannot be read.
     """
     return [entry for file in _log_files(path) for entry in _read_entries(file)]
+
+
+def _truncated(entry: AuditEntry) -> AuditEntry:
+    texts = {name: getattr(entry, name) for name in entry.__struct_fields__}
+    long = {n: t[:MAX_FIELD_CHARS] for n, t in texts.items() if isinstance(t, str) and len(t) > MAX_FIELD_CHARS}
+    return msgspec.structs.replace(entry, **long) if long else entry
 
 
 def _open_for_append(path: Path) -> int:
@@ -274,7 +241,7 @@ def _open_for_append(path: Path) -> int:
 
 
 def _log_files(path: Path) -> list[Path]:
-    """Oldest first, whether or not they are there."""
+    """Oldest first; some may not exist."""
     return [*(path.with_name(f"{path.name}.{number}") for number in range(MAX_OLD_FILES, 0, -1)), path]
 
 

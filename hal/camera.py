@@ -8,33 +8,33 @@ from dataclasses import dataclass
 
 from hal.spec import Array, CameraSpec
 
-CAPTURE_LATENCY_S = 0.1  # what a picture may take from its capture until it is here: exposure, transfer, decoding
+CAPTURE_LATENCY_S = 0.1  # from capture to `Camera.read`: exposure, transfer, decoding
 
 
 def default_stale_after_s(rate_hz: float) -> float:
-    """How old the newest picture of a camera of this rate may be where nobody says it: two may be missing."""
+    """The default of a camera's ``stale_after_s``: two frames may be missing."""
     return 3 / rate_hz + CAPTURE_LATENCY_S
 
 
 @dataclass(frozen=True)
 class CameraFrame:
-    """One picture: `image` is uint8 (height, width, 3) RGB; `t_capture_ns` is ``time.monotonic_ns()`` at capture."""
+    """One image: `image` is uint8 (height, width, 3) RGB; `t_capture_ns` is ``time.monotonic_ns()`` at capture."""
 
     image: Array
     t_capture_ns: int
 
 
 def _no_op() -> None:
-    """Nobody wants anything while a camera is waited for."""
+    """Default for `check_stop`: never interrupts."""
 
 
 class Camera(ABC):
     """One camera; `spec` is known before `connect`. One thread calls it.
 
     Attributes:
-        real_time: set before `connect` by who reads it in real time: `read` is to take little of a control period then.
-            Devices take their pictures by themselves anyway; a simulated camera has another thread draw them.
-        check_stop: a `connect` that waits calls it all the while; what it raises ends the waiting.
+        real_time: set before `connect` if the caller reads in real time: `read` then takes a small part of a control
+            period. A simulated camera then draws in another thread.
+        check_stop: `connect` calls it repeatedly while it waits; an error that it raises ends the wait.
     """
 
     spec: CameraSpec
@@ -42,13 +42,13 @@ class Camera(ABC):
     check_stop: Callable[[], None] = staticmethod(_no_op)
 
     def preload(self) -> None:
-        """Imports what `connect` needs. Called before the robot is connected: an import may keep all threads of the
-        process for longer than a robot's watchdog allows. What is missing is told by `connect`."""
+        """Imports what `connect` requires. Called before the robot is connected, since an import may block all threads
+        for longer than a robot's watchdog allows. `connect` reports missing libraries."""
         return None
 
     @abstractmethod
     def connect(self) -> None:
-        """Opens the device. Raises HardwareLost when it is not there."""
+        """Opens the device. Raises HardwareLost if it does not answer."""
 
     @abstractmethod
     def read(self) -> CameraFrame:
@@ -56,4 +56,4 @@ class Camera(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the device. Calling it twice is harmless."""
+        """Releases the device. Calling it twice is harmless."""

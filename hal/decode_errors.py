@@ -1,8 +1,8 @@
-"""What msgspec raises. Apart from `hal.errors`, which the command line imports for its help: msgspec takes a while."""
+"""The errors of decoding with msgspec. Separate from `hal.errors`, which must not import msgspec."""
 
 from __future__ import annotations
 
 import msgspec
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What it raises at bytes that are not what they should be; the last at what is nested without end."""
+"""RecursionError: the bytes are nested without end."""

@@ -1,7 +1,7 @@
-"""A station: a robot with all that belongs to it on its computer, and how a driver package offers one.
+"""Drivers: how a package offers a robot to a run.
 
-An installed package adds a driver with an entry point of the group ``user_sys.drivers``; it names a
-`RobotSetupFactory`. A run's config then says ``driver: NAME``, and nothing else of the system changes.
+An installed package adds a driver with an entry point of the group ``user_sys.drivers`` that refers to a
+`RobotSetupFactory`. A run's config selects it by ``driver: NAME``; nothing else of the system changes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hal.teleoperator import Teleoperator
 DRIVER_GROUP = "user_sys.drivers"
 
 ExpertPolicy = Callable[[Mapping[str, Array]], Array]
-"""A scripted demonstrator: maps the observation's arrays to an action."""
+"""A scripted expert: maps the observation's arrays to an action."""
 
 
 @dataclass(frozen=True)
 class RobotSetupRequest:
-    """What a run's config asks of a driver.
+    """The part of a run's config that a driver receives.
 
     Attributes:
         name: of the robot, unique in the fleet.
-        task: what the robot is asked to do, one of the driver's tasks.
-        options: the driver's own settings; a driver refuses those that it does not know.
-        cameras: whether the station is to have its cameras.
-        high_resolution: people are to look at the pictures: finer ones, where the cameras are simulated.
+        task: one of the driver's tasks.
+        options: the driver's own settings; a driver refuses unknown ones.
+        cameras: whether the robot gets its cameras.
+        high_resolution: simulated cameras draw larger images, for people.
     """
 
     name: str
@@ -48,11 +48,10 @@ class RobotSetupRequest:
 
 @dataclass(frozen=True)
 class RobotSetup:
-    """What a driver process drives; nothing of it is connected yet.
+    """A robot with its task, cameras and input devices; nothing is connected yet.
 
     Attributes:
-        make_expert: makes a scripted demonstrator from a seed and a noise (a share of the action's bounds), where there
-            is one.
+        make_expert: makes a scripted expert from a seed and a noise (a share of the action's bounds), if there is one.
         teleoperators: input devices that are attached to the robot's computer.
     """
 
@@ -71,7 +70,7 @@ def read_options(kind: type[Options], request: RobotSetupRequest) -> Options:
     """The request's options as `kind`, a frozen dataclass of plain types.
 
     Raises:
-        SpecError: an unknown option (the message has the nearest name), or a value of another type.
+        SpecError: an unknown option (the message suggests the nearest name), or a value of another type.
     """
     _require_known(kind, request.options, f"robot {request.name}")
     try:
@@ -93,7 +92,7 @@ def _require_known(kind: type, options: Mapping[str, Any], where: str) -> None:
 
 
 def _nested(annotation: Any, value: Any, where: str) -> Iterator[tuple[type, Mapping[str, Any], str]]:
-    """The dataclasses in `annotation`, each with the settings that are given for it and where they stand."""
+    """The dataclasses in `annotation`, each with its given settings and its path in the options."""
     if is_dataclass(annotation) and isinstance(annotation, type):
         if isinstance(value, Mapping):
             yield annotation, value, where
@@ -106,12 +105,12 @@ def _nested(annotation: Any, value: Any, where: str) -> Iterator[tuple[type, Map
 
 
 RobotSetupFactory = Callable[[RobotSetupRequest], RobotSetup]
-"""Builds a station and connects nothing. Raises SpecError for an option or a task that the driver does not have."""
+"""Builds a robot setup and connects nothing. Raises SpecError for an unknown option or task."""
 
 
 TeleoperatorFactory = Callable[[RobotSetupRequest, RobotSpec], Teleoperator]
-"""Builds an input device for the robot of that spec and connects nothing; raises SpecError as a station's factory does.
-The request's options are the device's own."""
+"""Builds an input device for the robot of that spec and connects nothing. The request's options are the device's own.
+Raises SpecError as `RobotSetupFactory` does."""
 
 
 def installed_drivers() -> list[str]:
@@ -123,7 +122,7 @@ def load_driver(name: str) -> RobotSetupFactory:
     """The driver `name` of an installed package, imported now.
 
     Raises:
-        SpecError: no package offers it, or its package fails to import; the message says which.
+        SpecError: no package offers it, or its package fails to import; the message names the package.
     """
     found = next(iter(entry_points(group=DRIVER_GROUP, name=name)), None)
     if found is None:

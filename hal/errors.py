@@ -1,18 +1,18 @@
 """The hardware layer's errors, grouped by what the caller should do.
 
 HalError
-├── SpecError            discard: a value does not fit the spec; the robot never saw it
-├── HardwareLost         reconnect: the device went away; nothing was commanded
+├── SpecError            discard: a value does not fit the spec; the robot never received it
+├── HardwareLost         reconnect: the device does not answer; nothing was commanded
 ├── StaleObservation     retry: the newest reading is too old to act upon
-├── LeaseError           give way: someone else drives this robot
+├── LeaseError           yield: another session drives this robot
 │   ├── LeaseHeld        retry later: names the holder
 │   └── StaleToken       stop for good: a newer session has taken over
-├── RegistryError        look again: no such resource, or its health does not allow that
+├── RegistryError        check the name and the health: no such resource, or the step is not allowed
 ├── EmergencyStopped     stop the robot: latched until a person re-arms it
-├── PlacementError       ask for less: explains what was asked, what there is, what is missing
-└── SupervisionError     look at its log: a node's process cannot be started, or ends again and again
+├── PlacementError       request less: explains the request, the resources and the difference
+└── SupervisionError     read its log: a process cannot be started, or keeps exiting
 
-How somebody comes by what a driver or a verb needs and this package does not bring by itself.
+This module imports neither msgspec nor numpy, so that the command line's ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StaleToken(LeaseError):
 
 
 class RegistryError(HalError):
-    """A resource that the registry does not know, or a step that its health does not allow."""
+    """The registry has no such resource, or the resource's health does not allow the step."""
 
 
 class EmergencyStopped(HalError):
@@ -63,7 +63,6 @@ class SupervisionError(HalError):
 
 
 def install_hint(extra: str) -> str:
-    """The command, in words. The package is on no index, where its name may be anybody's: it is a checkout or a wheel's
-    file.
-    """
+    """How to install an optional dependency group, for error messages. The package is on no index: it is installed from
+    a checkout or from a wheel file."""
     return f"pip install '.[{extra}]' in a checkout, or with the wheel's name before [{extra}] (docs/deployment.md)"

@@ -32,7 +32,7 @@ from typing import Literal
 
 import msgspec
 
-from hal.audit import AUDIT_FILE, AuditEvent, AuditLog
+from hal.audit import AUDIT_FILE, AuditEntry, AuditEvent, AuditLog
 from hal.decode_errors import DECODE_ERRORS
 from hal.durable import replace_durably
 from hal.errors import LeaseError, RegistryError
@@ -231,7 +231,7 @@ class Registry:
                 "resource.found name=%s model=%s node=%s by=%s", name, record.model, record.node, record.found_by
             )
         if name in self._lost and name in self._known:
-            self._audit.write("returned", robot=name)
+            self._audit.write(AuditEntry(event="returned", robot=name))
         if name not in self._there and (name in self._lost or self._clock() > self._settled_ns):
             self._news.append(name)
         self._there.add(name)
@@ -282,7 +282,7 @@ class Registry:
             if name in self._there:
                 self._there.discard(name)
                 self._news.append(name)
-                self._audit.write("lost", robot=name)
+                self._audit.write(AuditEntry(event="lost", robot=name))
         self._keep()
         return silent
 
@@ -383,12 +383,12 @@ class Registry:
         self._told = {name: (order.health, order.note) for name, order in self._orders.items()}
         for name, order in self._orders.items():
             if before.get(name) != self._told[name]:
-                self._audit.write(order.what, robot=name, person=order.by, reason=order.why)
+                self._audit.write(AuditEntry(event=order.what, robot=name, person=order.by, reason=order.why))
             if order.health is Health.QUARANTINED:
                 self._revoke(name, order.note)
         for name in sorted(before.keys() - self._orders.keys()):
             self._faults.pop(name, None)
-            self._audit.write("restored", robot=name, person=page.lifted.get(name, ""))
+            self._audit.write(AuditEntry(event="restored", robot=name, person=page.lifted.get(name, "")))
 
     def _revoke(self, name: str, why: str) -> None:
         try:
@@ -400,7 +400,7 @@ class Registry:
 
     def _granted(self, lease: Lease, what: AuditEvent) -> Lease:
         if self._held.get(lease.robot) != lease:
-            self._audit.write(what, robot=lease.robot, peer=lease.holder, token=lease.token)
+            self._audit.write(AuditEntry(event=what, robot=lease.robot, peer=lease.holder, token=lease.token))
         self._held[lease.robot] = lease
         self._keep()
         return lease
@@ -408,7 +408,7 @@ class Registry:
     def _ended(self, name: str, what: AuditEvent, why: str = "") -> None:
         lease = self._held.pop(name, None)
         if lease is not None:
-            self._audit.write(what, robot=name, peer=lease.holder, token=lease.token, reason=why)
+            self._audit.write(AuditEntry(event=what, robot=name, peer=lease.holder, token=lease.token, reason=why))
             if what == "revoked":
                 self._revoked.append((lease, why))
 

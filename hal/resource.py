@@ -1,10 +1,7 @@
-"""``HOST:PORT`` as people write it, an IPv6 address in brackets: ``[fd00::7]:30004``.
+"""Resources that jobs can use, one record for each, and the requests for them.
 
-Resource records: what can be given to a job, one record for each thing that is given as a whole.
-
-What a job asks for: so many resources of one sort, and which of them are to be near each other.
-
-Which GPU is meant: each by its UUID, since CUDA counts a computer's GPUs in another order than their driver does.
+`Kind`, `Health` and `ResourceRecord` describe a robot, a GPU, a computer or a device. `ResourceRequest` is one line of
+a job's request. GPUs are identified by UUID, since CUDA and the driver number the GPUs of a computer differently.
 """
 
 from __future__ import annotations
@@ -18,9 +15,14 @@ import msgspec
 
 from hal.errors import HalError
 
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+UUID_LABEL = "uuid"
+"""The label that holds a GPU's UUID in its record."""
+_PCI_BUS_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # with this setting CUDA numbers GPUs as the driver does
+
 
 def parse_host_port(address: str) -> tuple[str, int] | None:
-    """None where `address` is none; whether there are such a host and port is not looked at."""
+    """Splits ``HOST:PORT``, an IPv6 host in brackets: ``[fd00::7]:30004``. None if the syntax is wrong."""
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -28,10 +30,10 @@ def parse_host_port(address: str) -> tuple[str, int] | None:
 
 
 class Kind(enum.StrEnum):
-    """What sort of thing a resource is.
+    """The sort of a resource.
 
-    A robot comes with its cameras and input devices. CAMERA, INPUT and BUS (a motor bus, an adapter) are devices of a
-    computer that no robot has been configured for; a DRIVER is what an installed package could drive.
+    A robot includes its cameras and input devices. CAMERA, INPUT and BUS (a motor bus, an adapter) are devices of a
+    computer that belong to no configured robot. A DRIVER is a robot that an installed package could drive.
     """
 
     ROBOT = "robot"
@@ -44,7 +46,7 @@ class Kind(enum.StrEnum):
 
 
 class Health(enum.StrEnum):
-    """Whether a resource can be given away. `hal.registry` says which changes are legal."""
+    """Whether a resource can be allocated. `hal.registry` defines the legal changes."""
 
     READY = "ready"
     LEASED = "leased"
@@ -54,23 +56,23 @@ class Health(enum.StrEnum):
 
 
 class ResourceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The smallest thing that can be allocated.
+    """The smallest unit of allocation.
 
     Attributes:
         name: unique among all records, e.g. ``panda-0`` or ``desk/gpu-0``.
-        model: what it is, e.g. ``panda`` or ``NVIDIA H200``.
-        node: host name of the computer it is attached to.
-        capabilities: what it can do, e.g. ``camera:front``; a request may demand any of them.
-        labels: further facts, by name; ``site`` says where it stands, ``address`` how it is reached.
+        model: e.g. ``panda`` or ``NVIDIA H200``.
+        node: host name of the computer that the resource is attached to.
+        capabilities: e.g. ``camera:front``; a request may require any of them.
+        labels: further facts by name: ``site`` is its location, ``address`` its network address.
         memory_bytes: of a GPU or computer; 0 for a robot.
-        sm_count: streaming multiprocessors of a GPU, 0 where unknown.
-        cores: processors of a computer that may be used; 0 for everything else.
-        load: share of it that is in use now, in [0, 1]; it changes all the time and is no news.
-        found_by: the probe that found it, or ``tunnel`` where it announced itself.
+        sm_count: streaming multiprocessors of a GPU, 0 if unknown.
+        cores: usable processors of a computer; 0 for everything else.
+        load: used share in [0, 1]. A change of the load is no event.
+        found_by: the probe that found it, or ``tunnel`` if it announced itself.
         embodiment: ``RobotSpec.embodiment`` of a robot, else empty.
-        trouble: for people: what is wrong with it though it is there, such as a port that may not be opened.
-        note: for people: why it is quarantined or draining, and who said so.
-        seen_unix_s: of what is LOST: when it was there last, in seconds since 1970; 0 where that is not known.
+        trouble: for people: a defect of a resource that is present, such as a port without read permission.
+        note: for people: the reason of a quarantine or a drain, and the operator.
+        seen_unix_s: of a LOST resource: when it was last present, in seconds since 1970; 0 if unknown.
     """
 
     kind: Kind
@@ -91,25 +93,25 @@ class ResourceRecord(msgspec.Struct, frozen=True, kw_only=True):
     seen_unix_s: float = 0.0
 
     def to_json(self) -> str:
-        """One line of JSON with all fields, in a fixed order."""
+        """All fields as one line of JSON, in a fixed order."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
 
 def local_node() -> str:
-    """The name that this computer's resources carry as `node`."""
+    """The `node` of this computer's resources."""
     return socket.gethostname()
 
 
 class ResourceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` resources of one sort. Empty fields ask for nothing in particular.
+    """A request for `count` resources of one sort. An empty field matches everything.
 
     Attributes:
-        name: this very resource.
-        memory_bytes: of each GPU or computer, at least.
-        cores: processors of a computer. A computer is shared: several requests may get parts of the same.
-        labels: that the record must have with these values, e.g. ``{"site": "lab"}``.
-        colocate: a name that the job makes up; requests with the same one get resources of one place.
-        colocate_by: what a place is: a computer, or a site (the label; a computer without it is a site of its own).
+        name: one specific resource.
+        memory_bytes: the minimum of each GPU or computer.
+        cores: processors of a computer. A computer is shared: several requests may get parts of the same one.
+        labels: the record must have these values, e.g. ``{"site": "lab"}``.
+        colocate: a group name of the job's choice; requests of one group get resources in one place.
+        colocate_by: the sort of place: a computer, or a site (the label; a computer without it is its own site).
     """
 
     kind: Kind
@@ -124,11 +126,11 @@ class ResourceRequest(msgspec.Struct, frozen=True, kw_only=True):
     colocate_by: Literal["node", "site"] = "node"
 
     def matches(self, record: ResourceRecord) -> bool:
-        """True where the record is what is asked for, whatever its health and its place."""
+        """Whether the record meets all criteria, regardless of its health and place."""
         return all(fits(record) for fits in self.criteria())
 
     def criteria(self) -> Iterator[Callable[[ResourceRecord], bool]]:
-        """What the record must be, one test each, from the most telling to the least."""
+        """One test for each criterion, from the most to the least significant."""
         yield lambda record: record.kind is self.kind
         yield lambda record: self.name in ("", record.name)
         yield lambda record: self.model in ("", record.model)
@@ -138,18 +140,12 @@ class ResourceRequest(msgspec.Struct, frozen=True, kw_only=True):
         yield lambda record: record.cores >= self.cores
 
     def location_of(self, record: ResourceRecord) -> str:
-        """The place in the sense of `colocate_by`."""
+        """The record's place in the sense of `colocate_by`."""
         return record.labels.get("site", record.node) if self.colocate_by == "site" else record.node
 
 
-CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-UUID_LABEL = "uuid"
-"""The label of a GPU's record that has its UUID."""
-_PCI_BUS_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # with this CUDA counts as the driver does
-
-
 def visible_devices_env(uuids: Iterable[str]) -> dict[str, str]:
-    """The variables of a process that is to see these GPUs only, in this order; none where no UUID is known."""
+    """The environment that shows a process only these GPUs, in this order; empty if no UUID is known."""
     known = [uuid for uuid in uuids if uuid]
     return {CUDA_VISIBLE_DEVICES: ",".join(known)} if known else {}
 
@@ -158,16 +154,17 @@ def drop_hidden_gpus(records: Sequence[ResourceRecord], environment: Mapping[str
     """`records` without the GPUs that `environment` hides from CUDA.
 
     Raises:
-        HalError: it shows some of several by number, or a slice of one: which GPUs these are cannot be told.
+        HalError: the variable lists one of several GPUs by number, or a slice of a GPU, which identifies no GPU.
     """
-    said = environment.get(CUDA_VISIBLE_DEVICES)
+    visible = environment.get(CUDA_VISIBLE_DEVICES)
     gpus = sorted((r for r in records if r.kind is Kind.GPU), key=lambda gpu: (len(gpu.name), gpu.name))
-    if said is None or not gpus:
+    if visible is None or not gpus:
         return tuple(records)
+    bus_order = environment.get(_PCI_BUS_ORDER[0]) == _PCI_BUS_ORDER[1]
     shown: list[ResourceRecord] = []
-    for word in (each.strip() for each in said.split(",")):
-        found = _find_gpu(word, gpus, counted=len(gpus) == 1 or environment.get(_PCI_BUS_ORDER[0]) == _PCI_BUS_ORDER[1])
-        if found is None:  # as CUDA has it: what follows one that is not there is hidden
+    for word in (each.strip() for each in visible.split(",")):
+        found = _find_gpu(word, gpus, counted=len(gpus) == 1 or bus_order)
+        if found is None:  # CUDA hides all entries after an invalid one
             break
         shown.append(found)
     return tuple(record for record in records if record.kind is not Kind.GPU or record in shown)
@@ -176,9 +173,8 @@ def drop_hidden_gpus(records: Sequence[ResourceRecord], environment: Mapping[str
 def _find_gpu(word: str, gpus: Sequence[ResourceRecord], counted: bool) -> ResourceRecord | None:
     if word.startswith("MIG-") or (word.isdecimal() and not counted):
         raise HalError(
-            f"{CUDA_VISIBLE_DEVICES} shows {word}, which does not say which GPU that is; write UUIDs there, "
-            "as nvidia-smi -L tells "
-            f"them, or count as it does with {'='.join(_PCI_BUS_ORDER)}"
+            f"{CUDA_VISIBLE_DEVICES} has the entry {word!r}, which does not identify one GPU: write UUIDs as "
+            f"`nvidia-smi -L` prints them, or set {'='.join(_PCI_BUS_ORDER)}"
         )
     if word.isdecimal():
         return gpus[int(word)] if int(word) < len(gpus) else None

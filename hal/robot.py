@@ -13,7 +13,7 @@ from hal.spec import Array, RobotSpec
 
 
 class StopLevel(enum.Enum):
-    """How firmly a robot is stopped: HOLD keeps the pose actively; SAFE is the safe stop that its spec documents."""
+    """How firmly a robot is stopped: HOLD actively keeps the pose; SAFE is the safe stop that its spec documents."""
 
     HOLD = "hold"
     SAFE = "safe"
@@ -21,10 +21,10 @@ class StopLevel(enum.Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """What was sensed at one instant.
+    """The sensor readings of one instant.
 
     Attributes:
-        arrays: feature name to array, as the spec says; a camera's frame is there only when it is a new one.
+        arrays: feature name to array, as in the spec; a camera's feature is present only with a new frame.
         t_capture_ns: ``time.monotonic_ns()`` at capture, on the robot's computer.
     """
 
@@ -33,20 +33,21 @@ class Observation:
 
 
 def _no_op() -> None:
-    """Nobody wants anything of a robot that moves by itself."""
+    """Default for `check_stop`: never interrupts."""
 
 
 class Robot(ABC):
-    """One robot. The driver process alone calls it, from one thread.
+    """One robot. Only the driver process calls it, from one thread.
 
-    A robot makes no safety decisions: the safety kernel stands before `command`. It reports what it did.
+    A robot makes no safety decisions: the safety kernel filters each action before `command`. The robot reports the
+    action that it applied.
 
     Attributes:
         spec: known before `connect` and constant afterwards.
-        check_stop: the driver process sets it. A motion that takes longer than a control period, such as the way home
-            at a reset, calls it in each one, from the thread that it was called in. It raises EmergencyStopped once the
-            e-stop was pressed (the robot has been told to stop then), and HalError where the driver process is to end:
-            the motion is then given up. So does a `connect` that waits for its device.
+        check_stop: the driver process sets it. A motion that takes longer than a control period (homing at a reset)
+            calls it in each period, from the thread that called the motion; so does a `connect` that waits for its
+            device. It raises EmergencyStopped if the e-stop is pressed (it has stopped the robot by then), and HalError
+            if the driver process ends. Either error ends the motion.
     """
 
     spec: RobotSpec
@@ -57,8 +58,8 @@ class Robot(ABC):
         """Opens the device and holds its present pose. Blocks; calling it twice is harmless.
 
         Raises:
-            HardwareLost: the device does not answer; the message says where it was sought.
-            EmergencyStopped: a stop button of the robot's own is pressed; nothing moves, the e-stop latches.
+            HardwareLost: the device does not answer; the message has its address.
+            EmergencyStopped: the robot's own stop button is pressed; nothing moves, the e-stop latches.
         """
 
     @abstractmethod
@@ -66,20 +67,20 @@ class Robot(ABC):
         """The newest reading, without waiting for a newer one.
 
         Raises:
-            HardwareLost: the link broke.
+            HardwareLost: the connection broke.
             StaleObservation: the newest reading is older than ``spec.limits.stale_after_s``.
         """
 
     @abstractmethod
     def command(self, action: Array) -> Array:
-        """Starts one control period with `action` and returns the action that was applied (the hardware may clip).
+        """Starts one control period with `action` and returns the applied action, which the hardware may have clipped.
 
         A simulated robot advances its world by one period before it returns.
 
         Raises:
             SpecError: the action does not fit the spec; nothing was commanded.
-            EmergencyStopped: a stop button of the robot's own is pressed; nothing was commanded, the e-stop latches.
-            HardwareLost: the link broke.
+            EmergencyStopped: the robot's own stop button is pressed; nothing was commanded, the e-stop latches.
+            HardwareLost: the connection broke.
         """
 
     @abstractmethod
@@ -88,7 +89,7 @@ class Robot(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Safe-stops and lets go of the device. Calling it twice is harmless."""
+        """Safe-stops and releases the device. Calling it twice is harmless."""
 
     def __enter__(self) -> Self:
         self.connect()

@@ -1,4 +1,4 @@
-"""What a robot is, said before it is connected.
+"""The spec of a robot: its observations, actions, cameras and limits, known before it is connected.
 
 Specs are frozen, serialisable records. Feature names follow LeRobot's data sets (``observation.state``,
 ``observation.environment_state``, ``observation.images.<camera>``, ``action``, ``task``), so that recorded data needs
@@ -30,10 +30,10 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: feature name in LeRobot's style.
-        labels: one label an element; its length is the vector's length.
-        units: SI unit of each element, e.g. ``rad``, ``m``, ``m/s``; ``1`` where there is none.
+        labels: one label for each element; their number is the vector's length.
+        units: SI unit of each element, e.g. ``rad``, ``m``, ``m/s``; ``1`` for a dimensionless element.
         low, high: inclusive bounds of each element, in its unit.
-        frame: coordinate frame the Cartesian elements are expressed in, e.g. ``base``.
+        frame: coordinate frame of the Cartesian elements, e.g. ``base``.
         dtype: numpy dtype name.
     """
 
@@ -60,12 +60,12 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns `value` unchanged.
 
         Raises:
-            SpecError: wrong shape or dtype, or an element that is not finite. Bounds are the safety kernel's business.
+            SpecError: wrong shape or dtype, or an element that is not finite. The safety kernel checks bounds.
         """
         if value.shape != self.shape:
-            raise SpecError(f"{self.name} has shape {value.shape}; the spec says {self.shape}")
+            raise SpecError(f"{self.name} has shape {value.shape}; the spec requires {self.shape}")
         if value.dtype != np.dtype(self.dtype):
-            raise SpecError(f"{self.name} has dtype {value.dtype}; the spec says {self.dtype}")
+            raise SpecError(f"{self.name} has dtype {value.dtype}; the spec requires {self.dtype}")
         if not np.isfinite(value).all():
             raise SpecError(f"{self.name} holds values that are not finite: {value.tolist()}")
         return value
@@ -81,7 +81,8 @@ class CameraSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.height > 0 and self.width > 0 and 0 < self.rate_hz < math.inf):
-            raise SpecError(f"camera {self.name}: {self.width}x{self.height} pixels at {self.rate_hz:g} Hz are none")
+            size = f"{self.width}x{self.height} pixels at {self.rate_hz:g} Hz"
+            raise SpecError(f"camera {self.name} has {size}: give a size and a rate above 0")
 
     @property
     def feature(self) -> str:
@@ -100,35 +101,35 @@ class Box(msgspec.Struct, frozen=True):
 
 
 class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the safety kernel enforces on a Cartesian or joint action, besides the action spec's own bounds.
+    """The limits that the safety kernel enforces on a Cartesian or joint action, besides the action spec's own bounds.
 
     Attributes:
-        workspace_low, workspace_high: box for the tool centre point, metres in the base frame; empty where unknown.
+        workspace_low, workspace_high: box for the tool centre point, metres in the base frame; empty if unknown.
         keep_out: boxes that the tool centre point may not enter.
-        tool_position: indices of the tool's x, y, z in ``observation.state``; empty where it has none.
+        tool_position: indices of the tool's x, y, z in ``observation.state``; empty without a tool.
         tool_speed_max: limit of the tool's commanded speed (Euclidean norm), m/s.
         tool_acceleration_max, tool_jerk_max: limits of the tool's commanded motion along each axis, m/s^2 and m/s^3.
-        tool_force: indices of the force that the surroundings exert on the tool, x, y, z in the base frame, in
-            ``observation.state``; empty where it is not measured.
-        tool_force_max: limit of that force (Euclidean norm), N. While it is exceeded, no axis of the tool moves
-            against the force; so it rises above the limit by at most what one period's step adds.
+        tool_force: indices of the external force on the tool, x, y, z in the base frame, in ``observation.state``;
+            empty if it is not measured.
+        tool_force_max: limit of that force (Euclidean norm), N. Above it, no axis of the tool moves against the force.
+            One period's step can raise the force above the limit.
         joint_position: indices of the joint angles in ``observation.state``.
         joint_low, joint_high: joint limits, rad.
-        joint_velocity: indices of the joint velocities in ``observation.state``; empty where it has none.
-        joint_velocity_max: limit of each joint's speed, rad/s: of the measured one where there is `joint_velocity`, and
-            of the commanded one where the action has `RobotSpec.joint_target` or `joint_delta`.
+        joint_velocity: indices of the joint velocities in ``observation.state``; empty if they are not measured.
+        joint_velocity_max: limit of each joint's speed, rad/s: of the measured speed if `joint_velocity` is set, and of
+            the commanded speed if the action has `RobotSpec.joint_target` or `joint_delta`.
         joint_acceleration_max, joint_jerk_max: limits of each joint's commanded motion, rad/s^2 and rad/s^3; empty for
             none, and only with `RobotSpec.joint_target` or `joint_delta`.
-        action_rate_max: the largest change of each action element between two control periods, in its own unit. Of a
-            step it is one more limit of acceleration, of a joint target one of speed.
-        reduced_speed: share of the commanded speed that is allowed while a person teleoperates or is near, in (0, 1];
-            of the bounds of an action element too that is a speed by its unit.
-        stale_after_s: an observation older than this is not acted upon.
-        watchdog_periods: control periods from a command until the robot holds where no other follows; at least 2.
+        action_rate_max: the largest change of each action element between two control periods, in its own unit. For a
+            step it also limits the acceleration, for a joint target the speed.
+        reduced_speed: allowed share in (0, 1] of the commanded speed while a person teleoperates or is near. It also
+            scales the bounds of action elements whose unit is a speed.
+        stale_after_s: the kernel refuses to act on an observation older than this.
+        watchdog_periods: control periods from a command to a hold, if no other command follows; at least 2.
         safe_stop_after_s: seconds of holding before the robot's documented safe stop.
 
-    Limits of acceleration and jerk hold while an axis speeds up and while it brakes. Those of place go before them, see
-    `hal.motion_limits`. A stop is not limited by them.
+    Limits of acceleration and jerk apply while an axis speeds up and while it brakes. Limits of place take precedence,
+    see `hal.motion_limits`. A stop is not limited.
     """
 
     workspace_low: tuple[float, ...] = ()
@@ -155,20 +156,19 @@ class SafetyLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a policy, a store or a console needs to know about a robot.
+    """The description of a robot for policies, the store and the console.
 
     Attributes:
         tool_delta: action elements that move the tool by a Cartesian step (x, y, z), m.
         joint_delta: action elements that move the joints by a step, rad, in the order of ``limits.joint_position``. A
-            driver that adds steps up does not let the sum run away from a joint that is held up, and reports what it
-            cut off: from where a step counts is its own knowledge.
-        joint_target: action elements that are the joint angles to be reached at the end of the control period, in that
-            order; rad, or the unit that the action spec states, the limits on joints alike. The safety kernel keeps
-            them within half a second's motion of where the joints are measured. Excludes `joint_delta`.
-        gripper: index of the action's gripper element; -1 where there is none.
-        neutral: the action that keeps the robot where it is. What it says of the gripper is left to the caller; what
-            it says of joint targets has no meaning, see `rest_action`.
-        safe_stop: in words, what the robot does in its safe stop.
+            driver that integrates steps keeps the sum close to a blocked joint and reports the part that it cut off.
+        joint_target: action elements that are the joint angles at the end of the control period, in that order; in
+            rad, or in the unit of the action spec and of the joint limits. The safety kernel keeps them within half a
+            second's motion of the measured joints. Excludes `joint_delta`.
+        gripper: index of the action's gripper element; -1 without a gripper.
+        neutral: the action that does not move the robot. Its gripper element is the caller's choice; its joint targets
+            have no meaning, see `rest_action`.
+        safe_stop: for people: the robot's behaviour in its safe stop.
     """
 
     model: str
@@ -186,7 +186,7 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_hz < math.inf:
-            raise SpecError(f"{self.model}: a control rate of {self.rate_hz:g} Hz is none")
+            raise SpecError(f"{self.model} has a control rate of {self.rate_hz:g} Hz: give a rate above 0")
 
     @property
     def period_s(self) -> float:
@@ -194,14 +194,14 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embodiment(self) -> str:
-        """Fingerprint of the specs: 16 hex digits that are equal exactly where the specs are."""
+        """Fingerprint of the specs: 16 hex digits that are equal exactly if the specs are equal."""
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=8).hexdigest()
 
     def rest_action(self, observation: Mapping[str, Array]) -> Array:
-        """The action that keeps the robot where `observation` has it: float32, the action's shape, the caller's own.
+        """The action that keeps the robot at `observation`: a new float32 array with the action's shape.
 
         Raises:
-            SpecError: the spec names no neutral action.
+            SpecError: the spec has no neutral action.
         """
         if len(self.neutral) != len(self.action.labels):
             raise SpecError(f"{self.model}: the spec has no neutral action")
@@ -211,7 +211,7 @@ class RobotSpec(msgspec.Struct, frozen=True, kw_only=True):
         return action
 
     def feature(self, name: str) -> ArraySpec:
-        """The observation spec called `name`; raises SpecError and lists the names there are."""
+        """The observation spec called `name`; raises SpecError with the known names."""
         for spec in self.observation:
             if spec.name == name:
                 return spec

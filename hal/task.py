@@ -1,4 +1,4 @@
-"""What a robot is asked to do, and how one knows that it was done."""
+"""The interface of a task: reset the scene, and evaluate each step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hal.robot import Observation, Robot
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """The verdict on one step.
+    """The evaluation of one step.
 
     Attributes:
         reward: of the step that led to the observation.
-        terminated: the task has ended (done, or failed for good); its value is not bootstrapped.
+        terminated: the task has ended, by success or by failure; its value is not bootstrapped.
         success: True or False once known, else None.
-        source: who said so: ``rule``, ``person``, ``classifier``.
+        source: of the evaluation: ``rule``, ``person``, ``classifier``.
     """
 
     reward: float
@@ -28,11 +28,11 @@ class TaskOutcome:
 
 
 class Task(ABC):
-    """One task on one robot; lives in the driver process beside the robot.
+    """One task on one robot, in the driver process.
 
     Attributes:
         name: short, e.g. ``lift``.
-        instruction: the instruction that a language-conditioned policy is given.
+        instruction: the text for a language-conditioned policy.
         max_steps: the episode is truncated after this many control periods.
     """
 
@@ -42,11 +42,11 @@ class Task(ABC):
 
     @abstractmethod
     def reset(self, robot: Robot, rng: np.random.Generator) -> None:
-        """Brings robot and scene to a start drawn from `rng`. Blocks while the robot moves there.
+        """Moves robot and scene to a start state drawn from `rng`. Blocks during the motion.
 
-        While it does, `robot.attend` is called, or the e-stop would wait; what that raises passes through.
+        During the motion it calls `robot.check_stop` in each control period and lets its errors pass.
         """
 
     @abstractmethod
     def evaluate(self, observation: Observation) -> TaskOutcome:
-        """Judges the step that led to `observation`; never blocks."""
+        """The outcome of the step that led to `observation`; never blocks."""

@@ -10,14 +10,14 @@ from hal.spec import Array
 
 @dataclass(frozen=True)
 class TeleopInput:
-    """What a person's hand says now.
+    """One reading of an input device.
 
     Attributes:
-        twist: float32 (k,), each element in [-1, 1]: the share of the action's range, one element an action element. Of
-            a joint that is moved by targets, the share of its greatest speed.
-        engaged: False while the person's hand is off the device (dead-man switch): the robot holds.
-        target: float32 (k,), the action itself in the spec's units, from a device that has the robot's own joints (a
-            leader arm); it stands instead of `twist`.
+        twist: float32 (k,), each element in [-1, 1]: the share of the action's range, one element for each action
+            element. For a joint that is moved by targets, the share of its greatest speed.
+        engaged: False if the dead-man switch is released: the robot holds.
+        target: float32 (k,), an action in the spec's units, from a device with the robot's own joints (a leader arm);
+            replaces `twist`.
     """
 
     twist: Array
@@ -30,7 +30,7 @@ class Teleoperator(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Opens the device. Raises HardwareLost when it is not there."""
+        """Opens the device. Raises HardwareLost if it does not answer."""
 
     @abstractmethod
     def read(self) -> TeleopInput:
@@ -38,4 +38,4 @@ class Teleoperator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the device. Calling it twice is harmless."""
+        """Releases the device. Calling it twice is harmless."""

@@ -1,4 +1,4 @@
-"""The suite that a driver's own tests inherit may be run on a real arm."""
+"""The conformance suite is safe to run on a real arm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = {"units": ("rad", "rad"), "low": (-2.0, -2.0), "high": (2.0, 2.0)}
 
 
 class Arm(Robot):
-    """Two joints, far from 0, that note where they are told to be."""
+    """Two joints, far from 0, that record their commands."""
 
     def __init__(self) -> None:
         self.spec = RobotSpec(
@@ -28,7 +28,7 @@ class Arm(Robot):
             neutral=(0.0, 0.0),
             joint_target=(0, 1),
         )
-        self.told: list[Array] = []
+        self.commands: list[Array] = []
         self._open = False
 
     def connect(self) -> None:
@@ -42,7 +42,7 @@ class Arm(Robot):
         self.spec.action.validate(action)
         self._require_open()
         applied: Array = np.clip(action, np.float32(-2), np.float32(2))
-        self.told.append(applied)
+        self.commands.append(applied)
         return applied.copy()
 
     def stop(self, level: StopLevel) -> None:
@@ -68,17 +68,17 @@ class Suite(RobotConformance):
         for name in dir(self):
             if name.startswith("test_"):
                 getattr(self, name)()
-        return [told for arm in self.arms for told in arm.told]
+        return [command for arm in self.arms for command in arm.commands]
 
 
-def test_the_suite_sends_no_joint_away_from_where_it_is() -> None:
-    told = Suite().run()
-    assert len(told) > 5
-    for each in told:
+def test_suite_commands_measured_joints_only() -> None:
+    commands = Suite().run()
+    assert len(commands) > 5
+    for each in commands:
         np.testing.assert_array_equal(each, POSE[::-1])
 
 
-def test_joints_that_may_leap_are_sent_beyond_their_bounds_too() -> None:
+def test_suite_with_large_steps_commands_beyond_bounds() -> None:
     suite = Suite()
     suite.allows_large_steps = True
     assert any((each == 2.0).any() for each in suite.run())

@@ -10,7 +10,7 @@ from hal.durable import remove_durably, replace_durably
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the disk was made to keep, by path."""
+    """The paths that were synced, in order."""
     paths: list[str] = []
     really = os.fsync
 
@@ -22,7 +22,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_a_new_file_is_kept_with_every_folder_that_was_made_for_it(tmp_path: Path, synced: list[str]) -> None:
+def test_new_file_is_synced_with_each_created_folder(tmp_path: Path, synced: list[str]) -> None:
     path = tmp_path / "runs" / "edge" / "latch.json"
     replace_durably(path, b"pressed")
     assert path.read_bytes() == b"pressed" and [each.name for each in path.parent.iterdir()] == ["latch.json"]

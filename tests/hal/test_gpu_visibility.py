@@ -1,4 +1,4 @@
-"""Which GPUs a computer shows, as CUDA takes it, and what cannot be told."""
+"""GPUs that CUDA_VISIBLE_DEVICES shows, and entries that identify no GPU."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ GPUS = [gpu(number) for number in range(12)]
 DESK = [ARM, *sorted(GPUS, key=lambda record: record.name)]
 
 
-def shown(said: str, **more: str) -> list[str]:
-    records = drop_hidden_gpus(DESK, {"CUDA_VISIBLE_DEVICES": said, **more})
+def shown(value: str, **more: str) -> list[str]:
+    records = drop_hidden_gpus(DESK, {"CUDA_VISIBLE_DEVICES": value, **more})
     assert ARM in records
     return sorted(record.name.removeprefix("desk/gpu-") for record in records if record.kind is Kind.GPU)
 
 
-def test_all_are_shown_unless_the_environment_hides_some() -> None:
+def test_environment_hides_gpus_by_uuid() -> None:
     assert drop_hidden_gpus(DESK, {}) == tuple(DESK)
-    assert shown("GPU-33f, GPU-aa") == ["10", "3"], "by the UUID, or as much of it as tells"
+    assert shown("GPU-33f, GPU-aa") == ["10", "3"], "a unique prefix of the UUID suffices"
     assert shown("") == shown("-1") == shown("NoDevFiles") == []
-    assert shown("GPU-33f,GPU-nowhere,GPU-44f") == ["3"], "what follows one that is not there is hidden too"
+    assert shown("GPU-33f,GPU-nowhere,GPU-44f") == ["3"], "entries after an unknown one are hidden too"
 
 
-def test_numbers_say_which_only_where_cuda_counts_as_the_driver_does() -> None:
+def test_number_identifies_gpu_only_in_bus_order() -> None:
     assert shown("2,10", CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["10", "2"]
     assert shown("2,12", CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["2"]
     assert drop_hidden_gpus([GPUS[5]], {"CUDA_VISIBLE_DEVICES": "0"}) == (GPUS[5],)
-    for said in ("0", "GPU-33f,7", "MIG-33f"):
-        with pytest.raises(HalError, match=f"shows {said.rpartition(',')[2]}, which does not say which GPU that is"):
-            shown(said)
+    for value in ("0", "GPU-33f,7", "MIG-33f"):
+        with pytest.raises(HalError, match=f"the entry '{value.rpartition(',')[2]}', which does not identify one GPU"):
+            shown(value)
 
 
-def test_a_computer_without_gpus_hides_none() -> None:
+def test_computer_without_gpus_ignores_the_variable() -> None:
     assert drop_hidden_gpus([ARM], {"CUDA_VISIBLE_DEVICES": "0"}) == (ARM,)
 
 
-def test_a_process_sees_the_gpus_of_its_seats_reservation_on_its_computer_its_own_first() -> None:
-    def card(node: str, uuid: str) -> Bundle:
+def test_slot_sees_its_own_gpu_first_then_others_of_its_reservation_on_its_computer() -> None:
+    def gpu_bundle(node: str, uuid: str) -> Bundle:
         return Bundle(node=node, resources={}, is_gpu=True, uuid=uuid)
 
     share = Bundle(node="rack", resources={"CPU": 2.0})
-    held = Reservation(None, (card("rack", "GPU-a"), card("desk", "GPU-b"), card("rack", "GPU-c"), share))
-    assert [seat.gpu_uuids for seat in held.slots()] == [("GPU-a", "GPU-c"), ("GPU-b",), ("GPU-c", "GPU-a"), ()]
-    assert visible_devices_env(held.slots()[2].gpu_uuids) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}
-    assert visible_devices_env(()) == visible_devices_env([""]) == {}, "who knows no UUID hides nothing"
+    reservation = Reservation(
+        None, (gpu_bundle("rack", "GPU-a"), gpu_bundle("desk", "GPU-b"), gpu_bundle("rack", "GPU-c"), share)
+    )
+    assert [slot.gpu_uuids for slot in reservation.slots()] == [("GPU-a", "GPU-c"), ("GPU-b",), ("GPU-c", "GPU-a"), ()]
+    assert visible_devices_env(reservation.slots()[2].gpu_uuids) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}
+    assert visible_devices_env(()) == visible_devices_env([""]) == {}, "an unknown UUID hides nothing"

@@ -1,4 +1,4 @@
-"""What no camera can be is refused where it is said, and not by a division in the middle of a run."""
+"""Invalid specs are refused before a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from user_sys.errors import ConfigError
 
 
 @pytest.mark.parametrize(("height", "width", "rate_hz"), [(0, 64, 30.0), (48, -1, 30.0), (48, 64, 0.0)])
-def test_a_camera_without_size_or_rate_is_none(height: int, width: int, rate_hz: float) -> None:
-    with pytest.raises(SpecError, match="camera top: .* pixels at .* Hz are none"):
+def test_camera_without_size_or_rate_is_refused(height: int, width: int, rate_hz: float) -> None:
+    with pytest.raises(SpecError, match="camera top has .* pixels at .* Hz"):
         CameraSpec(name="top", height=height, width=width, rate_hz=rate_hz)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"camera_hz": 0.0}, "camera_hz is 0; it is above 0"),
         ({"step_max_m": 0.0}, "a length above 0"),
@@ -25,6 +25,6 @@ def test_a_camera_without_size_or_rate_is_none(height: int, width: int, rate_hz:
         ({"rate_hz": 7.0}, "rate_hz is 7; a control period is a whole number of physics steps of 2 ms"),
     ],
 )
-def test_what_no_simulated_arm_can_do_is_told_of_before_it_runs(options: dict[str, float], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_options_of_a_simulated_arm_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_robot_setup(RobotConfig(name="panda-0", options=options), cameras=False)

@@ -396,7 +396,7 @@ def test_a_policy_that_there_is_not_is_refused_in_words(peer: Callable[..., Peer
         ({"kind": "cnn"}, "expected one of mlp"),
         ({"features": ("smell",)}, "smell"),
         ({"spec": endless}, "finite bounds"),
-        ({"spec": msgspec.Raw(slower)}, "a control rate of -1 Hz is none"),
+        ({"spec": msgspec.Raw(slower)}, "a control rate of -1 Hz"),
     ):
         answer = left.open(**changes)
         assert isinstance(answer, RequestRejected) and says in answer.reason

@@ -539,4 +539,4 @@ def test_what_a_command_writes_is_private_unless_configured(umask: str, mode: in
 
 def test_a_umask_that_is_none_is_refused(tmp_path: Path) -> None:
     env = {"USER_SYS_UMASK": "private"}
-    require_one_line(tmp_path, "USER_SYS_UMASK='private' is no umask", "record", "demo.yaml", env=env)
+    require_one_line(tmp_path, "USER_SYS_UMASK='private' is not an octal umask", "record", "demo.yaml", env=env)

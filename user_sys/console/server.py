@@ -32,7 +32,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from hal.audit import AuditSink, discard_audit_event
+from hal.audit import AuditEntry, AuditSink, discard_audit_event
 from user_sys.console import protocol
 from user_sys.console.hub import ConsoleHub, HubMessage, PreviewImage
 from user_sys.console.page import EstopSocket, PageSocket
@@ -89,7 +89,7 @@ class AccessMiddleware:
             return
         status, reason = refusal
         client = scope.get("client") or ("?",)
-        self._audit("refused", role="console", address=client[0], reason=reason)
+        self._audit(AuditEntry(event="refused", role="console", address=client[0], reason=reason))
         _log.warning("console.refused client=%s path=%r: %s", client[0], scope["path"][:80], reason)
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accept: HTTP 403
@@ -304,7 +304,7 @@ class _Pages:
         finally:
             self._open.discard(page)
             if page.operator:
-                self._audit("sign-out", person=page.operator, address=page.address)
+                self._audit(AuditEntry(event="sign-out", person=page.operator, address=page.address))
 
     async def serve_stops(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -356,7 +356,7 @@ class _Pages:
         taken = {other.operator for other in self._open if other is not page}
         name = next(n for n in (wish, *(f"{wish}-{i}" for i in range(2, MAX_PAGES + 2))) if n not in taken)
         formerly = f"formerly {page.operator}" if page.operator else ""
-        self._audit("sign-in", person=name, address=page.address, outcome="done", reason=formerly)
+        self._audit(AuditEntry(event="sign-in", person=name, address=page.address, outcome="done", reason=formerly))
         return name
 
     def _watch(self) -> None:

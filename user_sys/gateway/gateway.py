@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hal.audit import AUDIT_FILE, AuditLog
+from hal.audit import AUDIT_FILE, AuditEntry, AuditLog
 from hal.decode_errors import DECODE_ERRORS
 from hal.discovery import DeviceMonitor, Probe
 from hal.durable import replace_durably
@@ -302,7 +302,9 @@ class Gateway:
                 self.server.send(message.robot, message)
             case StopRun():
                 self._audit.write(
-                    "order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
+                    AuditEntry(
+                        event="order", order="end the run", peer=peer.name, address=peer.address, reason=message.reason
+                    )
                 )
                 self._stop(message)
             case DevicesReport():

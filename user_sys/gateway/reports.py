@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from hal.audit import AuditSink
+from hal.audit import AuditEntry, AuditSink
 from hal.discovery import DEVICE_KINDS
 from hal.resource import Health, ResourceRecord
 from user_sys.edge.control_authority import ControlState
@@ -71,7 +71,7 @@ class OperatorAudit:
         if now == self._authority.get(status.robot, ("policy", "")):
             return
         self._authority[status.robot] = now
-        self._audit("authority", robot=status.robot, person=status.operator, order=status.authority)
+        self._audit(AuditEntry(event="authority", robot=status.robot, person=status.operator, order=status.authority))
 
     def expire(self) -> None:
         """Audits the orders that no robot has answered within `REPLY_TIMEOUT_S`."""
@@ -94,7 +94,9 @@ class OperatorAudit:
                     del self._presses[next(iter(self._presses))]
             if before == outcome:
                 return
-        self._audit("order", robot=robot, person=person, address=address, order=order, outcome=outcome)
+        self._audit(
+            AuditEntry(event="order", robot=robot, person=person, address=address, order=order, outcome=outcome)
+        )
 
 
 MAX_COUNT = 1 << 53

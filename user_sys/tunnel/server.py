@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 import zmq
 
-from hal.audit import AuditEvent, AuditSink, discard_audit_event
+from hal.audit import AuditEntry, AuditEvent, AuditSink, discard_audit_event
 from user_sys.errors import RunError, TunnelError, WireError
 from user_sys.messages import (
     OLDEST_PROTOCOL,
@@ -359,7 +359,7 @@ class TunnelServer:
         self._turn_away(routing_id, entry.name if entry else "?", public, str(frames[-1].get("Peer-Address")), why)
 
     def _turn_away(self, routing_id: bytes, name: str, public: str, address: str, why: str) -> None:
-        self._audit("refused", key=fingerprint(public), peer=name, address=address, reason=why)
+        self._audit(AuditEntry(event="refused", key=fingerprint(public), peer=name, address=address, reason=why))
         self._log.warn(f"refused:{public}", f"tunnel.refused peer={name} key={public} reason={why}")
         send_frames(self._router, [routing_id, *encode_envelope(Envelope(Refusal(reason=why)))])
 
@@ -486,7 +486,9 @@ class TunnelServer:
 
     def _tell_audit(self, event: AuditEvent, peer: Peer, reason: str = "") -> None:
         key = fingerprint(peer.public_key)
-        self._audit(event, key=key, peer=peer.name, role=peer.role, address=peer.address, reason=reason)
+        self._audit(
+            AuditEntry(event=event, key=key, peer=peer.name, role=peer.role, address=peer.address, reason=reason)
+        )
 
     # Sending
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from hal.audit import AuditSink
+from hal.audit import AuditEntry, AuditSink
 from hal.spec import RobotSpec
 from user_sys.errors import WireError
 from user_sys.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, ChunkAck, ChunkRefusal, CreditGrant, Heartbeat, Hello
@@ -265,7 +265,9 @@ class Authenticator:
                 self._counters["keys_refused"] += 1
                 where, why = address.decode(errors="replace"), "this key is not allowed"
                 self._keys_refused_at(where)
-                self._audit("refused", key=fingerprint(public) if public else "", address=where, reason=why)
+                self._audit(
+                    AuditEntry(event="refused", key=fingerprint(public) if public else "", address=where, reason=why)
+                )
                 self._log.warn(f"key:{public}", f"tunnel.refused key={public or 'none'} address={where} reason={why}")
             status = (b"200", b"OK") if known else (b"400", b"this key is not allowed")
             self.zap.send_multipart([version, request, *status, public.encode(), b""])
@@ -292,7 +294,7 @@ class Authenticator:
             self._counters["floods"] += len(broken)
             self._log.warn("flood", "tunnel.flood: a connection sent more than a message may have; it was broken")
             for address in broken:
-                self._audit("refused", address=address, reason="it sent more than a message may have")
+                self._audit(AuditEntry(event="refused", address=address, reason="it sent more than a message may have"))
 
     def _left(self, descriptor: int, here: SplitResult) -> None:
         """A connection is over. One that never completed its handshake is audited, unless its key was.
@@ -304,7 +306,7 @@ class Authenticator:
             return
         address = address or (here.hostname if here.hostname in LOOPBACK_HOSTS else None) or "unknown"
         if address not in self._by_key:
-            self._audit("refused", address=address, reason=NO_HANDSHAKE)
+            self._audit(AuditEntry(event="refused", address=address, reason=NO_HANDSHAKE))
         elif self._by_key[address] > 1:
             self._by_key[address] -= 1
         else:
