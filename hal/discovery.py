@@ -1,25 +1,20 @@
-"""The probe of what is plugged in: serial ports of motor buses, cameras, and devices to drive robots by.
+"""Discovery of the resources of this computer: probes, and the objects that run them.
 
-It reads sysfs and opens nothing. A device is named by its serial number, e.g. ``NODE/serial-5A46``; where it has none,
-or another one before it has the same, by the port that it is plugged into. So it has the same name when it comes back.
-
-The probes of this package: the computer itself, its GPUs, and what a configuration names.
-
-Discovery: probes that look for resources on this computer, once (`discover`) or all the time (`Discoverer`).
-
-An installed package adds a probe with an entry point of the group ``user_sys.probes``; the entry point names a callable
-without arguments that returns resource records::
+A probe lists the resources of one sort and opens none of them. An installed package adds a probe with an entry point of
+the group ``user_sys.probes``, which refers to a callable without arguments::
 
     def probe() -> tuple[ResourceRecord, ...]: ...
 
-A probe does not open what it finds. What it yields is there (`Health.READY`), there with a flaw (`trouble` says which),
-or known and not there now (`Health.LOST`). Each runs in a thread of its own at its own pace: one that hangs is told of
-and stops no other. `ScheduledProbe` gives a probe another pace than the default.
+A record's resource is present (`Health.READY`), present with a defect (`trouble`), or known and absent (`Health.LOST`).
+Each probe runs in its own thread with its own interval and timeout (`ScheduledProbe`); a probe that hangs is reported
+and delays no other.
 
-Watches the devices of this computer while a process of a run lives on it: GPUs, cameras, motor buses, input devices.
+`discover` runs all probes once. `Discoverer` runs them repeatedly and emits changes. `DeviceMonitor` reports the
+devices of this computer to a gateway while a gateway, a session or a learner runs here.
 
-The gateway, each robot's session and each learner watch theirs, so that the gateway's registry has the devices of every
-computer of the run. It is a look at sysfs and NVML every few seconds, in threads of its own.
+Built-in probes are `probe_usb` (sysfs), `probe_compute`, `probe_gpus` (NVML) and `configured_robots_probe`. A USB
+device is named by its serial number, e.g. ``NODE/serial-5A46``, so that it keeps its name when it returns. If the
+serial number is missing or not unique, the device is named by its port.
 """
 
 from __future__ import annotations
@@ -47,6 +42,35 @@ import msgspec
 
 from hal.resource import UUID_LABEL, Health, Kind, ResourceRecord, local_node, parse_host_port
 from hal.spec import RobotSpec
+
+logger = logging.getLogger(__name__)
+
+PROBE_GROUP = "user_sys.probes"
+DEFAULT_PROBE_INTERVAL_S = 2.0
+DEFAULT_PROBE_TIMEOUT_S = 5.0
+MAX_EVENTS = 10_000  # in the queue of a `Discoverer`
+MAX_RECORDS = 10_000  # of one call of a probe
+MAX_LOST_RECORDS = 1_000
+
+CONNECT_TIMEOUT_S = 2.0
+ADDRESSES_TIMEOUT_S = 4.0  # for all addresses together, host name resolution included
+GREETING_TIMEOUT_S = 0.3  # for servers that send first: a UR's dashboard sends its name
+MAX_GREETING_BYTES = 200
+MAX_CONCURRENT_CONNECTIONS = 64
+_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]+")
+
+DEVICE_KINDS = frozenset({Kind.GPU, Kind.CAMERA, Kind.INPUT, Kind.BUS})
+DEVICE_PROBE_INTERVAL_S = 3.0
+DEVICE_REPORT_INTERVAL_S = 30.0  # a restarted gateway receives the devices again
+MAX_REPORTED_DEVICES = 64  # of one computer
+_EVENT_WAIT_S = 0.5
+_JOIN_TIMEOUT_S = 2.0
+
+OnDevices = Callable[[tuple[ResourceRecord, ...]], object]
+
+# CUDA cores per streaming multiprocessor by compute capability: CUDA C++ Programming Guide, "Arithmetic Instructions".
+_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+_CORES_PER_NEWER_SM = 128
 
 # Vendor and product ids, by usb.ids, the makers' documentation and spacenavd's table; (vendor, "") is any product.
 KNOWN_DEVICES: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
@@ -80,7 +104,7 @@ KNOWN_DEVICES: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class _DeviceClass:
-    """One class of devices in sysfs. Of class `folder`, nodes that begin with `prefix` are devices of `kind`."""
+    """A class of devices in sysfs: nodes of class `folder` whose names begin with `prefix` are devices of `kind`."""
 
     folder: str
     prefix: str
@@ -99,10 +123,10 @@ _FOLDER_FROM_PREFIX = {"js": "input"}  # below /dev
 
 
 def probe_usb(sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> Iterator[ResourceRecord]:
-    """A `hal.discovery.Probe`: one record for each USB device that has a serial port, a picture or a hand's input.
+    """Lists USB devices with a serial port, a camera or an input device.
 
     Args:
-        sys, dev: where sysfs and the device nodes are.
+        sys, dev: the mount points of sysfs and of the device nodes.
     """
     for each in DEVICE_CLASSES:
         seen: set[Path] = set()
@@ -110,7 +134,7 @@ def probe_usb(sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> Iterator[Re
         nodes = (sys / "class" / each.folder).glob(each.prefix + "*")
         for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
             device = _usb_device(node, sys)
-            if device is None or device in seen:  # a camera has several nodes; the first is that of the picture
+            if device is None or device in seen:  # a camera has several nodes; the first delivers images
                 continue
             serial = _read_attribute(device / "serial")
             name = device.name if serial in named else serial or device.name
@@ -122,9 +146,9 @@ def probe_usb(sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> Iterator[Re
 
 
 def _usb_device(node: Path, sys: Path) -> Path | None:
-    """The USB device that the node belongs to; None for what is not on a USB."""
-    place = (node / "device").resolve()
-    for folder in (place, *place.parents):
+    """The USB device of the node; None for another bus."""
+    folder_of_node = (node / "device").resolve()
+    for folder in (folder_of_node, *folder_of_node.parents):
         if folder == sys.resolve():
             return None
         if (folder / "idVendor").exists():
@@ -137,8 +161,10 @@ def _usb_record(each: _DeviceClass, node: Path, device: Path, dev: Path, name: s
     known = KNOWN_DEVICES.get((vendor, product)) or KNOWN_DEVICES.get((vendor, ""))
     if known is None and each.only_known:
         return None
-    said = " ".join(filter(None, (_read_attribute(device / "manufacturer"), _read_attribute(device / "product"))))
-    model, uses = known or (said or f"USB device {vendor}:{product}", ())
+    description = " ".join(
+        filter(None, (_read_attribute(device / "manufacturer"), _read_attribute(device / "product")))
+    )
+    model, uses = known or (description or f"USB device {vendor}:{product}", ())
     serial = _read_attribute(device / "serial")
     path = dev / _FOLDER_FROM_PREFIX.get(each.prefix, "") / node.name
     labels = {"device": str(path), "usb": f"{vendor}:{product}", "port": device.name}
@@ -157,34 +183,22 @@ def _usb_record(each: _DeviceClass, node: Path, device: Path, dev: Path, name: s
 def _access_trouble(path: Path) -> str:
     try:
         gid = path.stat().st_gid
-    except OSError:  # never made, or just pulled out
-        return f"{path} is missing: no device node was made for it"
+    except OSError:  # never created, or just removed
+        return f"{path} is missing: the kernel created no device node"
     if os.access(path, os.R_OK | os.W_OK):
         return ""
     group = str(gid)
     with contextlib.suppress(KeyError):
         group = grp.getgrgid(gid).gr_name
-    return f"{path} may not be opened by this user: add the user to the group {group}, and log in anew"
+    return f"{path} may not be opened by this user: add the user to the group {group}, and log in again"
 
 
 def _read_attribute(path: Path) -> str:
-    """The attribute's text; empty where the device has none, or is being unplugged just now."""
+    """The attribute's text; empty if the device has none or is being unplugged."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-# CUDA cores per streaming multiprocessor by compute capability: CUDA C++ Programming Guide, "Arithmetic Instructions".
-_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
-_CORES_PER_NEWER_SM = 128
-
-CONNECT_TIMEOUT_S = 2.0
-ADDRESSES_TIMEOUT_S = 4.0  # for all addresses together, and the search for their hosts' names
-GREETING_TIMEOUT_S = 0.3  # for servers that speak first, as a UR's dashboard does with its name
-MAX_GREETING_BYTES = 200
-MAX_CONCURRENT_CONNECTIONS = 64
-_UNPRINTABLE = re.compile(rb"[^\x20-\x7e]+")
 
 
 def configured_robots_probe(
@@ -194,20 +208,20 @@ def configured_robots_probe(
     addresses: Mapping[str, str] | None = None,
     labels: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Callable[[], Iterator[ResourceRecord]]:
-    """A probe that finds the robots that a config names, simulated ones too.
+    """A probe for the robots of a config, simulated ones included.
 
     Args:
         specs: by robot name.
-        node: what they are attached to; this computer where it is empty.
-        addresses: ``HOST:PORT`` of those that are reached over a network: they are LOST while nothing listens there.
+        node: the robots' computer; empty for this one.
+        addresses: ``HOST:PORT`` of robots on a network: a robot is LOST if nothing listens there.
         labels: by robot name, added to its record.
     """
-    where = dict(addresses or {})
+    address_of = dict(addresses or {})
 
     def probe() -> Iterator[ResourceRecord]:
         pool = ThreadPoolExecutor(MAX_CONCURRENT_CONNECTIONS)
         try:
-            answers = {name: pool.submit(probe_address, address) for name, address in where.items()}
+            answers = {name: pool.submit(probe_address, address) for name, address in address_of.items()}
             until_s = time.monotonic() + ADDRESSES_TIMEOUT_S
             for name, spec in specs.items():
                 record = robot_record(name, spec, node or local_node(), "config")
@@ -215,8 +229,8 @@ def configured_robots_probe(
                 if name not in answers:
                     yield msgspec.structs.replace(record, labels=facts)
                     continue
-                greeting, trouble = _await_answer(answers[name], where[name], until_s)
-                facts |= {"address": where[name], **({"firmware": greeting} if greeting else {})}
+                greeting, trouble = _await_answer(answers[name], address_of[name], until_s)
+                facts |= {"address": address_of[name], **({"firmware": greeting} if greeting else {})}
                 health = Health.LOST if trouble else Health.READY
                 yield msgspec.structs.replace(record, labels=facts, health=health, trouble=trouble)
         finally:
@@ -225,28 +239,28 @@ def configured_robots_probe(
     return probe
 
 
-def _await_answer(asked: Future[tuple[str, str]], address: str, until_s: float) -> tuple[str, str]:
-    """As `ask`; no system call ends the search for a host's name."""
+def _await_answer(answer: Future[tuple[str, str]], address: str, until_s: float) -> tuple[str, str]:
+    """As `probe_address`, with a deadline: no system call ends a host name resolution."""
     try:
-        return asked.result(max(0.0, until_s - time.monotonic()))
+        return answer.result(max(0.0, until_s - time.monotonic()))
     except TimeoutError:
         return "", f"nothing answers at {address}: timed out"
 
 
 def probe_address(address: str) -> tuple[str, str]:
-    """Whether something listens at ``HOST:PORT``: what it says by itself, and why it cannot be reached (else empty).
+    """Connects to ``HOST:PORT``. Returns the server's greeting, and the reason if it cannot be reached (else empty).
 
-    Blocks for the search of the host's name, for `CONNECT_TIMEOUT_S` at most, and for a greeting.
+    Blocks for the host name resolution, for at most `CONNECT_TIMEOUT_S`, and for a greeting.
     """
-    if (place := parse_host_port(address)) is None:
-        return "", f"{address!r} is no address: write HOST:PORT"
+    if (host_port := parse_host_port(address)) is None:
+        return "", f"{address!r} is not an address: write HOST:PORT"
     try:
-        with socket.create_connection(place, CONNECT_TIMEOUT_S) as link:
+        with socket.create_connection(host_port, CONNECT_TIMEOUT_S) as link:
             link.settimeout(GREETING_TIMEOUT_S)
             with contextlib.suppress(TimeoutError):
                 return _UNPRINTABLE.sub(b" ", link.recv(MAX_GREETING_BYTES)).decode().strip(), ""
             return "", ""
-    except (OSError, OverflowError, ValueError) as error:  # the last: a name that cannot be one
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: an impossible host name
         return "", f"nothing answers at {address}: {getattr(error, 'strerror', '') or error}"
 
 
@@ -265,10 +279,10 @@ def robot_record(name: str, spec: RobotSpec, node: str, found_by: str) -> Resour
 
 
 def probe_compute(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[ResourceRecord]:
-    """This computer's processors and memory, as one resource; of a container, what it may use of them.
+    """This computer's processors and memory as one resource, within a container's limits.
 
     Args:
-        cgroup: where a container finds its own limits (cgroup v2).
+        cgroup: the folder with the container's limits (cgroup v2).
     """
     node, cores = local_node(), len(os.sched_getaffinity(0))
     quota, period = _cgroup_limits(cgroup / "cpu.max", 2)
@@ -287,7 +301,7 @@ def probe_compute(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[ResourceRec
 
 
 def _cgroup_limits(path: Path, count: int) -> list[int]:
-    """The file's numbers; 0 for each that sets no limit, as ``max``, and where there is no such file."""
+    """The file's numbers; 0 for each ``max``, and for a missing file."""
     try:
         words = path.read_text().split()
     except OSError:
@@ -296,26 +310,26 @@ def _cgroup_limits(path: Path, count: int) -> list[int]:
 
 
 def probe_gpus() -> Iterator[ResourceRecord]:
-    """This computer's NVIDIA GPUs; none where the library or the driver is absent. One that has failed is LOST."""
+    """This computer's NVIDIA GPUs; none without the library or the driver. A GPU that has failed is LOST."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except ImportError:
         return
-    except nvml.NVMLError:  # no driver, or no GPU: `user-sys hardware doctor` says which
+    except nvml.NVMLError:  # no driver, or no GPU: `user-sys hardware doctor` reports which
         return
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 yield _gpu_record(nvml, index)
-            except nvml.NVMLError as error:  # it has fallen off its bus, say; the others go on
+            except nvml.NVMLError as error:  # e.g. it has fallen off the bus; the other GPUs are still listed
                 yield ResourceRecord(
                     kind=Kind.GPU,
                     name=f"{local_node()}/gpu-{index}",
                     model="GPU",
                     node=local_node(),
                     health=Health.LOST,
-                    trouble=f"its driver says: {error}",
+                    trouble=f"its driver reports: {error}",
                     found_by="nvml",
                 )
     finally:
@@ -323,18 +337,18 @@ def probe_gpus() -> Iterator[ResourceRecord]:
 
 
 def _gpu_record(nvml: Any, index: int) -> ResourceRecord:
-    """What the GPU does not tell, as one that shares the computer's memory or is split into slices, is left out."""
+    """Facts that the GPU does not report are left out, e.g. of a GPU with shared memory or with slices."""
     device, node = nvml.nvmlDeviceGetHandleByIndex(index), local_node()
 
-    def told(question: Any, otherwise: Any) -> Any:
+    def query(function: Any, default: Any) -> Any:
         try:
-            return question(device)
+            return function(device)
         except nvml.NVMLError:
-            return otherwise
+            return default
 
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(device))
-    memory = told(nvml.nvmlDeviceGetMemoryInfo, None)
-    busy = told(nvml.nvmlDeviceGetUtilizationRates, None)
+    memory = query(nvml.nvmlDeviceGetMemoryInfo, None)
+    busy = query(nvml.nvmlDeviceGetUtilizationRates, None)
     return ResourceRecord(
         kind=Kind.GPU,
         name=f"{node}/gpu-{index}",
@@ -342,38 +356,28 @@ def _gpu_record(nvml: Any, index: int) -> ResourceRecord:
         node=node,
         labels={UUID_LABEL: nvml.nvmlDeviceGetUUID(device), "compute_capability": "{}.{}".format(*capability)},
         memory_bytes=memory.total if memory else 0,
-        sm_count=_sm_count(told(nvml.nvmlDeviceGetNumGpuCores, 0), capability),
+        sm_count=_sm_count(query(nvml.nvmlDeviceGetNumGpuCores, 0), capability),
         load=max(busy.gpu / 100 if busy else 0.0, memory.used / memory.total if memory else 0.0),
         found_by="nvml",
     )
 
 
 def _sm_count(cores: int, capability: tuple[int, ...]) -> int:
-    """NVML counts cores. Compute capabilities before 7.0 are not known here and give 0."""
+    """NVML counts cores. Compute capabilities before 7.0 give 0."""
     if capability < (7, 0):
         return 0
     return cores // _CORES_PER_SM.get((capability[0], capability[1]), _CORES_PER_NEWER_SM)
 
 
-logger = logging.getLogger(__name__)
-
-PROBE_GROUP = "user_sys.probes"
-DEFAULT_PROBE_INTERVAL_S = 2.0
-DEFAULT_PROBE_TIMEOUT_S = 5.0
-MAX_EVENTS = 10_000  # that nobody has taken
-MAX_RECORDS = 10_000  # of one look
-MAX_LOST_RECORDS = 1_000  # that are remembered, and told as LOST
-
-
 class Probe(Protocol):
-    """Looks for resources of one sort. An exception means that it found nothing now; the others go on."""
+    """Lists resources of one sort. An exception means that it found nothing this time."""
 
     def __call__(self) -> Iterable[ResourceRecord]: ...
 
 
 @dataclass(frozen=True)
 class ScheduledProbe:
-    """A probe with a pace of its own: a pause of `interval_s` after each look, which may take `timeout_s`."""
+    """A probe with its own interval (the pause after each call) and timeout (of one call)."""
 
     probe: Probe
     interval_s: float = DEFAULT_PROBE_INTERVAL_S
@@ -385,14 +389,14 @@ class ScheduledProbe:
 
 @dataclass(frozen=True)
 class DiscoveryResult:
-    """What was found, by name, and what each probe that failed said."""
+    """The records by name, and the failure of each probe that failed."""
 
     records: tuple[ResourceRecord, ...]
     failures: Mapping[str, str]
 
 
 class ResourceChange(enum.StrEnum):
-    """What became of a resource, or (the last two) of a probe."""
+    """A change of a resource, or (the last two) of a probe."""
 
     APPEARED = "appeared"
     ABSENT = "absent"
@@ -406,7 +410,7 @@ class ResourceChange(enum.StrEnum):
 
 
 class DiscoveryEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`record` is the resource as it is now; None where the event is the probe's. `text` is for people."""
+    """`record` is the resource after the change; None for a change of the probe. `text` is for people."""
 
     change: ResourceChange
     probe: str
@@ -415,15 +419,15 @@ class DiscoveryEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def discover(probes: Mapping[str, Probe]) -> DiscoveryResult:
-    """Runs every probe once, all at the same time, each within its own limit of time.
+    """Runs every probe once, concurrently, each within its own timeout.
 
-    Where two find the same name, the one that is named first in `probes` prevails.
+    If two probes find the same name, the first one in `probes` prevails.
     """
-    looks = {source: _ProbeCall(source, probe) for source, probe in probes.items()}
+    calls = {source: _ProbeCall(source, probe) for source, probe in probes.items()}
     found: dict[str, ResourceRecord] = {}
     failures: dict[str, str] = {}
-    for source, look in looks.items():
-        records, failure = look.result()
+    for source, call in calls.items():
+        records, failure = call.result()
         if failure:
             failures[source] = failure
         for record in records:
@@ -433,7 +437,7 @@ def discover(probes: Mapping[str, Probe]) -> DiscoveryResult:
 
 
 def installed_probes() -> dict[str, Probe]:
-    """The built-in probes and those of installed packages; the latter are imported when they are first called."""
+    """The built-in probes and those of installed packages, which are imported at their first call."""
     probes: dict[str, Probe] = {"compute": probe_compute, "nvml": probe_gpus, "usb": probe_usb}
     for entry in entry_points(group=PROBE_GROUP):
         probes[entry.name] = lazy_probe(entry.load)
@@ -441,7 +445,7 @@ def installed_probes() -> dict[str, Probe]:
 
 
 def lazy_probe(load: Callable[[], Any]) -> Probe:
-    """The probe that `load` gives, imported when it is first called, in its own thread; its pace counts from then."""
+    """The probe that `load` returns, imported at its first call in its own thread. Its schedule applies from then."""
     return _LazyProbe(load)
 
 
@@ -462,7 +466,7 @@ def _schedule(probe: Probe) -> ScheduledProbe:
 
 
 class _ProbeCall:
-    """One call of one probe, in a thread of its own. What it found before it failed counts."""
+    """One call of one probe in its own thread. Records that it yields before a failure count."""
 
     def __init__(self, source: str, probe: Probe) -> None:
         self._source, self._probe = source, probe
@@ -481,38 +485,38 @@ class _ProbeCall:
         return max(0.0, self._began_s + _schedule(self._probe).timeout_s - time.monotonic())
 
     def wait(self, stop: threading.Event) -> None:
-        """Blocks until the look is over, its time is up, or `stop` is set."""
+        """Blocks until the call returns, its timeout ends, or `stop` is set."""
         while self.running and self._left_s and not stop.is_set():
             self._thread.join(0.05)
 
     def result(self) -> tuple[tuple[ResourceRecord, ...], str]:
-        """What it found, and how it failed; blocks until then, at most for the probe's own limit of time."""
-        while self.running and (left_s := self._left_s):  # which changes once a probe is imported
+        """Its records and its failure (else empty). Blocks until the call returns or its timeout ends."""
+        while self.running and (left_s := self._left_s):  # the import of a lazy probe changes the timeout
             self._thread.join(min(left_s, 0.05))
         if self.running:
-            return tuple(self._records), f"it has not answered within {_schedule(self._probe).timeout_s:g} s"
+            return tuple(self._records), f"no answer within {_schedule(self._probe).timeout_s:g} s"
         return tuple(self._records), self._failure
 
     def _run(self) -> None:
         try:
-            found: Iterable[object] = self._probe()  # a foreign one may yield anything
+            found: Iterable[object] = self._probe()  # another package's probe may yield anything
             for record in found:
                 if not isinstance(record, ResourceRecord):
                     raise TypeError(f"it yields {type(record).__name__}, not ResourceRecord")
                 if len(self._records) == MAX_RECORDS:
                     raise ValueError(f"it yields more than {MAX_RECORDS} records")
                 self._records.append(record)
-        except BaseException as error:  # a foreign probe may fail in any way, by sys.exit too; the others go on
+        except BaseException as error:  # another package's probe may fail in any way, by sys.exit too
             logger.debug("discovery.probe_failed probe=%s error=%r", self._source, error)
             self._failure = f"{type(error).__name__}: {error}"
 
 
 class Discoverer:
-    """Looks all the time and tells what changes. A context manager: within it, each probe has a thread.
+    """Runs probes repeatedly and emits changes. A context manager: within it, each probe has a thread.
 
-    A probe that fails or hangs says nothing about what it found before: that stays, and is degraded until the probe
-    answers again. A hanging look is not called a second time before it returns. Of what vanished the newest
-    `MAX_LOST_RECORDS` are remembered; what was there before that appears anew.
+    A failing or hanging probe changes none of its earlier records: they are degraded until the probe answers again. A
+    hanging call is not repeated before it returns. The newest `MAX_LOST_RECORDS` lost resources are remembered; an
+    older one appears as new.
     """
 
     def __init__(self, probes: Mapping[str, Probe]) -> None:
@@ -521,11 +525,11 @@ class Discoverer:
         self._lock = threading.Lock()
         self._known: dict[str, ResourceRecord] = {}
         self._owner: dict[str, str] = {}
-        self._vanished: dict[str, None] = {}  # in that order
+        self._vanished: dict[str, None] = {}  # oldest first
         self._failures: dict[str, str] = {}
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._keep_looking, args=(source,), name=f"discovery-{source}", daemon=True)
+            threading.Thread(target=self._probe_repeatedly, args=(source,), name=f"discovery-{source}", daemon=True)
             for source in self._probes
         ]
 
@@ -540,71 +544,71 @@ class Discoverer:
             thread.join(1.0)
 
     def snapshot(self) -> DiscoveryResult:
-        """Everything that is or was found, what vanished as LOST. Never blocks."""
+        """All records, including LOST ones. Never blocks."""
         with self._lock:
             return DiscoveryResult(tuple(self._known[name] for name in sorted(self._known)), dict(self._failures))
 
     def next_event(self, wait_s: float) -> DiscoveryEvent | None:
-        """The oldest event that was not taken yet; None where there is none within `wait_s`."""
+        """The oldest event in the queue; None if there is none within `wait_s`."""
         try:
             return self._events.get(timeout=wait_s)
         except queue.Empty:
             return None
 
-    def _keep_looking(self, source: str) -> None:
+    def _probe_repeatedly(self, source: str) -> None:
         probe = self._probes[source]
-        look: _ProbeCall | None = None
+        call: _ProbeCall | None = None
         while not self._stop.is_set():
-            look = look if look is not None and look.running else _ProbeCall(source, probe)
-            look.wait(self._stop)
+            call = call if call is not None and call.running else _ProbeCall(source, probe)
+            call.wait(self._stop)
             if not self._stop.is_set():
-                self._take_in(source, *look.result())
+                self._update(source, *call.result())
             self._stop.wait(_schedule(probe).interval_s)
 
-    def _take_in(self, source: str, records: Iterable[ResourceRecord], failure: str) -> None:
+    def _update(self, source: str, records: Iterable[ResourceRecord], failure: str) -> None:
         with self._lock:
-            self._note_failure(source, failure)
+            self._set_failure(source, failure)
             seen: set[str] = set()
             for record in records:
-                if record.name not in seen and self._may_tell(source, record.name):
+                if record.name not in seen and self._may_update(source, record.name):
                     self._owner[record.name] = source
                     self._vanished.pop(record.name, None)
                     seen.add(record.name)
-                    self._compare(source, record)
+                    self._set_record(source, record)
             for name in [n for n, owner in self._owner.items() if owner == source and n not in seen]:
                 record = self._known[name]
-                gone = {"trouble": f"{source}: {failure}"} if failure else {"health": Health.LOST}
-                self._compare(source, msgspec.structs.replace(record, **gone))
+                change = {"trouble": f"{source}: {failure}"} if failure else {"health": Health.LOST}
+                self._set_record(source, msgspec.structs.replace(record, **change))
                 if not failure:
                     self._vanished.setdefault(name)
-            self._forget()
+            self._drop_oldest_vanished()
 
-    def _forget(self) -> None:
+    def _drop_oldest_vanished(self) -> None:
         for name in [*self._vanished][: max(0, len(self._vanished) - MAX_LOST_RECORDS)]:
             del self._vanished[name], self._known[name], self._owner[name]
 
-    def _may_tell(self, source: str, name: str) -> bool:
-        """Of two probes that find the same name, the first is believed for as long as it finds it."""
+    def _may_update(self, source: str, name: str) -> bool:
+        """Of two probes that find the same name, the first one prevails while it finds it."""
         known = self._known.get(name)
         return known is None or known.health is Health.LOST or self._owner[name] == source
 
-    def _note_failure(self, source: str, failure: str) -> None:
+    def _set_failure(self, source: str, failure: str) -> None:
         if failure == self._failures.get(source, ""):
             return
         self._failures[source] = failure
         if failure:
-            self._tell(DiscoveryEvent(change=ResourceChange.PROBE_FAILED, probe=source, text=failure))
+            self._emit(DiscoveryEvent(change=ResourceChange.PROBE_FAILED, probe=source, text=failure))
         else:
             del self._failures[source]
-            self._tell(DiscoveryEvent(change=ResourceChange.PROBE_WORKS, probe=source))
+            self._emit(DiscoveryEvent(change=ResourceChange.PROBE_WORKS, probe=source))
 
-    def _compare(self, source: str, record: ResourceRecord) -> None:
+    def _set_record(self, source: str, record: ResourceRecord) -> None:
         before, self._known[record.name] = self._known.get(record.name), record
         change = classify_change(before, record)
         if change is not None:
-            self._tell(DiscoveryEvent(change=change, probe=source, record=record, text=record.trouble))
+            self._emit(DiscoveryEvent(change=change, probe=source, record=record, text=record.trouble))
 
-    def _tell(self, event: DiscoveryEvent) -> None:
+    def _emit(self, event: DiscoveryEvent) -> None:
         try:
             self._events.put_nowait(event)
         except queue.Full:
@@ -612,7 +616,7 @@ class Discoverer:
 
 
 def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> ResourceChange | None:
-    """The news in `snapshot`; None where there is none. ABSENT is what is known and was not there from the start."""
+    """The change from `before` to `now`; None without one. ABSENT: the resource is known and was never present."""
     lost = now.health is Health.LOST
     if before is None:
         return ResourceChange.ABSENT if lost else ResourceChange.APPEARED
@@ -625,27 +629,17 @@ def classify_change(before: ResourceRecord | None, now: ResourceRecord) -> Resou
     return None if msgspec.structs.replace(now, load=before.load) == before else ResourceChange.CHANGED
 
 
-DEVICE_KINDS = frozenset({Kind.GPU, Kind.CAMERA, Kind.INPUT, Kind.BUS})
-DEVICE_PROBE_INTERVAL_S = 3.0
-DEVICE_REPORT_INTERVAL_S = 30.0  # a gateway that was restarted knows again what there is
-MAX_REPORTED_DEVICES = 64  # of one computer
-_EVENT_WAIT_S = 0.5
-_JOIN_TIMEOUT_S = 2.0
-
-OnDevices = Callable[[tuple[ResourceRecord, ...]], object]
-
-
 class DeviceMonitor:
-    """Calls `tell` with the devices that are there: at each change, and every `DEVICE_REPORT_INTERVAL_S`. A context
+    """Calls `on_devices` with the present devices: at each change, and every `DEVICE_REPORT_INTERVAL_S`. A context
     manager.
     """
 
     def __init__(self, on_devices: OnDevices, probes: Mapping[str, Probe] | None = None) -> None:
         """Args:
-        tell: called in a thread of this object's; must not raise.
+        on_devices: called in this object's thread; must not raise.
         probes: by default the installed ones, each every `DEVICE_PROBE_INTERVAL_S`.
         """
-        self._tell = on_devices
+        self._on_devices = on_devices
         self._discoverer = Discoverer(device_probes() if probes is None else probes)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
@@ -659,7 +653,7 @@ class DeviceMonitor:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        told: tuple[ResourceRecord, ...] | None = None
+        reported: tuple[ResourceRecord, ...] | None = None
         due_s = time.monotonic() + DEVICE_PROBE_INTERVAL_S
         with self._discoverer as discoverer:
             while not self._stop.is_set():
@@ -667,15 +661,13 @@ class DeviceMonitor:
                 if event is None and time.monotonic() < due_s:
                     continue
                 now = present_devices(discoverer.snapshot())
-                if now != told or time.monotonic() >= due_s:
-                    told, due_s = now, time.monotonic() + DEVICE_REPORT_INTERVAL_S
-                    self._tell(now)
+                if now != reported or time.monotonic() >= due_s:
+                    reported, due_s = now, time.monotonic() + DEVICE_REPORT_INTERVAL_S
+                    self._on_devices(now)
 
 
 def device_probes() -> dict[str, Probe]:
-    """The installed probes, each at its own pace or every `DEVICE_PROBE_INTERVAL_S`; the computer itself does not come
-    and go.
-    """
+    """The installed probes without the computer's own, with their own intervals or `DEVICE_PROBE_INTERVAL_S`."""
     probes = installed_probes()
     del probes["compute"]
     return {
@@ -685,6 +677,6 @@ def device_probes() -> dict[str, Probe]:
 
 
 def present_devices(found: DiscoveryResult) -> tuple[ResourceRecord, ...]:
-    """The devices that are there, at most `MAX_REPORTED_DEVICES`, without their load, which changes all the time."""
-    there = (record for record in found.records if record.kind in DEVICE_KINDS and record.health is not Health.LOST)
-    return tuple(msgspec.structs.replace(record, load=0.0) for record in there)[:MAX_REPORTED_DEVICES]
+    """The present devices, at most `MAX_REPORTED_DEVICES`, without their changing load."""
+    present = (record for record in found.records if record.kind in DEVICE_KINDS and record.health is not Health.LOST)
+    return tuple(msgspec.structs.replace(record, load=0.0) for record in present)[:MAX_REPORTED_DEVICES]

@@ -1,7 +1,7 @@
-"""The e-stop's latch on the disk: who pressed, when, why, and which driver has acknowledged it.
+"""The latched e-stop of one robot, in a file: the latest press, and the driver that acknowledged it.
 
-The file is written in place, and never removed: users who share it may not remove each other's files. Blank is armed.
-What cannot be read is a latch too, since a press may have been cut short.
+The file is written in place and never removed, since users who share it may not remove each other's files. A blank file
+means armed. An unreadable file counts as a latched e-stop, since a write may have been cut short.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_TEXT_CHARS = 200  # each may take 6 bytes in JSON
 
 
 class EmergencyStop(msgspec.Struct, frozen=True, kw_only=True):
-    """Who pressed the e-stop, when and why.
+    """A press of the e-stop: by whom, why and when.
 
     Attributes:
-        presses: counts them while the latch stands.
+        presses: the number of presses since the latch was cleared.
         acknowledged: the driver that has stopped the robot for the newest press; empty before that.
     """
 
@@ -39,12 +39,12 @@ class EmergencyStop(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: str = ""
 
     def is_same_press(self, other: EmergencyStop) -> bool:
-        """Whether both are the same press, acknowledged or not."""
+        """Whether both are the same press, with or without acknowledgement."""
         return (self.unix_ns, self.presses) == (other.unix_ns, other.presses)
 
 
 def new_emergency_stop(by: str, why: str = "") -> EmergencyStop:
-    """A press of this moment."""
+    """A press at the present time."""
     return EmergencyStop(by=by[:MAX_TEXT_CHARS], why=why[:MAX_TEXT_CHARS], unix_ns=time.time_ns())
 
 
@@ -55,7 +55,7 @@ class EstopLatch:
         self.path = path
 
     def read(self) -> EmergencyStop | None:
-        """What is latched; None if the robot is armed. Takes microseconds. Never raises."""
+        """The latched press; None if the robot is armed. Takes microseconds. Never raises."""
         try:
             handle = open_shared_file(self.path, create=False)
         except FileNotFoundError:
@@ -70,29 +70,29 @@ class EstopLatch:
             os.close(handle)
 
     def press(self, stop: EmergencyStop) -> EmergencyStop:
-        """Latches `stop`, and returns what is latched now: a press that stands keeps its person and is counted.
+        """Latches `stop` and returns the latched press: a second press keeps the first person and adds to `presses`.
 
-        Blocks until it is on the disk; a driver sees it before that.
+        Blocks until the file is synced; drivers see the press before that.
 
         Raises:
-            OSError, LeaseError: it cannot be written.
+            OSError, LeaseError: the file cannot be written.
         """
         make_folder_durably(self.path.parent)
         new = not self.path.exists()
         with open_locked(self.path) as (handle, _):
-            stands = self._decode(os.pread(handle, FILE_BYTES, 0))
-            if stands is not None:
-                stop = msgspec.structs.replace(stands, presses=stands.presses + 1, acknowledged="")
+            latched = self._decode(os.pread(handle, FILE_BYTES, 0))
+            if latched is not None:
+                stop = msgspec.structs.replace(latched, presses=latched.presses + 1, acknowledged="")
             overwrite(handle, msgspec.json.encode(stop), FILE_BYTES)
         if new:
             sync_folder(self.path.parent)
         return stop
 
     def acknowledge(self, stop: EmergencyStop, driver: str) -> None:
-        """Notes that `driver` has stopped the robot for `heard`, unless it was pressed again since.
+        """Records that `driver` has stopped the robot for `stop`, unless a newer press is latched.
 
         Raises:
-            OSError, LeaseError: it cannot be written.
+            OSError, LeaseError: the file cannot be written.
         """
         with open_locked(self.path) as (handle, _):
             if self._decode(os.pread(handle, FILE_BYTES, 0)) == stop:
@@ -100,26 +100,27 @@ class EstopLatch:
                 overwrite(handle, msgspec.json.encode(stop), FILE_BYTES, sync=False)
 
     def clear(self, expected: EmergencyStop | None) -> bool:
-        """Re-arms; harmless if nothing is latched. False if what is latched is another press than `known`: it stands.
+        """Re-arms; harmless if nothing is latched. If another press than `expected` is latched, it returns False and
+        keeps the latch.
 
-        Blocks until that is on the disk.
+        Blocks until the file is synced.
 
         Raises:
-            OSError, LeaseError: it cannot be written, or others keep the file locked; the latch stands.
+            OSError, LeaseError: the file cannot be written or stays locked by another process; the latch is kept.
         """
         if not self.path.exists():
             return True
         with open_locked(self.path, timeout_s=1.0) as (handle, alone):
             if not alone:
-                raise LeaseError(f"{self.path} is kept locked by another process; try again")
-            stands = self._decode(os.pread(handle, FILE_BYTES, 0))
-            if stands is not None and (expected is None or not stands.is_same_press(expected)):
+                raise LeaseError(f"{self.path} is locked by another process: try again")
+            latched = self._decode(os.pread(handle, FILE_BYTES, 0))
+            if latched is not None and (expected is None or not latched.is_same_press(expected)):
                 return False
             overwrite(handle, b"", FILE_BYTES)
         return True
 
     def prepare(self) -> None:
-        """Makes the file, armed, with the bytes that a press takes: a press then needs no room on the disk."""
+        """Creates the file, armed and with the size of a press, so that a full disk cannot refuse a later press."""
         if not self.path.exists():
             make_folder_durably(self.path.parent)
             with open_locked(self.path) as (handle, _):

@@ -1,13 +1,14 @@
-"""Who may drive a robot: leases with fencing tokens, and the lock that guards a robot on its own computer.
+"""Leases with fencing tokens, and the lock of a robot on its own computer.
 
-A robot is FREE, HELD or LAPSED. `acquire` leads to HELD with a new token; `renew` keeps it HELD; `expire` and `lapse`
-lead from HELD to LAPSED; `release` and `revoke` lead to FREE; everything else raises. LAPSED is free for everybody,
-but where nobody took it, `renew` with the newest token leads back to HELD: a session that was cut off for long goes
-on where it stood. Tokens of a robot only grow, and a token is on the disk before it is handed out, so that no restart
-can hand it out again. The driver's `Fence` refuses every token older than the newest that it has seen: a session that
-lost its lease without noticing can do nothing.
+A robot is FREE, HELD or LAPSED. `acquire` leads to HELD with a new token. `renew` keeps it HELD. `expire` and `lapse`
+lead from HELD to LAPSED. `release` and `revoke` lead to FREE. Every other step raises. A LAPSED robot can be acquired
+by any session; until then, `renew` with the newest token leads back to HELD, so that a session continues after a long
+interruption.
 
-A restarted table gives each lease that it finds a full time to live anew, so that a session outlives the restart.
+A robot's tokens only grow. A token is synced before it is returned, so that no restart returns it again. The driver's
+`Fence` refuses every token older than the newest that it has seen, so that a session with a lost lease has no effect.
+
+After a restart each lease lasts for its full time to live, so that sessions outlive the restart.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ _NS = 1_000_000_000
 
 
 def lease_clock_ns() -> int:
-    """Nanoseconds that no setting of the clock changes, and that go on while the computer sleeps."""
+    """Nanoseconds that ignore changes of the system clock and include suspend."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to drive `robot`. It ends `ttl_s` after it was acquired or renewed."""
+    """The right to drive `robot`. It ends `ttl_s` after the last acquisition or renewal."""
 
     robot: str
     holder: str
@@ -67,7 +68,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A robot's row on the disk: the newest token ever given out, its holder while HELD, its last one while LAPSED."""
+    """A robot's row in the file: its newest token, the holder while HELD, and the last holder while LAPSED."""
 
     token: int
     holder: str | None
@@ -80,18 +81,18 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseTable:
-    """The leases of all robots. One thread calls it; `acquire`, `release`, `expire` and `revoke` sync to the disk."""
+    """The leases of all robots. One thread calls it. Each change is synced before the method returns."""
 
     def __init__(
         self, path: Path | None, ttl_s: float = DEFAULT_TTL_S, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         """Args:
             path: the table's file; None keeps it in memory, for tests.
-            ttl_s: how long a lease lasts without a renewal.
-            clock: nanoseconds that only grow.
+            ttl_s: the duration of a lease without renewal.
+            clock: monotonic nanoseconds.
 
         Raises:
-            LeaseError: the file cannot be read; tokens must not start over, so a person has to look.
+            LeaseError: the file cannot be read. Tokens must not start over, so a person has to repair the file.
         """
         self._path = path
         self._clock = clock
@@ -101,22 +102,22 @@ class LeaseTable:
         self._deadline_ns = dict.fromkeys(held, self._next_deadline())
 
     def acquire(self, robot: str, holder: str, min_token: int = 0) -> Lease:
-        """Gives `robot` to `holder` under a new token, greater than all before it and than `floor`.
+        """Gives `robot` to `holder` under a new token, greater than all earlier ones and than `min_token`.
 
-        `floor` is the newest token that the robot's driver has seen, from another table perhaps: a robot that goes
-        from one run to another is fenced against the first one's sessions too.
+        `min_token` is the newest token that the robot's driver has seen, possibly from another table. It fences a robot
+        that changes runs against the sessions of its first run.
 
-        `holder` names one session for a person to read and stays the same when that session restarts: a holder that
-        acquires again takes over from its former self at once.
+        `holder` identifies one session for people and stays the same when that session restarts: a holder that acquires
+        again replaces its own lease at once.
 
         Raises:
-            LeaseHeld: another session drives it; names the holder and the seconds left.
+            LeaseHeld: another session holds the lease; the message names it and the seconds left.
             SpecError: a name that is empty, too long or not printable.
-            OSError: the table cannot be written; nothing was given out.
+            OSError: the table cannot be written; no lease was given.
         """
         require_robot_name(robot)
         if not holder.strip() or len(holder) > MAX_NAME_CHARS or not holder.isprintable():
-            raise SpecError(f"a lease's holder must be a printable name, got {holder[:80]!r}")
+            raise SpecError(f"a lease's holder must be a printable name of 1 to {MAX_NAME_CHARS} characters")
         self.expire()
         entry = self._entries.get(robot, _Entry(token=0, holder=None))
         if entry.holder is not None and entry.holder != holder:
@@ -128,12 +129,12 @@ class LeaseTable:
         return Lease(robot=robot, holder=holder, token=fresh.token, ttl_s=self.ttl_s)
 
     def renew(self, robot: str, token: int) -> Lease:
-        """Extends the lease by its time to live, from now; one that ran out comes back where nobody else had the robot.
+        """Extends the lease by its time to live. Restores a lapsed lease if no other session has acquired the robot.
 
         Raises:
             StaleToken: a newer session drives the robot.
             LeaseError: the lease was released or revoked; acquire it again.
-            OSError: a lease that ran out cannot be written down again.
+            OSError: a lapsed lease cannot be written to the file.
         """
         self.expire()
         entry = self._entries.get(robot)
@@ -151,7 +152,7 @@ class LeaseTable:
         self.revoke(robot)
 
     def revoke(self, robot: str) -> None:
-        """Ends the robot's lease for good, whoever holds or held it; harmless where it is FREE."""
+        """Ends the robot's lease, held or lapsed, for good; harmless if it is FREE."""
         entry = self._entries.get(robot)
         if entry is None or (entry.holder is None and entry.lapsed is None):
             return
@@ -160,15 +161,15 @@ class LeaseTable:
         logger.info("lease.ended robot=%s holder=%s token=%d", robot, entry.holder, entry.token)
 
     def expire(self) -> tuple[str, ...]:
-        """Ends the leases whose time is over; returns their robots."""
+        """Lapses the leases whose time is over; returns their robots."""
         now = self._clock()
-        over = tuple(robot for robot, deadline in self._deadline_ns.items() if deadline <= now)
+        over = tuple(robot for robot, deadline_ns in self._deadline_ns.items() if deadline_ns <= now)
         for robot in over:
             self.lapse(robot)
         return over
 
     def lapse(self, robot: str) -> None:
-        """Ends the robot's lease as running out does: its holder may have it back. Harmless where nobody holds it."""
+        """Ends the robot's lease so that its holder may renew it. Harmless if no session holds it."""
         entry = self._entries.get(robot)
         if entry is None or entry.holder is None:
             return
@@ -186,9 +187,9 @@ class LeaseTable:
     def _require(self, robot: str, token: int) -> str:
         entry = self._entries.get(robot)
         if entry is None or token > entry.token:
-            raise LeaseError(f"token {token} for {robot} was never given out here")
+            raise LeaseError(f"token {token} for {robot} is not from this lease table; acquire the lease")
         if token < entry.token:
-            raise StaleToken(f"{robot} is driven under token {entry.token} by now; {token} is too old")
+            raise StaleToken(f"{robot} is driven under token {entry.token}; token {token} is too old")
         if entry.holder is None:
             raise LeaseError(f"the lease on {robot} with token {token} has ended; acquire it again")
         return entry.holder
@@ -207,12 +208,12 @@ class LeaseTable:
 
 
 class Fence:
-    """The driver process's memory of the newest token. All drivers of a robot on this computer share the file, which
-    survives a restart. One thread calls it."""
+    """The newest token that a robot's drivers on this computer have seen. They share one file, which survives restarts.
+    One thread calls it."""
 
     def __init__(self, path: Path | None) -> None:
         """Args:
-            path: `hal.machine_folder.RobotFiles.fence`; None keeps the token in memory, for tests.
+            path: `hal.machine_folder.RobotFiles.fence_path`; None keeps the token in memory, for tests.
 
         Raises:
             LeaseError: the file cannot be read.
@@ -226,10 +227,10 @@ class Fence:
         return self._newest
 
     def check_token(self, token: int) -> None:
-        """Lets a command pass. A token newer than all before is on the disk before this returns.
+        """Accepts a command's token. A token newer than all earlier ones is synced before this returns.
 
         Raises:
-            StaleToken: a newer session has driven this robot; the command must be refused.
+            StaleToken: a newer session has driven this robot; refuse the command.
         """
         if token == self._newest and token > 0:
             return
@@ -243,7 +244,7 @@ class Fence:
 
 
 class _Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a lock's file: the process that has the lock, or had it last."""
+    """The content of a lock's file: the process that holds the lock, or held it last."""
 
     pid: int
     user: str
@@ -251,23 +252,23 @@ class _Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineLock:
-    """A lock that one process of this computer has at a time. It ends with the process, however that ends."""
+    """A lock that one process of this computer holds at a time. It ends with the process, also after a kill."""
 
     def __init__(self, path: Path, holder: str = "", label: str = "") -> None:
         """Args:
         path: the lock's file, in a folder of `hal.machine_folder`.
-        holder: tells others for what the lock is taken.
-        label: of what is locked, for messages; by default the file's name.
+        holder: the purpose of the lock, for other processes' messages.
+        label: the name of the locked thing, for messages; by default the file's name.
         """
         self._path, self._holder, self._label = path, holder, label or path.stem
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Takes the lock; harmless if this object has it. Never waits.
+        """Takes the lock; harmless if this object holds it. Never waits.
 
         Raises:
-            LeaseHeld: another process has it; names its pid, user and purpose.
-            LeaseError: the file is not fit for a lock.
+            LeaseHeld: another process holds it; the message has its pid, user and purpose.
+            LeaseError: the file cannot serve as a lock.
         """
         if self._handle is not None:
             return
@@ -278,15 +279,15 @@ class MachineLock:
         holder = _Holder(pid=os.getpid(), user=_user_name(), what=self._holder[:MAX_HOLDER_CHARS])
         try:
             overwrite(handle, msgspec.json.encode(holder), _HOLDER_BYTES, sync=False)
-        except OSError as error:  # as of a full disk: the lock counts all the same
+        except OSError as error:  # a full disk: the lock is valid without its content
             logger.warning("lock.unsigned path=%s error=%s", self._path, error)
         self._handle = handle
 
     def _locked_file(self) -> int:
-        """The open and locked file. It is opened again if it was removed meanwhile, or two would lock two files."""
+        """The open and locked file. If the file was removed meanwhile, it is opened again: two files are two locks."""
         while True:
             handle = open_shared_file(self._path)
-            if not try_lock(handle, _ACQUIRE_TIMEOUT_S):  # `is_held` has it for some microseconds
+            if not try_lock(handle, _ACQUIRE_TIMEOUT_S):  # `is_held` of another process locks for microseconds
                 os.close(handle)
                 raise LeaseHeld(f"{self._label} is driven on this machine by {self.owner() or 'another process'}")
             with contextlib.suppress(FileNotFoundError):
@@ -295,14 +296,14 @@ class MachineLock:
             os.close(handle)
 
     def is_held(self) -> bool:
-        """Whether a living process has the lock, this one included. Never waits, takes nothing."""
+        """Whether a living process, this one included, holds the lock. Never waits and never takes it."""
         if self._handle is not None:
             return True
         try:
             handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
-        except OSError:  # it cannot be seen: whether it is free is not known
+        except OSError:  # no permission to look: assume that it is held
             return True
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -313,17 +314,17 @@ class MachineLock:
             os.close(handle)
 
     def owner(self) -> str:
-        """The process that has it, e.g. ``pid 4711 of ana for runs/demo/edge/panda-0``; empty if none. Never waits."""
+        """The holding process, e.g. ``pid 4711 of ana for runs/demo/edge/panda-0``; empty if none. Never waits."""
         if not self.is_held():
             return ""
         try:
             holder = msgspec.json.decode(self._path.read_bytes(), type=_Holder)
-        except (OSError, *DECODE_ERRORS):  # another user's, or about to be written
+        except (OSError, *DECODE_ERRORS):  # another user's file, or its content is not yet written
             return "another process"
         return f"pid {holder.pid} of {holder.user} {holder.what}".strip()
 
     def release(self) -> None:
-        """Gives the lock back; harmless if it is not taken. The file stays, or two could lock two files."""
+        """Releases the lock; harmless if it is not held. The file stays, since two files would be two locks."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -338,19 +339,19 @@ class MachineLock:
 
 def robot_lock(robot: str, holder: str = "", *, simulated: bool) -> MachineLock:
     """The lock of a robot on this computer; raises as `hal.machine_folder.robot_files` does."""
-    _warn_of_test_folder()
+    _warn_of_tests_folder()
     return MachineLock(robot_files(robot, simulated=simulated).lock_path, holder, robot)
 
 
 def driver_process_of(robot: str) -> str:
-    """The process that drives `robot` on this computer, real or simulated by this user, in words; empty if none."""
-    places = [place for place in known_robot_files() if place.name == robot and place.uid in (None, os.getuid())]
-    return next((owner for place in places if (owner := MachineLock(place.lock_path).owner())), "")
+    """The process that drives `robot` on this computer, real or simulated by this user, for people; empty if none."""
+    found = [files for files in known_robot_files() if files.name == robot and files.uid in (None, os.getuid())]
+    return next((owner for files in found if (owner := MachineLock(files.lock_path).owner())), "")
 
 
 def driven_robots() -> list[RobotFiles]:
     """The robots that are driven on this computer now: real ones, and simulated ones of all users."""
-    return [place for place in known_robot_files() if MachineLock(place.lock_path).is_held()]
+    return [files for files in known_robot_files() if MachineLock(files.lock_path).is_held()]
 
 
 def _user_name() -> str:
@@ -360,13 +361,11 @@ def _user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def _warn_of_test_folder() -> None:
+def _warn_of_tests_folder() -> None:
     folder = tests_folder()
     if folder is not None and folder not in _warned_folders:
         _warned_folders.add(folder)
-        logger.warning(
-            "machine.test_folder %s=%s: its locks and e-stops are no computer's", TEST_FOLDER_VARIABLE, folder
-        )
+        logger.warning("machine.test_folder %s=%s: for tests only", TEST_FOLDER_VARIABLE, folder)
 
 
 _warned_folders: set[Path] = set()
@@ -378,9 +377,11 @@ def _read_table(path: Path | None) -> _Table:
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_Table)
     except (OSError, *DECODE_ERRORS) as error:
-        raise LeaseError(f"the lease table {path} cannot be read ({error}); tokens must not start over") from error
+        raise LeaseError(
+            f"the lease table {path} cannot be read ({error}); repair it: tokens must not start over"
+        ) from error
     if table.version != 1:
-        raise LeaseError(f"the lease table {path} has version {table.version}; this program knows 1")
+        raise LeaseError(f"the lease table {path} has version {table.version}; this program reads version 1")
     return table
 
 
@@ -392,10 +393,10 @@ def _read_token(path: Path | None) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); see who drives the robot") from error
+        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); check who drives the robot") from error
     try:
         return int(os.pread(handle, _TOKEN_BYTES, 0).strip() or b"0")
     except (OSError, ValueError) as error:
-        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); see who drives the robot") from error
+        raise LeaseError(f"the fencing token in {path} cannot be read ({error}); check who drives the robot") from error
     finally:
         os.close(handle)

@@ -1,14 +1,13 @@
-"""The one place of a computer for what all programs share that drive its robots: locks, fencing tokens, e-stop latches.
+"""The folder of this computer that holds its robots' locks, fencing tokens and e-stop latches.
 
-The place is `MACHINE_FOLDER`. An administrator makes it once (`CREATE_COMMAND`, or `CREATE_GROUP_COMMAND` for the
-members of one group), and it survives a reboot. No setting and no environment variable names another place, so a
-service, a shell, another user and a container that mounts the folder all find the same files. Without the folder no
-real robot is driven.
+The folder is `MACHINE_FOLDER`. An administrator creates it once (`CREATE_COMMAND`, or `CREATE_GROUP_COMMAND` for the
+members of one group). No setting names another folder, so services, shells, all users and containers that mount it find
+the same files. Without it, real robots are refused.
 
-A simulated robot belongs to the user who started it. Its files carry the user's id, and lie in `MACHINE_FOLDER`, or
-without that in a folder for locks that the system has for all users.
+A simulated robot belongs to the user who started it. Its files carry the user's id. They are in `MACHINE_FOLDER`, or
+without it in the system's folder for locks.
 
-Tests set the variable `TEST_FOLDER_VARIABLE`. Such a process logs a warning, `doctor` reports a problem, and devices
+Tests set the variable `TEST_FOLDER_VARIABLE`. The process then logs a warning, `doctor` reports a problem, and devices
 refuse it unless they are simulated (`robots.device_lock`).
 """
 
@@ -34,7 +33,7 @@ CREATE_COMMAND = f"sudo install -d -m 1777 {MACHINE_FOLDER}"
 CREATE_GROUP_COMMAND = f"sudo install -d -m 3770 -g GROUP {MACHINE_FOLDER}"
 TEST_FOLDER_VARIABLE = "USER_SYS_TEST_FOLDER"
 MAX_NAME_CHARS = 128
-FILE_LOCK_TIMEOUT_S = 0.2  # for a change of a shared file
+FILE_LOCK_TIMEOUT_S = 0.2
 
 _SYSTEM_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 _STICKY_WORLD_WRITABLE = stat.S_ISVTX | stat.S_IWOTH
@@ -47,12 +46,12 @@ _RETRY_INTERVAL_S = 0.005
 
 @dataclass(frozen=True)
 class RobotFiles:
-    """Where the files of one robot lie.
+    """The paths of one robot's files.
 
     Attributes:
         name: of the robot.
-        stem: their path without the suffix.
-        uid: of the user who simulates it; None for a real robot, which all users share.
+        stem: their common path without suffix.
+        uid: the user who simulates it; None for a real robot, which all users share.
     """
 
     name: str
@@ -73,16 +72,16 @@ class RobotFiles:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has been driven, or stopped, on this computer."""
+        """Whether the robot was driven or stopped on this computer."""
         return self.lock_path.exists() or self.latch_path.exists()
 
 
 def robot_files(name: str, *, simulated: bool) -> RobotFiles:
-    """Where the files of robot `name` lie.
+    """The files of robot `name`.
 
     Raises:
         SpecError: not a robot's name.
-        LeaseError: the robot is real, and this computer has no `find_machine_folder`.
+        LeaseError: the robot is real, and this computer has no usable `MACHINE_FOLDER`.
     """
     require_robot_name(name)
     if simulated:
@@ -91,7 +90,7 @@ def robot_files(name: str, *, simulated: bool) -> RobotFiles:
 
 
 def known_robot_files() -> list[RobotFiles]:
-    """The robots whose files this user can see: real ones, and simulated ones of all users; in order of their names."""
+    """The robots with files that this user can see, by name: real ones, and simulated ones of all users."""
     folder, prefix = _shared_folder()
     found: dict[str, RobotFiles] = {}
     for path in [*folder.glob(f"{prefix}*.lock"), *folder.glob(f"{prefix}*.stop")]:
@@ -105,45 +104,43 @@ def known_robot_files() -> list[RobotFiles]:
 
 
 def require_robot_name(name: str) -> None:
-    """Raises SpecError where `name` is not a robot's name."""
+    """Raises SpecError unless `name` is a valid robot name."""
     if not _NAME.fullmatch(name):
-        raise SpecError(f"{name[:80]!r} is not a robot's name (letters, digits, '.', '_', '-')")
+        raise SpecError(f"{name[:80]!r} is not a robot's name: use letters, digits, '.', '_' and '-'")
 
 
 def find_machine_folder() -> Path:
-    """`MACHINE_FOLDER`; for tests, the folder that they name.
+    """`MACHINE_FOLDER`, or the folder of the tests.
 
     Raises:
-        LeaseError: it is missing, or not fit; says what mends that.
+        LeaseError: it is missing or not usable; the message has the command that creates it.
     """
     if (chosen := tests_folder()) is not None:
         return chosen
     if reason := machine_folder_problem():
-        raise LeaseError(
-            f"{reason}. Real robots need it: their locks and e-stops are kept there. Make it: {CREATE_COMMAND}"
-        )
+        raise LeaseError(f"{reason}. It holds the locks and e-stops of real robots. Create it: {CREATE_COMMAND}")
     return MACHINE_FOLDER
 
 
 def machine_folder_problem() -> str:
-    """Why `MACHINE_FOLDER` cannot be used by this user; empty if it can."""
+    """Why this user cannot use `MACHINE_FOLDER`; empty if it is usable."""
     try:
         found = MACHINE_FOLDER.lstat()
     except FileNotFoundError:
         return f"{MACHINE_FOLDER} is missing"
     except OSError as error:
-        return f"{MACHINE_FOLDER} cannot be looked at ({error.strerror})"
+        return f"{MACHINE_FOLDER} cannot be read ({error.strerror})"
     if not stat.S_ISDIR(found.st_mode):
         return f"{MACHINE_FOLDER} is not a folder"
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         return f"in {MACHINE_FOLDER} each user can remove the files of others (mode {stat.S_IMODE(found.st_mode):04o})"
     if not os.access(MACHINE_FOLDER, os.R_OK | os.W_OK | os.X_OK):
-        return f"{MACHINE_FOLDER} is not open to this user (join its group), or is read-only here"
+        return f"{MACHINE_FOLDER} is not writable for this user (join its group) or is mounted read-only"
     return ""
 
 
 def tests_folder() -> Path | None:
-    """The folder that `TEST_FOLDER_VARIABLE` names, made if it is missing; None outside of tests."""
+    """The folder in `TEST_FOLDER_VARIABLE`, created if it is missing; None outside of tests."""
     chosen = os.environ.get(TEST_FOLDER_VARIABLE)
     if not chosen:
         return None
@@ -153,15 +150,15 @@ def tests_folder() -> Path | None:
 
 
 def runtime_folder() -> Path:
-    """This user's own folder for sockets; `make_runtime_folder` makes it."""
+    """The path of this user's private folder for sockets; `make_runtime_folder` creates it."""
     return tests_folder() or shared_file(str(os.getuid()))
 
 
 def make_runtime_folder() -> Path:
-    """Makes `runtime_folder`, which others can neither write nor read.
+    """Creates `runtime_folder`, which other users can neither read nor write.
 
     Raises:
-        LeaseError: another user has it.
+        LeaseError: the path belongs to another user.
     """
     folder = runtime_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -170,20 +167,20 @@ def make_runtime_folder() -> Path:
 
 
 def require_private_folder(folder: Path) -> None:
-    """Raises LeaseError unless `folder` is one that only this user may write."""
+    """Raises LeaseError unless `folder` is a folder that only this user may write."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise LeaseError(f"{folder} must be a folder that only user {os.getuid()} may write; remove what is there")
+        raise LeaseError(f"{folder} must be a folder that only user {os.getuid()} may write: remove it")
 
 
 def shared_file(name: str) -> Path:
-    """A path that all users of this computer find under `name`, real robots apart (`robot_files`)."""
+    """The path of a file that all users of this computer share under `name`; not for real robots (`robot_files`)."""
     folder, prefix = _shared_folder()
     return folder / (prefix + name)
 
 
 def _shared_folder() -> tuple[Path, str]:
-    """The folder, and how names begin there."""
+    """The folder, and the prefix of its files' names."""
     if (chosen := tests_folder()) is not None:
         return chosen, ""
     if not machine_folder_problem():
@@ -195,26 +192,26 @@ def _shared_folder() -> tuple[Path, str]:
             and os.access(folder, os.W_OK)
         ):
             return folder, "user-sys."
-    raise LeaseError(f"locks and sockets need a folder that all users may write, such as {_SYSTEM_FOLDERS[0]}")
+    raise LeaseError(f"locks and sockets need a folder that all users may write: create {_SYSTEM_FOLDERS[0]}")
 
 
 def open_shared_file(path: Path, *, create: bool = True) -> int:
     """Opens a file that several users write; returns its descriptor.
 
-    A new file has the permissions of its folder, without the right to execute. An existing one is opened without
-    O_CREAT, which Linux refuses for another user's file in a sticky folder (fs.protected_regular).
+    A new file has its folder's permissions without execution. An existing file is opened without O_CREAT, which Linux
+    refuses for another user's file in a sticky folder (fs.protected_regular).
 
     Raises:
-        FileNotFoundError: it is missing, and not to be created.
-        LeaseError: it is a link, or not a plain file.
-        OSError: it cannot be opened.
+        FileNotFoundError: the file is missing and `create` is False.
+        LeaseError: the path is a link, or not a plain file.
+        OSError: the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = _open_or_create(path, flags, create)
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(handle)
-        raise LeaseError(f"{path} must be a plain file with one name; remove it")
+        raise LeaseError(f"{path} must be a plain file with one name: remove it")
     return handle
 
 
@@ -225,7 +222,7 @@ def _open_or_create(path: Path, flags: int, create: bool) -> int:
         except FileNotFoundError:
             if not create:
                 raise
-        except PermissionError:  # its maker may be about to open it to others
+        except PermissionError:  # the process that created it may not have set its permissions yet
             if not left:
                 raise
             time.sleep(_RETRY_INTERVAL_S)
@@ -236,14 +233,14 @@ def _open_or_create(path: Path, flags: int, create: bool) -> int:
             continue
         os.fchmod(handle, 0o600 | (path.parent.stat().st_mode & 0o066))
         return handle
-    raise LeaseError(f"{path} is removed as fast as it is made, or is a link to nothing")
+    raise LeaseError(f"{path} cannot be created: another process keeps removing it, or it is a dangling link")
 
 
 @contextmanager
 def open_locked(path: Path, *, timeout_s: float = FILE_LOCK_TIMEOUT_S) -> Iterator[tuple[int, bool]]:
-    """The descriptor of the shared file at `path`, and whether other writers are kept out meanwhile.
+    """Yields the descriptor of the shared file at `path`, and whether this process has locked it.
 
-    It waits for `within_s` at most, so that no other user can keep an e-stop from being written.
+    The wait is limited to `timeout_s`, so that another user's lock cannot prevent an e-stop.
     """
     handle = open_shared_file(path)
     try:
@@ -253,7 +250,7 @@ def open_locked(path: Path, *, timeout_s: float = FILE_LOCK_TIMEOUT_S) -> Iterat
 
 
 def try_lock(handle: int, timeout_s: float) -> bool:
-    """Whether this process has locked the file within this time."""
+    """Locks the file exclusively; False if another process keeps it locked for `timeout_s`."""
     until_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -266,10 +263,10 @@ def try_lock(handle: int, timeout_s: float) -> bool:
 
 
 def overwrite(handle: int, content: bytes, size_bytes: int, *, sync: bool = True) -> None:
-    """Puts `content` at the start of the file, filled up with spaces to `size_bytes`.
+    """Writes `content` at the start of the file, padded with spaces to `size_bytes`.
 
-    Other processes see it at once; with `sync` it blocks until it is on the disk. The file keeps its size, so that a
-    full disk does not refuse a later change.
+    Other processes see it at once; with `sync` this blocks until it is synced. The file keeps its size, so that a full
+    disk cannot refuse a later change.
     """
     assert len(content) <= size_bytes
     os.pwrite(handle, content.ljust(size_bytes), 0)

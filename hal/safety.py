@@ -1,19 +1,23 @@
-"""The one place that decides what a robot is allowed to do.
+"""The safety kernel: the single filter between proposed actions and ``Robot.command``, in the driver process.
 
-The kernel stands in the driver process, between whoever proposes actions and ``Robot.command``. It is a software guard
-and not safety-rated: it does not replace the robot's own limits, its brakes or a hardware e-stop.
+The kernel is a software guard and not safety-rated. It does not replace the robot's own limits, its brakes or a
+hardware e-stop.
 
-A proposed action is either applied, changed to one within all limits, or answered by a stop.
-`hal.motion_limits.ActionLimits` changes it to meet: the action spec's bounds, as float32; ``action_rate_max`` around
-the last applied action; speed, acceleration and jerk of the tool and of joints; how far a target is ahead of a joint
-that is held up (half a second at its greatest speed); the workspace, forbidden boxes, ranges of joints and the force on
-the tool. `hal.motion_limits` says which limit goes first, and what an axis may exceed. A stop is not limited: motion
-starts from rest after it. A tool or a joint that is out of its range may come back and not go farther. The first
-gripper command after `settle` is free, since its position is unknown.
+Each proposed action is applied, changed to one within all limits, or answered by a stop.
+`hal.motion_limits.ActionLimits` changes it to meet:
 
-Limits that cannot be met so (a measured joint at its limit or too fast, a reading that is stale or broken) lead to a
-stop: HOLD, and SAFE once the holding has lasted ``safe_stop_after_s``. Applied values meet the limits up to one
-rounding to float32.
+- the action spec's bounds, as float32, and ``action_rate_max`` relative to the last applied action;
+- speed, acceleration and jerk of the tool and of joints;
+- the lead of a joint's target over a blocked joint: half a second at the joint's greatest speed;
+- the workspace, forbidden boxes, joint ranges and the force on the tool.
+
+`hal.motion_limits` defines the order of the limits, and the cases in which an axis may exceed one. A stop is not
+limited: motion starts from rest after it. A tool or a joint outside its range may come back and not go farther. The
+first gripper command after `reset` is free, since the gripper's position is unknown.
+
+Violations that no action can correct (a measured joint at its limit or too fast, a stale or invalid reading) lead to a
+stop: HOLD, and SAFE after ``safe_stop_after_s`` of holding. Applied values meet the limits up to one rounding to
+float32.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ __all__ = ["EmergencyStop", "SafetyReason", "SafetyKernel", "SafetyDecision"]
 
 logger = logging.getLogger(__name__)
 
-WATCHDOG_LEAD_S = 0.008  # the hold is due so much earlier, to be done by then; a fifth of a control period at most
+WATCHDOG_LEAD_S = 0.008  # the hold starts this much before its deadline, at most a fifth of a control period
 
 _NS = 1_000_000_000
 _EMPTY: Array = np.empty(0)
@@ -49,13 +53,13 @@ def _no_text() -> str:
 
 @dataclass(frozen=True)
 class SafetyDecision:
-    """What becomes of one proposed action: exactly one of `applied` and `stop` is set.
+    """The kernel's answer to one proposed action: exactly one of `applied` and `stop` is set.
 
     Attributes:
-        applied: float32, the action spec's shape, owned by the receiver; hand it to ``Robot.command``.
-        stop: hand it to ``Robot.stop`` instead.
+        applied: float32, with the action spec's shape, owned by the receiver; the argument for ``Robot.command``.
+        stop: the argument for ``Robot.stop``.
         reasons: why `applied` differs from the proposal, or why the robot stops.
-        explain: makes `text`; kept apart because most texts are never read.
+        explain: makes `text` on demand, since most texts are never read.
     """
 
     applied: Array | None
@@ -65,7 +69,7 @@ class SafetyDecision:
 
     @property
     def text(self) -> str:
-        """The reasons in words, with the values; empty where there are none."""
+        """The reasons in words, with the values; empty without reasons."""
         return self.explain()
 
 
@@ -73,14 +77,13 @@ class SafetyKernel:
     """Filters the actions of one robot. One thread calls it; `filter`, `hold` and `check_watchdog` never block and
     never raise.
 
-    A driver's loop: `reset` once the robot stands still (after connect, after a task's reset); then, every period,
-    `filter` where an action came in, `hold` where the session asks for that, and `check_watchdog` where nothing came.
+    A driver calls `reset` once the robot stands still (after connect, after a task's reset). Then it calls one method
+    in every period: `filter` for an action, `hold` if the session requests it, `check_watchdog` without a command.
 
     Attributes:
-        is_speed_reduced: a person teleoperates or is near: only ``limits.reduced_speed`` of each commanded speed is
-            allowed.
-        hold_after_ns: how long after the last command `check_watchdog` holds: ``watchdog_periods`` less
-            `WATCHDOG_LEAD_S`, so that whoever wakes up for it is done within them.
+        is_speed_reduced: a person teleoperates or is near: ``limits.reduced_speed`` scales the allowed speeds.
+        hold_after_ns: the age of the last command at which `check_watchdog` holds: ``watchdog_periods`` less
+            `WATCHDOG_LEAD_S`, so that the hold is done within them.
     """
 
     def __init__(
@@ -91,25 +94,25 @@ class SafetyKernel:
         shared_latch: Path | None = None,
     ) -> None:
         """Args:
-            spec: of the robot that is guarded.
+            spec: of the guarded robot.
             clock: nanoseconds on the clock of the observations' ``t_capture_ns``.
-            latch_path: where the e-stop's latch survives a restart; with None for both it is kept in memory only.
-            shared_latch: the latch that all programs of this computer share (`hal.machine_folder.RobotFiles.latch`): a
-                press there is seen while this kernel works, and the next driver finds the robot stopped.
+            latch_path: the e-stop's file, which survives a restart; with None for both, the latch is in memory only.
+            shared_latch: the latch that all programs of this computer share (`RobotFiles.latch_path`). The kernel
+                notices a press there, and the next driver finds the robot stopped.
 
         Raises:
-            SpecError: the limits contradict the specs, so that nothing could be enforced.
+            SpecError: the limits contradict the specs, so that the kernel cannot enforce them.
         """
         self.spec, self.is_speed_reduced = spec, False
         self._clock = clock
         self._shared = EstopLatch(shared_latch) if shared_latch is not None else None
-        kept = EstopLatch(latch_path) if latch_path is not None else None
-        self._latches = tuple(latch for latch in (kept, self._shared) if latch is not None)
-        self._seen: EmergencyStop | None = None  # what the shared latch said last
+        own = EstopLatch(latch_path) if latch_path is not None else None
+        self._latches = tuple(latch for latch in (own, self._shared) if latch is not None)
+        self._seen: EmergencyStop | None = None  # the last reading of the shared latch
         self._action = ActionLimits(spec)
         self._joints = StateLimits(spec)
         if not 0 < spec.limits.reduced_speed <= 1:
-            raise SpecError(f"{spec.model}: reduced_speed is {spec.limits.reduced_speed}; it is a share in (0, 1]")
+            raise SpecError(f"{spec.model}: reduced_speed is {spec.limits.reduced_speed}; give a share in (0, 1]")
         _require_times(spec)
         self._stale_ns = round(spec.limits.stale_after_s * _NS)
         self._watchdog_ns = round(spec.limits.watchdog_periods * spec.period_s * _NS)
@@ -121,16 +124,15 @@ class SafetyKernel:
         self.reset()
 
     def reset(self) -> None:
-        """Tells the kernel that the robot stands still now: rate limits and the watchdog start afresh."""
+        """The robot stands still now: rate limits and the watchdog start again."""
         self._action.reset()
         self._last_applied_ns = self._clock()
 
     def filter(self, action: object, observation: Observation | None) -> SafetyDecision:
-        """Judges `action`, proposed for the state in `observation` (None: nothing was sensed yet).
+        """Filters `action`, proposed for the state in `observation` (None: there is no observation yet).
 
         Returns:
-            An action within all limits, or a stop if there is none. Only an applied action feeds the
-            watchdog.
+            An action within all limits, or a stop if there is none. Only an applied action resets the watchdog.
         """
         now = self._clock()
         if self._stopped is not None:
@@ -153,11 +155,11 @@ class SafetyKernel:
         )
 
     def is_stale(self, observation: Observation) -> bool:
-        """Whether `filter` would refuse to act upon `observation` by now."""
+        """Whether `filter` would refuse `observation` as too old."""
         return abs(self._clock() - observation.t_capture_ns) > self._stale_ns
 
     def check_watchdog(self) -> SafetyDecision | None:
-        """None while commands are fresh (or due); else the stop that is due, because of the e-stop or the watchdog."""
+        """The stop that the e-stop or the watchdog requires; None while commands are recent."""
         now = self._clock()
         if self._stopped is not None:
             return self._refuse(SafetyReason.ESTOP, now, self._explain_estop)
@@ -167,9 +169,9 @@ class SafetyKernel:
         return self._refuse(SafetyReason.WATCHDOG, now, lambda: f"no command was applied for {silent_ns / _NS:.3f} s")
 
     def hold(self) -> SafetyDecision:
-        """The stop that answers a session that asks the robot to hold: HOLD, or SAFE under a latched e-stop.
+        """The stop for a session that requests a hold: HOLD, or SAFE under a latched e-stop.
 
-        It feeds the watchdog as an action does, and motion starts afresh from rest.
+        It resets the watchdog as an action does. Motion starts from rest afterwards.
         """
         now = self._clock()
         if self._stopped is not None:
@@ -179,25 +181,25 @@ class SafetyKernel:
         return SafetyDecision(None, StopLevel.HOLD)
 
     def set_applied(self, applied: Array) -> None:
-        """Tells the kernel what ``Robot.command`` reported, where the hardware clipped further than the kernel."""
+        """Corrects the last applied action to the one that ``Robot.command`` returned, if the hardware clipped it."""
         self._action.set_applied(applied)
 
     def count_refusal(self, reason: SafetyReason) -> None:
-        """Counts a refusal that was decided elsewhere, e.g. a stale fencing token."""
+        """Counts a refusal that another part decided, e.g. for a stale fencing token."""
         self._count(reason)
 
     @property
     def reason_counts(self) -> Mapping[str, int]:
-        """How often each reason was given since the start, by its lower-case name."""
+        """The number of each reason since the start, by its lower-case name."""
         return {str(reason.name).lower(): n for reason, n in self._counts.items()}
 
     @property
     def latched_estop(self) -> EmergencyStop | None:
-        """The latched e-stop, or None where the robot is armed."""
+        """The latched e-stop, or None if the robot is armed."""
         return self._stopped
 
     def emergency_stop(self, by: str, why: str = "") -> None:
-        """Latches the e-stop; pressing it again keeps the first record. Takes effect before anything can fail."""
+        """Latches the e-stop; a second press keeps the first record. It takes effect before anything can fail."""
         if self._stopped is not None:
             return
         self._stopped = new_emergency_stop(by, why)
@@ -205,17 +207,16 @@ class SafetyKernel:
         self._persist(self._stopped)
 
     def has_new_press(self) -> bool:
-        """Whether another program has pressed in the shared latch since the last look; `load_latched_estop` takes that
-        up.
+        """Whether another program has pressed in the shared latch since the last look. `load_latched_estop` applies it.
 
-        It takes microseconds: for each control period.
+        It takes microseconds, so it may run in each control period.
         """
         if self._shared is None or (found := self._shared.read()) is None:
             return False
         return self._seen is None or not found.is_same_press(self._seen)
 
     def load_latched_estop(self) -> None:
-        """Takes up an e-stop that is latched on the disk: from before the start, or by another program since."""
+        """Applies an e-stop that is latched in a file: from before the start, or by another program since."""
         found = [stop for latch in self._latches if (stop := latch.read()) is not None]
         self._seen = self._shared.read() if self._shared is not None else None
         if self._stopped is None and found:
@@ -224,35 +225,35 @@ class SafetyKernel:
             self._persist(found[0])
 
     def acknowledge(self, driver: str) -> None:
-        """Notes in the shared latch that `driver` has stopped the robot, for the program that pressed there."""
+        """Records in the shared latch that `driver` has stopped the robot, for the program that pressed there."""
         if self._shared is None or self._seen is None or self._seen.acknowledged:
             return
         try:
             self._shared.acknowledge(self._seen, driver)
             self._seen = self._shared.read()
-        except (OSError, LeaseError) as error:  # the robot is stopped; `user-sys stop` reports that it had no answer
+        except (OSError, LeaseError) as error:  # the robot is stopped; `user-sys stop` reports a missing answer
             logger.error("estop.not_acknowledged path=%s error=%s", self._shared.path, error)
 
     def _persist(self, stopped: EmergencyStop) -> None:
-        """Writes the latch wherever it is missing."""
+        """Writes the latch to each file without one."""
         for latch in self._latches:
             try:
                 if latch.read() is None:
                     latch.press(stopped)
-            except (OSError, LeaseError) as error:  # the robot is stopped all the same; a restart would forget it
+            except (OSError, LeaseError) as error:  # the robot is stopped; only a restart would lose the latch
                 logger.error("estop.not_persisted path=%s error=%s", latch.path, error)
         self._seen = self._shared.read() if self._shared is not None else None
 
     def rearm(self, person: str) -> None:
-        """Lifts the e-stop in the name of `person`; harmless where none is latched. A press by another program that
-        this kernel has not seen yet stands, and `latched_estop` tells it.
+        """Clears the e-stop in the name of `person`; harmless if none is latched. A press by another program that this
+        kernel has not seen yet remains latched, see `latched_estop`.
 
         Raises:
-            SpecError: no person is named.
-            OSError, LeaseError: the latch could not be removed from the disk; the robot stays stopped.
+            SpecError: `person` is empty.
+            OSError, LeaseError: the latch's file cannot be cleared; the robot stays stopped.
         """
         if not person.strip():
-            raise SpecError("only a named person can re-arm a robot: give the name")
+            raise SpecError("re-arming needs the name of a person: give it")
         if self._shared is not None and self.has_new_press():
             self._stopped = None
             self.load_latched_estop()
@@ -260,13 +261,13 @@ class SafetyKernel:
         for latch in self._latches:
             latch.clear(self._seen if latch is self._shared else latch.read())
         self._stopped = None
-        self.load_latched_estop()  # it may have been pressed while the latch was being cleared
+        self.load_latched_estop()  # another press may have arrived while the latch was being cleared
         if self._stopped is None:
             self.reset()
             logger.warning("estop.rearmed by=%s", person)
 
     def _read_state(self, observation: Observation | None, now: int) -> tuple[Array, SafetyReason]:
-        """The state vector as float64, and why it cannot be used."""
+        """The state vector as float64, and the reason if it is unusable."""
         if observation is None or abs(now - observation.t_capture_ns) > self._stale_ns:
             return _EMPTY, SafetyReason.STALE
         if not self._action.needs_state and not self._joints.needs_state:
@@ -292,7 +293,7 @@ class SafetyKernel:
 
     def _explain_estop(self) -> str:
         stopped = self._stopped
-        return f"the e-stop was pressed by {stopped.by}; a person must re-arm the robot" if stopped else "e-stop"
+        return f"{stopped.by} pressed the e-stop; a person must re-arm the robot" if stopped else "e-stop"
 
 
 def _require_times(spec: RobotSpec) -> None:
@@ -300,25 +301,25 @@ def _require_times(spec: RobotSpec) -> None:
     if not (0 < limits.stale_after_s < math.inf and 0 <= limits.safe_stop_after_s < math.inf):
         raise SpecError(
             f"{spec.model}: stale_after_s is {limits.stale_after_s:g}, safe_stop_after_s {limits.safe_stop_after_s:g}; "
-            "they are times"
+            "give finite times, the first above 0"
         )
     if limits.watchdog_periods < 2:  # the first is the command's own
-        raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; it is at least 2")
+        raise SpecError(f"{spec.model}: watchdog_periods is {limits.watchdog_periods}; give at least 2")
 
 
 def _describe_misfit(action: object, spec: RobotSpec) -> str:
-    wanted = f"the action must be float32 {spec.action.shape} and finite"
+    required = f"the action must be float32 {spec.action.shape} and finite"
     if not isinstance(action, np.ndarray):
-        return f"{wanted}; got {type(action).__name__}"
-    return f"{wanted}; got {action.dtype} {action.shape} {np.array2string(action, threshold=16)}"
+        return f"{required}; got {type(action).__name__}"
+    return f"{required}; got {action.dtype} {action.shape} {np.array2string(action, threshold=16)}"
 
 
 def _describe_reading(reason: SafetyReason, observation: Observation | None, now: int, stale_ns: int) -> str:
     if observation is None:
-        return "nothing was sensed yet"
+        return "there is no observation yet"
     if reason is SafetyReason.STALE:
         age_s = (now - observation.t_capture_ns) / _NS
-        return f"the observation is {age_s:.3f} s old; at most {stale_ns / _NS:.3f} s are allowed"
+        return f"the observation is {age_s:.3f} s old; at most {stale_ns / _NS:.3f} s is allowed"
     return f"{STATE} is unusable ({str(reason.name).lower()})"
 
 

@@ -103,7 +103,7 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
         with Discoverer(probes) as discoverer:
             events = {next_event(discoverer).change for _ in range(2)}
             assert events == {ResourceChange.PROBE_FAILED, ResourceChange.APPEARED}
-            assert discoverer.snapshot().failures == {"stuck": "it has not answered within 0.05 s"}
+            assert discoverer.snapshot().failures == {"stuck": "no answer within 0.05 s"}
             other.records = ()
             assert next_event(discoverer).change is ResourceChange.VANISHED
             assert len(calls) == 1
@@ -155,7 +155,7 @@ def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
     )
     released.set()
     assert [record.name for record in found.records] == ["arm-0"]
-    assert found.failures == {"stuck": "it has not answered within 0.05 s"}
+    assert found.failures == {"stuck": "no answer within 0.05 s"}
 
 
 def test_load_is_no_news_and_what_is_known_and_not_there_is_told_once() -> None:
@@ -187,4 +187,4 @@ def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_s
     assert (there.labels["firmware"], there.labels["site"]) == ("Controller 5.11.1", "lab")
     assert gone.health is Health.LOST and gone.trouble == f"nothing answers at {address}: Connection refused"
     (nonsense,) = configured_robots_probe({"arm-0": SPEC}, addresses={"arm-0": "nowhere"})()
-    assert nonsense.trouble == "'nowhere' is no address: write HOST:PORT"
+    assert nonsense.trouble == "'nowhere' is not an address: write HOST:PORT"

@@ -109,7 +109,7 @@ def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -
 
     try:
         found = discover({"crane": lazy_probe(lambda: ScheduledProbe(stuck, timeout_s=0.05))})
-        assert found.failures == {"crane": "it has not answered within 0.05 s"}
+        assert found.failures == {"crane": "no answer within 0.05 s"}
     finally:
         answer.set()
 
@@ -120,8 +120,8 @@ def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -
         (f"{'a' * 70}.example:1", "nothing answers at"),
         ("desk\0:1", "nothing answers at"),
         ("127.0.0.1:99999", "nothing answers at"),
-        ("127.0.0.1:²", "is no address: write HOST:PORT"),
-        ("127.0.0.1", "is no address: write HOST:PORT"),
+        ("127.0.0.1:²", "is not an address: write HOST:PORT"),
+        ("127.0.0.1", "is not an address: write HOST:PORT"),
     ],
 )
 def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing(address: str, why: str) -> None:
@@ -187,7 +187,7 @@ def test_a_gpu_that_has_failed_or_does_not_tell_all_of_itself_hides_no_other(mon
     found = [(r.name.rpartition("/")[2], r.health, r.trouble, r.memory_bytes, r.load) for r in probe_gpus()]
     assert found == [
         ("gpu-0", Health.READY, "", 0, 0.0),
-        ("gpu-1", Health.LOST, "its driver says: GPU is lost", 0, 0.0),
+        ("gpu-1", Health.LOST, "its driver reports: GPU is lost", 0, 0.0),
         ("gpu-2", Health.READY, "", 0, 0.0),
     ]
 

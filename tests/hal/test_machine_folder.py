@@ -1,4 +1,4 @@
-"""The one place of a computer: no environment variable moves it, and what others put there is not trusted."""
+"""The machine folder: no environment variable moves it, and files of other users are not trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this computer, for this process, as the installation makes it for all users."""
+    """A machine folder for this process, with the permissions of an installation for all users."""
     made = tmp_path / "lib"
     made.mkdir()
     made.chmod(0o1777)
@@ -30,10 +30,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_another_process(code: str, folder: Path, uid: int | None = None, **environment: str) -> str:
-    """What `code` prints in a process of this environment alone; it becomes user `uid` once it has imported."""
+    """The output of `code` in a process with only this environment; `become()` changes to user `uid`."""
     become = "lambda: None" if uid is None else f"lambda: (os.setgid({uid}), os.setuid({uid}))"
-    here = f"machine.FOLDER = Path({str(folder)!r}); become = {become}"
-    code = f"import os; from pathlib import Path; from hal import machine; {here}; {code}"
+    setting = f"machine_folder.MACHINE_FOLDER = Path({str(folder)!r}); become = {become}"
+    code = f"import os; from pathlib import Path; from hal import machine_folder; {setting}; {code}"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path), **environment}, capture_output=True
     )
@@ -42,23 +42,24 @@ def in_another_process(code: str, folder: Path, uid: int | None = None, **enviro
 
 TAKE = "from hal.lease import robot_lock; become(); robot_lock('arm-0', simulated=False).acquire(); print('taken')"
 STOP = (
-    "from hal.estop import *; become(); Latch(machine.robot_place('arm-0', simulated=False).latch).press(press('ben'))"
+    "from hal.estop import *; become(); files = machine_folder.robot_files('arm-0', simulated=False);"
+    "EstopLatch(files.latch_path).press(new_emergency_stop('ben'))"
 )
 
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "USER_SYS_RUNTIME_DIR", "HOME", "TMPDIR"])
-def test_a_process_with_another_environment_is_refused_the_robot(folder: Path, tmp_path: Path, variable: str) -> None:
+def test_environment_variables_do_not_move_locks(folder: Path, tmp_path: Path, variable: str) -> None:
     with robot_lock("arm-0", "runs/demo", simulated=False):
-        said = in_another_process(TAKE, folder, **{variable: str(tmp_path / "elsewhere")})
-        assert f"LeaseHeld: arm-0 is driven on this machine by pid {os.getpid()} of " in said
+        output = in_another_process(TAKE, folder, **{variable: str(tmp_path / "elsewhere")})
+        assert f"LeaseHeld: arm-0 is driven on this machine by pid {os.getpid()} of " in output
     assert in_another_process(TAKE, folder, **{variable: str(tmp_path / "elsewhere")}) == "taken\n"
 
 
-def test_a_real_robot_is_refused_where_the_folder_is_missing_and_a_simulated_one_is_not(
+def test_missing_folder_refuses_real_robot_and_allows_simulated_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.rmdir()
-    with pytest.raises(LeaseError, match="lib is missing.* Make it: sudo install -d -m 1777 "):
+    with pytest.raises(LeaseError, match="lib is missing.* Create it: sudo install -d -m 1777 "):
         robot_lock("arm-0", simulated=False)
     name = f"arm-{os.getpid()}"
     with robot_lock(name, simulated=True):
@@ -66,14 +67,14 @@ def test_a_real_robot_is_refused_where_the_folder_is_missing_and_a_simulated_one
     robot_files(name, simulated=True).lock_path.unlink()
 
 
-def test_a_folder_in_which_each_user_can_remove_the_files_of_others_is_refused(folder: Path) -> None:
+def test_folder_without_sticky_bit_is_refused(folder: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(LeaseError, match=r"remove the files of others \(mode 0777\)"):
         find_machine_folder()
 
 
 @pytest.mark.parametrize(("of_folder", "of_file"), [(0o1777, 0o666), (0o3770, 0o660), (0o700, 0o600)])
-def test_a_shared_file_is_open_to_those_to_whom_the_folder_is(folder: Path, of_folder: int, of_file: int) -> None:
+def test_shared_file_has_permissions_of_its_folder(folder: Path, of_folder: int, of_file: int) -> None:
     folder.chmod(of_folder)
     before = os.umask(0o077)
     try:
@@ -83,7 +84,7 @@ def test_a_shared_file_is_open_to_those_to_whom_the_folder_is(folder: Path, of_f
     assert (folder / "arm-0.lock").stat().st_mode & 0o777 == of_file
 
 
-def test_what_is_no_plain_file_is_neither_followed_nor_waited_for(folder: Path, tmp_path: Path) -> None:
+def test_links_and_pipes_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     (folder / "link.lock").symlink_to(tmp_path / "precious")
     os.link(tmp_path / "precious", folder / "hard.lock")
@@ -94,19 +95,19 @@ def test_what_is_no_plain_file_is_neither_followed_nor_waited_for(folder: Path, 
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_two_names_of_users_are_two_simulated_robots_and_one_real_one(folder: Path) -> None:
+def test_simulated_robots_of_two_users_and_real_robot_share_a_name(folder: Path) -> None:
     with robot_lock("arm-0", simulated=True), robot_lock("arm-0", simulated=False):
         with pytest.raises(LeaseHeld):
             robot_lock("arm-0", simulated=False).acquire()
         MachineLock(folder / "4242.arm-0.lock").acquire()
-        assert [(place.name, place.uid) for place in known_robot_files()] == [
+        assert [(files.name, files.uid) for files in known_robot_files()] == [
             ("arm-0", os.getuid()),
             ("arm-0", 4242),
             ("arm-0", None),
         ]
 
 
-def test_files_that_are_no_robots_are_no_robots(folder: Path) -> None:
+def test_other_files_are_not_listed_as_robots(folder: Path) -> None:
     for name in ("device.char-188-0.lock", "chosen.0.arm-0.lock", "x.sock", "0.lock.d"):
         (folder / name).touch()
     assert known_robot_files() == [] and driven_robots() == []
@@ -114,7 +115,7 @@ def test_files_that_are_no_robots_are_no_robots(folder: Path) -> None:
         robot_files("../arm", simulated=False)
 
 
-def test_a_lock_whose_file_is_removed_is_not_had_twice_without_notice(folder: Path) -> None:
+def test_removed_lock_file_is_replaced(folder: Path) -> None:
     first = MachineLock(folder / "arm-0.lock")
     first.acquire()
     handle = os.open(folder / "arm-0.lock", os.O_RDONLY)
@@ -125,20 +126,20 @@ def test_a_lock_whose_file_is_removed_is_not_had_twice_without_notice(folder: Pa
     os.close(handle)
 
 
-def test_token_and_latch_survive_a_reboot_that_empties_the_temporary_folders(folder: Path) -> None:
-    place = robot_files("arm-0", simulated=False)
-    Fence(place.fence_path).check_token(7)
-    EstopLatch(place.latch_path).press(new_emergency_stop("ada", "smoke"))
-    assert place.fence_path.parent == place.latch_path.parent == folder
-    assert Fence(place.fence_path).newest == 7 and EstopLatch(place.latch_path).read() is not None
+def test_token_and_latch_are_in_machine_folder(folder: Path) -> None:
+    files = robot_files("arm-0", simulated=False)
+    Fence(files.fence_path).check_token(7)
+    EstopLatch(files.latch_path).press(new_emergency_stop("ada", "smoke"))
+    assert files.fence_path.parent == files.latch_path.parent == folder
+    assert Fence(files.fence_path).newest == 7 and EstopLatch(files.latch_path).read() is not None
 
 
-def test_a_token_that_was_never_written_is_none(folder: Path) -> None:
+def test_empty_fence_file_has_no_token(folder: Path) -> None:
     (folder / "arm-0.fence").touch()
     assert Fence(folder / "arm-0.fence").newest == 0
 
 
-def test_the_sockets_of_a_user_lie_in_a_folder_of_his_own(folder: Path) -> None:
+def test_runtime_folder_is_private(folder: Path) -> None:
     made = machine_folder.make_runtime_folder()
     assert made == runtime_folder() == folder / str(os.getuid()) and made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
@@ -147,13 +148,13 @@ def test_the_sockets_of_a_user_lie_in_a_folder_of_his_own(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_another_user_is_refused_the_robot_and_may_stop_it(folder: Path, tmp_path: Path) -> None:
+def test_other_user_cannot_lock_robot_and_can_stop_it(folder: Path, tmp_path: Path) -> None:
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)
     tmp_path.chmod(0o755)
     with robot_lock("arm-0", "runs/demo", simulated=False):
         assert "LeaseHeld: arm-0 is driven on this machine by pid" in in_another_process(TAKE, folder, NOBODY)
         assert in_another_process(STOP, folder, NOBODY) == ""
-    stands = EstopLatch(robot_files("arm-0", simulated=False).latch_path).read()
-    assert stands is not None and stands.by == "ben"
+    latched = EstopLatch(robot_files("arm-0", simulated=False).latch_path).read()
+    assert latched is not None and latched.by == "ben"
     assert in_another_process(TAKE, folder, NOBODY) == "taken\n", "though root made the file"

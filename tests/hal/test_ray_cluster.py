@@ -38,62 +38,62 @@ from hal.resource import Health, Kind, ResourceRecord
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
-def ask(says: bytes | None, host: str = "127.0.0.1") -> None:
-    """Asks a server that says this to whoever comes, and then ends; None: that is silent until it was asked."""
-    asked = threading.Event()
+def check_server(answer: bytes | None, host: str = "127.0.0.1") -> None:
+    """Checks the address of a server that sends `answer`, or nothing if it is None."""
+    checked = threading.Event()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
 
         def serve() -> None:
             link, _ = server.accept()
             with link:
-                if says is None:
-                    asked.wait(60.0)
+                if answer is None:
+                    checked.wait(60.0)
                     return
                 link.recv(1024)
-                link.sendall(says)
+                link.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
         try:
             require_cluster(f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}")
         finally:
-            asked.set()
+            checked.set()
             thread.join(60.0)
 
 
-def test_what_speaks_as_ray_does_is_let_be() -> None:
-    ask(SETTINGS)
+def test_ray_server_is_accepted() -> None:
+    check_server(SETTINGS)
     require_cluster("auto")
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_an_ipv6_address_stands_in_brackets() -> None:
-    ask(SETTINGS, "::1")
+def test_ipv6_address_in_brackets_is_accepted() -> None:
+    check_server(SETTINGS, "::1")
 
 
-@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
-def test_something_else_that_listens_is_told_to_be_none(says: bytes) -> None:
-    with pytest.raises(HalError, match=r"what listens at 127\.0\.0\.1:\d+ is no Ray cluster"):
-        ask(says)
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_other_server_is_refused(answer: bytes) -> None:
+    with pytest.raises(HalError, match=r"the server at 127\.0\.0\.1:\d+ is not a Ray cluster"):
+        check_server(answer)
 
 
 @pytest.mark.parametrize(
     ("token", "why"),
     [
-        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "wants a token, and there is none in /nowhere"),
-        ({"HOME": "/nowhere"}, "wants a token, and none is given"),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "requires a token, and there is none in /nowhere"),
+        ({"HOME": "/nowhere"}, "requires a token, and none is given"),
     ],
 )
-def test_a_token_that_is_not_there_is_told_in_one_line(token: dict[str, str], why: str) -> None:
+def test_missing_token_is_reported_in_one_line(token: dict[str, str], why: str) -> None:
     with pytest.raises(HalError, match=f"^the Ray cluster at 127.0.0.1:1 {why}: copy the .*PATH$"):
         require_token("127.0.0.1:1", {"RAY_AUTH_MODE": "token", **token})
 
 
-def test_what_is_silent_or_not_there_is_told_within_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_or_missing_server_is_reported_within_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "ANSWER_TIMEOUT_S", 0.05)
     with pytest.raises(HalError, match=r"no Ray cluster answers at 127\.0\.0\.1:\d+: timed out"):
-        ask(None)
+        check_server(None)
     for address in ("127.0.0.1:1", "127.0.0.1:99999", f"{'a' * 70}.example:1", "a\0b:1"):
         with pytest.raises(HalError, match="no Ray cluster answers at "):
             require_cluster(address)
@@ -102,9 +102,9 @@ def test_what_is_silent_or_not_there_is_told_within_a_limit_of_time(monkeypatch:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from hal import ray_folder
-ray_folder.BASE = Path(sys.argv[1])
-folder = ray_folder.RayFolder()
+from hal import ray_cluster
+ray_cluster.TEMP_BASE = Path(sys.argv[1])
+folder = ray_cluster.RayTempFolder()
 folder.path.mkdir()
 (folder.path / "file").write_text("x")
 print(folder.path, flush=True)
@@ -118,7 +118,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_for_this_user_alone_and_is_removed() -> None:
+def test_temp_folder_is_private_and_removed() -> None:
     folder = RayTempFolder()
     home = folder.path.parent
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -128,21 +128,21 @@ def test_it_is_for_this_user_alone_and_is_removed() -> None:
     assert not home.exists()
 
 
-def test_that_of_a_killed_program_is_removed_by_the_next_start_and_no_other(base: Path) -> None:
+def test_next_start_removes_temp_folders_of_killed_programs_only(base: Path) -> None:
     foreign = base / f"{ray_cluster.TEMP_PREFIX}link"
     foreign.symlink_to(base)
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(base)], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
-        left = Path(program.stdout.readline().strip())
+        path = Path(program.stdout.readline().strip())
         RayTempFolder().remove()
-        assert (left / "file").exists(), "its program lives"
+        assert (path / "file").exists(), "its program is alive"
         program.send_signal(signal.SIGKILL)
         program.wait(60)
         RayTempFolder().remove()
-    assert not left.parent.exists() and foreign.is_symlink() and base.exists()
+    assert not path.parent.exists() and foreign.is_symlink() and base.exists()
 
 
-# The cluster lives in a process of its own: Ray's settings, warnings and threads stay out of the other tests.
+# The cluster runs in its own process, so that Ray's settings, warnings and threads do not affect other tests.
 _RUN = [sys.executable, __file__]
 _MARK = "USER_SYS_TEST_FAMILY"
 
@@ -165,7 +165,7 @@ def test_records_become_ray_resources() -> None:
         "robot_model:panda": 2.0,
         "robot_model:ur5e": 2.0,
         "card:gpu-0": 1.0,
-    }, "a robot that is off is declared too: it can never be added to a node that runs"
+    }, "a robot that is off is declared too: a running node cannot add resources"
     assert ray_labels([gpu], {"site": "lab (2nd floor)"}) == {
         "card-gpu-0-model": "NVIDIA_H200",
         "card-gpu-0-memory-mb": "141000",
@@ -173,30 +173,30 @@ def test_records_become_ray_resources() -> None:
         "site": "lab-2nd-floor",
     }
     dead = msgspec.structs.replace(gpu, health=Health.LOST)
-    assert ray_resources([dead]) == ray_labels([dead], {}) == {}, "a GPU that has failed is there for nobody"
-    assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), "Ray would choose among those it counts"
+    assert ray_resources([dead]) == ray_labels([dead], {}) == {}, "a failed GPU is not declared"
+    assert "--num-gpus=0" in node_argv([gpu], {}, address="10.0.0.2:6379"), (
+        "Ray allocates any of the GPUs that it counts"
+    )
 
 
-def test_a_keeper_that_is_started_anew_has_its_robots_lock_before_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_lock_actor_holds_lock_before_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "locks"))
-    keeper = RobotLockActor("arm-0", "run demo", True)
-    assert driver_process_of("arm-0").endswith(" run demo") and keeper.acquire() == ""
+    actor = RobotLockActor("arm-0", "run demo", True)
+    assert driver_process_of("arm-0").endswith(" run demo") and actor.acquire() == ""
     assert RobotLockActor("arm-0", "run two", True).acquire().startswith(f"pid {os.getpid()} of ")
 
 
-def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Path) -> None:
+def test_process_survives_death_of_child_and_of_actor(tmp_path: Path) -> None:
     done = subprocess.run([*_RUN, str(tmp_path)], timeout=800, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [
         "started",
         "placed",
         "loopback only",
-        "a wrong token is told",
+        "a wrong token is refused",
         "child restarted",
         "actor restarted",
-        "a signal is heard while it waits",
+        "a signal interrupts the wait",
         "stopped",
     ]
     assert done.stderr == ""
@@ -206,12 +206,12 @@ def test_a_node_survives_the_death_of_its_process_and_of_its_actor(tmp_path: Pat
 def eventually(condition: Callable[[], bool], within_s: float = 120.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"still waiting after {within_s:g} s"
         time.sleep(0.05)
 
 
 def family() -> set[int]:
-    """Ray's processes and all that they started: they inherit this process's mark."""
+    """Ray's processes and their children: they inherit this process's mark."""
     mark = f"{_MARK}={os.getpid()}".encode()
     return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and mark in environment(p)}
 
@@ -219,14 +219,14 @@ def family() -> set[int]:
 def environment(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 
 def descriptors(process: Path) -> list[Path]:
     try:
         return list((process / "fd").iterdir())
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended meanwhile
         return []
 
 
@@ -260,7 +260,9 @@ def scenario(folder: Path) -> None:
     cluster = start_local_cluster(resources, num_cpus=1, object_store_bytes=150_000_000, log_dir=folder / "ray")
     with cluster:
         print("started")
-        with pytest.raises(PlacementError, match="asked for 1 x robot:ur-0 on one machine; there is .*robot:panda-0"):
+        with pytest.raises(
+            PlacementError, match="requests 1 x robot:ur-0 on one machine; the cluster has .*robot:panda-0"
+        ):
             cluster.start("arm", ["true"], {"robot:ur-0": 1.0})
         argv = [
             sys.executable,
@@ -283,7 +285,7 @@ def scenario(folder: Path) -> None:
         require_token(address, {**os.environ, "RAY_AUTH_MODE": "token"})
         with pytest.raises(HalError, match=f"^the Ray cluster at {address} refuses the token: copy the file"):
             require_token(address, {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"})
-        print("a wrong token is told")
+        print("a wrong token is refused")
         first = arm().pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -294,14 +296,14 @@ def scenario(folder: Path) -> None:
         os.kill(cluster.actor_pid("arm", 120), signal.SIGKILL)
         eventually(lambda: arm().state is ProcessState.RUNNING and arm().pid not in (first, second))
         eventually(lambda: not Path(f"/proc/{second}").exists())
-        assert not (folder / "arm.log").read_text().strip(), "a node was told the cluster's token"
+        assert not (folder / "arm.log").read_text().strip(), "the process received the cluster's token"
         print("actor restarted")
         ray_cluster.RESERVE_TIMEOUT_S = 3600.0  # beyond the test's own
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.alarm(2)
         with pytest.raises(KeyboardInterrupt):
             cluster.reserve("demo", [Bundle(node="desk", resources={"robot:panda-0": 2.0})])
-        print("a signal is heard while it waits")
+        print("a signal interrupts the wait")
     eventually(lambda: not family())
     print("stopped")
 

@@ -58,7 +58,7 @@ SPEC = RobotSpec(
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Nanoseconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -68,7 +68,7 @@ class Clock:
 
 
 class Bench:
-    """A kernel with its clock, and a robot that stands in the middle of everything unless told otherwise."""
+    """A kernel with its clock, and a robot in the middle of its ranges by default."""
 
     def __init__(self, spec: RobotSpec = SPEC, latch_path: Path | None = None) -> None:
         self.clock = Clock()
@@ -89,12 +89,12 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_an_action_within_limits_passes_unchanged(bench: Bench) -> None:
+def test_action_within_limits_is_applied_unchanged(bench: Bench) -> None:
     proposed = act(0.01, -0.02, 0.0, 0.03)
-    verdict = bench.kernel.filter(proposed, bench.state())
-    assert verdict.applied is not None and verdict.applied is not proposed
-    np.testing.assert_array_equal(verdict.applied, proposed)
-    assert (verdict.stop, verdict.reasons, verdict.text) == (None, SafetyReason(0), "")
+    decision = bench.kernel.filter(proposed, bench.state())
+    assert decision.applied is not None and decision.applied is not proposed
+    np.testing.assert_array_equal(decision.applied, proposed)
+    assert (decision.stop, decision.reasons, decision.text) == (None, SafetyReason(0), "")
 
 
 @pytest.mark.parametrize(
@@ -113,29 +113,29 @@ def test_an_action_within_limits_passes_unchanged(bench: Bench) -> None:
         (None, SafetyReason.DTYPE),
     ],
 )
-def test_what_is_not_an_action_makes_the_robot_hold(bench: Bench, action: object, reason: SafetyReason) -> None:
-    verdict = bench.kernel.filter(action, bench.state())
-    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
-    assert "float32 (4,)" in verdict.text
+def test_invalid_action_makes_robot_hold(bench: Bench, action: object, reason: SafetyReason) -> None:
+    decision = bench.kernel.filter(action, bench.state())
+    assert (decision.applied, decision.stop, decision.reasons) == (None, StopLevel.HOLD, reason)
+    assert "float32 (4,)" in decision.text
     assert bench.kernel.reason_counts[str(reason.name).lower()] == 1
 
 
-def test_an_action_beyond_its_bounds_is_reduced_to_them(bench: Bench) -> None:
-    verdict = bench.kernel.filter(act(0, 0, 0, 1e30), bench.state())
-    np.testing.assert_array_equal(verdict.applied, act(0, 0, 0, 0.08))
-    assert verdict.reasons == SafetyReason.BOUND
-    assert verdict.text.startswith("bound: [0.0, 0.0, 0.0, ")
+def test_action_beyond_bounds_is_clipped(bench: Bench) -> None:
+    decision = bench.kernel.filter(act(0, 0, 0, 1e30), bench.state())
+    np.testing.assert_array_equal(decision.applied, act(0, 0, 0, 0.08))
+    assert decision.reasons == SafetyReason.BOUND
+    assert decision.text.startswith("bound: [0.0, 0.0, 0.0, ")
 
 
-def test_an_action_at_its_bound_counts_as_within(bench: Bench) -> None:
+def test_action_at_bound_is_within_limits(bench: Bench) -> None:
     bench.kernel.filter(act(0.02, 0, 0, 0.08), bench.state())
     bench.kernel.filter(act(0.04, 0, 0, 0.08), bench.state())
-    verdict = bench.kernel.filter(act(0.05, 0, 0, 0.08), bench.state())
-    np.testing.assert_array_equal(verdict.applied, act(0.05, 0, 0, 0.08))
-    assert verdict.reasons == 0
+    decision = bench.kernel.filter(act(0.05, 0, 0, 0.08), bench.state())
+    np.testing.assert_array_equal(decision.applied, act(0.05, 0, 0, 0.08))
+    assert decision.reasons == 0
 
 
-def test_speed_builds_up_and_drops_no_faster_than_the_rate(bench: Bench) -> None:
+def test_speed_changes_no_faster_than_rate_limit(bench: Bench) -> None:
     applied = [bench.kernel.filter(act(0.05, 0, 0, 0), bench.state()).applied for _ in range(3)]
     assert [round(float(a[0]), 4) for a in applied if a is not None] == [0.02, 0.04, 0.05]
     braked = bench.kernel.filter(act(-0.05, 0, 0, 0), bench.state())
@@ -143,35 +143,35 @@ def test_speed_builds_up_and_drops_no_faster_than_the_rate(bench: Bench) -> None
     np.testing.assert_allclose(braked.applied, act(0.03, 0, 0, 0), atol=ROUNDING)
 
 
-def test_a_stop_ends_the_motion_and_leaves_the_gripper(bench: Bench) -> None:
+def test_stop_ends_motion_and_keeps_gripper(bench: Bench) -> None:
     for _ in range(2):
         bench.kernel.filter(act(0.05, 0, 0, 0.08), bench.state())
     bench.kernel.filter(None, bench.state())
-    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
-    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0.04), atol=ROUNDING)
+    decision = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(decision.applied, act(0.02, 0, 0, 0.04), atol=ROUNDING)
 
 
-def test_after_settling_the_gripper_is_free_and_the_motion_starts_from_rest(bench: Bench) -> None:
+def test_reset_frees_gripper_and_starts_motion_from_rest(bench: Bench) -> None:
     bench.kernel.filter(act(0.02, 0, 0, 0.08), bench.state())
     bench.kernel.reset()
-    verdict = bench.kernel.filter(act(0.04, 0, 0, 0.0), bench.state())
-    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
+    decision = bench.kernel.filter(act(0.04, 0, 0, 0.0), bench.state())
+    np.testing.assert_allclose(decision.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
 
 
-def test_what_the_hardware_clipped_is_the_new_base_of_the_rate_limit(bench: Bench) -> None:
+def test_clipped_action_is_new_base_of_rate_limit(bench: Bench) -> None:
     bench.kernel.filter(act(0.02, 0, 0, 0), bench.state())
     bench.kernel.set_applied(act(0.005, 0, 0, 0))
-    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
-    np.testing.assert_allclose(verdict.applied, act(0.025, 0, 0, 0), atol=ROUNDING)
+    decision = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(decision.applied, act(0.025, 0, 0, 0), atol=ROUNDING)
 
 
-def test_the_tool_stays_in_its_workspace(bench: Bench) -> None:
-    verdict = bench.kernel.filter(act(0.02, 0, -0.02, 0), bench.state(x=0.69, z=0.005))
-    np.testing.assert_allclose(verdict.applied, act(0.01, 0, -0.005, 0), atol=ROUNDING)
-    assert verdict.reasons == SafetyReason.WORKSPACE
+def test_tool_stays_in_workspace(bench: Bench) -> None:
+    decision = bench.kernel.filter(act(0.02, 0, -0.02, 0), bench.state(x=0.69, z=0.005))
+    np.testing.assert_allclose(decision.applied, act(0.01, 0, -0.005, 0), atol=ROUNDING)
+    assert decision.reasons == SafetyReason.WORKSPACE
 
 
-def test_a_tool_outside_may_come_back_but_is_not_thrown(bench: Bench) -> None:
+def test_tool_outside_workspace_comes_back_within_limits(bench: Bench) -> None:
     outward = bench.kernel.filter(act(0.02, 0, 0, 0), bench.state(x=0.9))
     np.testing.assert_array_equal(outward.applied, act(0, 0, 0, 0))
     inward = bench.kernel.filter(act(-0.02, 0, 0, 0), bench.state(x=0.9))
@@ -183,26 +183,24 @@ def test_a_tool_outside_may_come_back_but_is_not_thrown(bench: Bench) -> None:
     [
         ({"q0": 2.0}, SafetyReason.JOINT_POSITION, "q0 is at 2.0000 rad"),
         ({"q1": -1.5}, SafetyReason.JOINT_POSITION, "q1 is at -1.5000 rad"),
-        ({"v1": -3.5}, SafetyReason.JOINT_VELOCITY, "v1 moves at 3.500 rad/s; it may reach 3.000"),
+        ({"v1": -3.5}, SafetyReason.JOINT_VELOCITY, "v1 moves at 3.500 rad/s; the limit is 3.000"),
         ({"x": np.nan}, SafetyReason.NOT_FINITE, "unusable"),
     ],
 )
-def test_a_robot_at_its_joint_limits_holds(
-    bench: Bench, state: dict[str, float], reason: SafetyReason, text: str
-) -> None:
-    verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state(**state))
-    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.HOLD, reason)
-    assert text in verdict.text
+def test_robot_at_joint_limits_holds(bench: Bench, state: dict[str, float], reason: SafetyReason, text: str) -> None:
+    decision = bench.kernel.filter(act(0, 0, 0, 0), bench.state(**state))
+    assert (decision.applied, decision.stop, decision.reasons) == (None, StopLevel.HOLD, reason)
+    assert text in decision.text
 
 
 @pytest.mark.parametrize("age_s", [0.6, 1e6, -0.6])
-def test_an_old_or_misdated_observation_is_not_acted_upon(bench: Bench, age_s: float) -> None:
+def test_stale_or_misdated_observation_is_refused(bench: Bench, age_s: float) -> None:
     observation = bench.state()
     bench.clock.now_s += age_s
     bench.kernel.reset()
-    verdict = bench.kernel.filter(act(0, 0, 0, 0), observation)
-    assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, SafetyReason.STALE)
-    assert "s old" in verdict.text
+    decision = bench.kernel.filter(act(0, 0, 0, 0), observation)
+    assert (decision.stop, decision.reasons) == (StopLevel.HOLD, SafetyReason.STALE)
+    assert "s old" in decision.text
 
 
 @pytest.mark.parametrize(
@@ -214,77 +212,77 @@ def test_an_old_or_misdated_observation_is_not_acted_upon(bench: Bench, age_s: f
         ({STATE: np.array([None] * 7)}, SafetyReason.DTYPE),
     ],
 )
-def test_a_broken_observation_is_not_acted_upon(bench: Bench, arrays: Any, reason: SafetyReason) -> None:
-    verdict = bench.kernel.filter(act(0, 0, 0, 0), Observation(arrays, bench.clock()))
-    assert (verdict.applied, verdict.reasons) == (None, reason)
-    assert STATE in verdict.text
+def test_invalid_observation_is_refused(bench: Bench, arrays: Any, reason: SafetyReason) -> None:
+    decision = bench.kernel.filter(act(0, 0, 0, 0), Observation(arrays, bench.clock()))
+    assert (decision.applied, decision.reasons) == (None, reason)
+    assert STATE in decision.text
 
 
-def test_before_the_first_observation_the_robot_holds(bench: Bench) -> None:
-    verdict = bench.kernel.filter(act(0, 0, 0, 0), None)
-    assert (verdict.stop, verdict.reasons, verdict.text) == (
+def test_robot_without_observation_holds(bench: Bench) -> None:
+    decision = bench.kernel.filter(act(0, 0, 0, 0), None)
+    assert (decision.stop, decision.reasons, decision.text) == (
         StopLevel.HOLD,
         SafetyReason.STALE,
-        "nothing was sensed yet",
+        "there is no observation yet",
     )
 
 
-def test_silence_leads_to_hold_and_then_to_the_safe_stop(bench: Bench) -> None:
+def test_silence_leads_to_hold_then_to_safe_stop(bench: Bench) -> None:
     bench.kernel.filter(act(0, 0, 0, 0), bench.state())
     bench.clock.now_s += 0.19
     assert bench.kernel.check_watchdog() is None
     bench.clock.now_s += 0.02
-    verdict = bench.kernel.check_watchdog()
-    assert verdict is not None and (verdict.stop, verdict.reasons) == (StopLevel.HOLD, SafetyReason.WATCHDOG)
-    assert verdict.text == "no command was applied for 0.210 s"
+    decision = bench.kernel.check_watchdog()
+    assert decision is not None and (decision.stop, decision.reasons) == (StopLevel.HOLD, SafetyReason.WATCHDOG)
+    assert decision.text == "no command was applied for 0.210 s"
     bench.clock.now_s += 5.0
-    verdict = bench.kernel.check_watchdog()
-    assert verdict is not None and verdict.stop is StopLevel.SAFE
+    decision = bench.kernel.check_watchdog()
+    assert decision is not None and decision.stop is StopLevel.SAFE
     assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).stop is None
     assert bench.kernel.check_watchdog() is None
 
 
 @pytest.mark.parametrize(("rate_hz", "early_s"), [(10.0, 0.008), (100.0, 0.002), (1000.0, 0.0002)])
-def test_a_hold_is_due_a_little_before_two_periods_are_over(rate_hz: float, early_s: float) -> None:
+def test_watchdog_holds_shortly_before_two_periods_end(rate_hz: float, early_s: float) -> None:
     bench = Bench(msgspec.structs.replace(SPEC, rate_hz=rate_hz))
     bench.kernel.filter(act(0, 0, 0, 0), bench.state())
     bench.clock.now_s += 2 / rate_hz - 1.1 * early_s
     assert bench.kernel.check_watchdog() is None
     bench.clock.now_s += 0.2 * early_s
-    verdict = bench.kernel.check_watchdog()
-    assert verdict is not None and verdict.stop is StopLevel.HOLD
+    decision = bench.kernel.check_watchdog()
+    assert decision is not None and decision.stop is StopLevel.HOLD
 
 
-def test_refused_actions_do_not_feed_the_watchdog(bench: Bench) -> None:
+def test_refused_action_does_not_reset_watchdog(bench: Bench) -> None:
     for _ in range(60):
         bench.clock.now_s += 0.1
-        verdict = bench.kernel.filter(act(np.nan, 0, 0, 0), bench.state())
-    assert verdict.stop is StopLevel.SAFE
+        decision = bench.kernel.filter(act(np.nan, 0, 0, 0), bench.state())
+    assert decision.stop is StopLevel.SAFE
     assert bench.kernel.check_watchdog() is not None
 
 
-def test_a_session_may_hold_for_as_long_as_it_likes(bench: Bench) -> None:
+def test_requested_hold_has_no_time_limit(bench: Bench) -> None:
     for _ in range(2):
         bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
     for _ in range(100):
         bench.clock.now_s += 0.1
         assert bench.kernel.check_watchdog() is None
         assert bench.kernel.hold().stop is StopLevel.HOLD
-    verdict = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
-    np.testing.assert_allclose(verdict.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
+    decision = bench.kernel.filter(act(0.05, 0, 0, 0), bench.state())
+    np.testing.assert_allclose(decision.applied, act(0.02, 0, 0, 0), atol=ROUNDING)
     bench.kernel.emergency_stop("alice")
     assert bench.kernel.hold().stop is StopLevel.SAFE
 
 
-def test_an_emergency_stop_lasts_until_a_named_person_lifts_it(bench: Bench) -> None:
+def test_emergency_stop_lasts_until_named_person_rearms(bench: Bench) -> None:
     bench.kernel.emergency_stop("alice", "smoke")
     bench.kernel.emergency_stop("bob")
-    verdict = bench.kernel.filter(act(0, 0, 0, 0), bench.state())
-    assert (verdict.applied, verdict.stop, verdict.reasons) == (None, StopLevel.SAFE, SafetyReason.ESTOP)
-    assert "pressed by alice" in verdict.text
+    decision = bench.kernel.filter(act(0, 0, 0, 0), bench.state())
+    assert (decision.applied, decision.stop, decision.reasons) == (None, StopLevel.SAFE, SafetyReason.ESTOP)
+    assert "alice pressed the e-stop" in decision.text
     tick = bench.kernel.check_watchdog()
     assert tick is not None and tick.stop is StopLevel.SAFE
-    with pytest.raises(SpecError, match="named person"):
+    with pytest.raises(SpecError, match="needs the name of a person"):
         bench.kernel.rearm("  ")
     assert bench.kernel.latched_estop is not None
     bench.kernel.rearm("carol")
@@ -292,7 +290,7 @@ def test_an_emergency_stop_lasts_until_a_named_person_lifts_it(bench: Bench) -> 
     assert bench.kernel.filter(act(0, 0, 0, 0), bench.state()).applied is not None
 
 
-def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> None:
+def test_emergency_stop_survives_driver_restart(tmp_path: Path) -> None:
     path = tmp_path / "estop.json"
     Bench(latch_path=path).kernel.emergency_stop("alice", "smoke")
     kernel = Bench(latch_path=path).kernel
@@ -304,7 +302,7 @@ def test_an_emergency_stop_survives_a_restart_of_the_driver(tmp_path: Path) -> N
     assert Bench(latch_path=path).kernel.latched_estop is None
 
 
-def test_the_next_run_finds_the_robot_stopped_too(tmp_path: Path) -> None:
+def test_shared_latch_stops_next_run(tmp_path: Path) -> None:
     first, second, shared = (tmp_path / name / "e-stop.json" for name in ("first", "second", "shared"))
     SafetyKernel(SPEC, latch_path=first, shared_latch=shared).emergency_stop("alice", "smoke")
     kernel = SafetyKernel(SPEC, latch_path=second, shared_latch=shared)
@@ -316,13 +314,13 @@ def test_the_next_run_finds_the_robot_stopped_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\x00\x00", b'{"by": "\x90"}'])
-def test_a_latch_that_cannot_be_read_is_a_latch(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_latch_counts_as_latched(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "estop.json"
     path.write_bytes(content)
     assert Bench(latch_path=path).kernel.latched_estop is not None
 
 
-def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
+def test_emergency_stop_works_on_full_disk(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file where the folder should be")
     kernel = Bench(latch_path=tmp_path / "blocked").kernel
     kernel.rearm("carol")
@@ -356,23 +354,23 @@ def test_an_emergency_stop_works_on_a_full_disk(tmp_path: Path) -> None:
         {"gripper": 4},
     ],
 )
-def test_limits_that_contradict_the_specs_are_refused_at_the_start(wrong: dict[str, Any]) -> None:
+def test_contradictory_limits_are_refused(wrong: dict[str, Any]) -> None:
     base = {name: getattr(SPEC, name) for name in SPEC.__struct_fields__}
     with pytest.raises(SpecError):
         SafetyKernel(RobotSpec(**(base | wrong)))
 
 
-def test_a_robot_without_limits_is_held_to_its_bounds_alone() -> None:
+def test_robot_without_limits_keeps_action_bounds() -> None:
     action = ArraySpec(name="action", labels=("q",), units=("rad",), low=(-1.0,), high=(1.0,))
     bench = Bench(RobotSpec(model="joint", rate_hz=10.0, observation=(), action=action))
     observation = Observation({}, bench.clock())
     for value in (3.0, -3.0):
-        verdict = bench.kernel.filter(act(value), observation)
-        np.testing.assert_array_equal(verdict.applied, act(np.sign(value)))
+        decision = bench.kernel.filter(act(value), observation)
+        np.testing.assert_array_equal(decision.applied, act(np.sign(value)))
 
 
 def check_limits(applied: Array, before: Array | None, observation: Observation) -> None:
-    """Every limit of SPEC, written down a second time."""
+    """Checks every limit of SPEC independently of the kernel."""
     assert applied.dtype == np.float32 and applied.shape == (4,)
     assert (applied >= np.array(SPEC.action.low, np.float32)).all()
     assert (applied <= np.array(SPEC.action.high, np.float32)).all()
@@ -400,25 +398,25 @@ near_state = hnp.arrays(np.float32, 7, elements=st.floats(0, 0.75, width=32))
 
 
 @given(st.lists(st.tuples(any_action, any_state | near_state, st.sampled_from([0.0, 0.1, 0.4, 0.6])), max_size=30))
-def test_whatever_is_proposed_the_applied_action_is_within_every_limit(moves: list[tuple[Any, Array, float]]) -> None:
+def test_applied_action_is_within_every_limit(moves: list[tuple[Any, Array, float]]) -> None:
     bench, before = Bench(), np.array([0, 0, 0, np.nan])
     for action, state, wait_s in moves:
         observation = Observation({STATE: state}, bench.clock())
         bench.clock.now_s += wait_s
-        verdict = bench.kernel.filter(action, observation)
-        assert (verdict.applied is None) != (verdict.stop is None)
-        if verdict.applied is None:
-            assert verdict.text and verdict.reasons
+        decision = bench.kernel.filter(action, observation)
+        assert (decision.applied is None) != (decision.stop is None)
+        if decision.applied is None:
+            assert decision.text and decision.reasons
             before[:3] = 0
             continue
-        check_limits(verdict.applied, before, observation)
-        same = np.array_equal(verdict.applied, action)
-        assert same == (verdict.reasons == 0)
-        before = verdict.applied.astype(np.float64)
+        check_limits(decision.applied, before, observation)
+        same = np.array_equal(decision.applied, action)
+        assert same == (decision.reasons == 0)
+        before = decision.applied.astype(np.float64)
 
 
 def attack(seed: int, rounds: int) -> int:
-    """Proposes hostile actions in hostile states; returns how many were let through after checking each."""
+    """Filters hostile actions in hostile states, checks each applied one, and returns their number."""
     rng = np.random.default_rng(seed)
     bench, before, admitted = Bench(), None, 0
     hostile = [np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0, 1e-45]
@@ -438,19 +436,19 @@ def attack(seed: int, rounds: int) -> int:
         with np.errstate(over="ignore"):
             observation = Observation({STATE: state.astype(np.float32)}, bench.clock())
         bench.clock.now_s += age_s
-        verdict = bench.kernel.filter(action, observation)
-        if verdict.applied is None:
+        decision = bench.kernel.filter(action, observation)
+        if decision.applied is None:
             before = None if before is None else np.array([0, 0, 0, before[3]])
             continue
-        check_limits(verdict.applied, before, observation)
-        before, admitted = verdict.applied.astype(np.float64), admitted + 1
+        check_limits(decision.applied, before, observation)
+        before, admitted = decision.applied.astype(np.float64), admitted + 1
     return admitted
 
 
-def test_twenty_thousand_hostile_actions() -> None:
+def test_twenty_thousand_hostile_actions_stay_within_limits() -> None:
     assert attack(seed=0, rounds=20_000) > 10_000
 
 
 @pytest.mark.slow
-def test_a_million_hostile_actions() -> None:
+def test_million_hostile_actions_stay_within_limits() -> None:
     assert attack(seed=1, rounds=1_000_000) > 500_000
