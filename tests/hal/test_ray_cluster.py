@@ -1,7 +1,4 @@
-"""What is told of an address where no Ray cluster answers, in less time than Ray itself takes.
-
-The folder of a cluster: private, and removed by the next start if its program was killed.
-"""
+"""The Ray cluster: the check of its address and token, its private folder, and its processes."""
 
 from __future__ import annotations
 
