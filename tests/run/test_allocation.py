@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from run_kit import until, user_sys
+from run_kit import Launch, until, user_sys
 
 from hal.errors import PlacementError, RegistryError
 from hal.lease import driven_robots, robot_lock
@@ -356,10 +356,9 @@ logging: {wandb: {mode: disabled}}
 """
 
 
-@pytest.mark.timeout(3600)
-def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Launch, LocalLocks]]:
+    """A run that waits for two of three arms: another program has a, and another run has b by the locks."""
     (tmp_path / "lab.yaml").write_text(LAB)
     runtime = Path(tempfile.mkdtemp(prefix="us-", dir="/tmp"))
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(runtime))
@@ -369,14 +368,28 @@ def test_a_run_of_one_computer_waits_for_two_of_three_arms_and_has_these_alone(
         assert others.acquire(["b"])
         launch = stack.enter_context(user_sys(tmp_path, "train", "lab.yaml", "--name", "lab", runtime=runtime))
         until(lambda: "waits, and holds nothing meanwhile" in launch.out, "it waits")
-        assert re.search(
-            r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out
-        )
-        assert "crane cannot be selected: no driver 'nowhere'" in launch.out
-        assert not (tmp_path / "runs").exists(), "nothing is made before"
-        others.release()
-        assert launch.wait() == 0, launch.err
-        launch.require_nothing_left()
+        yield launch, others
+
+
+def test_a_run_without_enough_free_arms_waits_and_makes_nothing(
+    tmp_path: Path, waiting: tuple[Launch, LocalLocks]
+) -> None:
+    launch, _ = waiting
+    assert re.search(r"Only one is free, c: a is driven by pid \d+ of \S+ user-sys edge, b is driven by", launch.out)
+    assert "crane cannot be selected: no driver 'nowhere'" in launch.out
+    launch.interrupt()
+    assert launch.wait() == 130, launch.err
+    launch.require_nothing_left()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_that_waited_has_two_of_three_arms_alone(tmp_path: Path, waiting: tuple[Launch, LocalLocks]) -> None:
+    launch, others = waiting
+    others.release()
+    assert launch.wait() == 0, launch.err
+    launch.require_nothing_left()
     run = tmp_path / "runs" / "lab"
     config = load(RunConfig, run / "config.yaml")
     assert [robot.name for robot in config.robots] == ["b", "c"] and config.selects_robots
