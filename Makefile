@@ -25,7 +25,7 @@ INSTALLED_ROS2 := .venv-ros2/.installed
 INSTALLED_BENCH := .venv-bench/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-all test-slow test-gpu chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: help demo test test-all test-slow test-explore test-gpu chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-all:  ## the default tests and all that they leave out, each in its environ
 test-slow: $(INSTALLED_DEV)  ## the long variants: faults by the thousand, whole runs
 	@.ci/check-egl
 	$(BIN)/pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-explore: $(INSTALLED_DEV)  ## the property tests with other examples at each run, and more of them
+	$(BIN)/pytest $(IN_PARALLEL) -m 'hypothesis and not (gpu or hardware or ros2 or lerobot or franka or fleet or slow)' --hypothesis-profile=explore $(ARGS)
 
 test-gpu: $(INSTALLED_DEV)  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu --timeout 1800 $(ARGS)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 # Properties are tried with the same examples in every run and take what time they need: hypothesis by itself fails an
 # example that takes over 200 ms, which tells how busy the machine is. `--hypothesis-profile=explore` draws others.
 _UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", derandomize=True, database=None, print_blob=True, **_UNHURRIED)
-settings.register_profile("explore", print_blob=True, **_UNHURRIED)
+settings.register_profile("repeatable", derandomize=True, database=None, print_blob=True, max_examples=50, **_UNHURRIED)
+settings.register_profile("explore", print_blob=True, max_examples=200, **_UNHURRIED)
 settings.load_profile("repeatable")
 
 # Tests run beside each other and compute little: one thread each is faster. Set before torch is imported.
@@ -46,9 +46,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers start with the long tests, so that none of these remains when the others are done."""
+    """Under `make test` the longest tests start first, so that no worker runs one when the others are done."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("long") is None)
+        items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("long")), default=0))
 
 
 @pytest.fixture

@@ -90,6 +90,8 @@ def require_summary(run: Path) -> dict[str, object]:
     return summary
 
 
+@pytest.mark.xdist_group("runs 1")
+@pytest.mark.long(60)
 @pytest.mark.timeout(3600)
 def test_a_run_trains_is_interrupted_goes_on_and_concludes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "fleet"

@@ -54,6 +54,7 @@ def robot(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long(20)
 @pytest.mark.timeout(3600)
 def test_a_robots_computer_outlives_the_cloud_its_processes_and_a_new_key(robot: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

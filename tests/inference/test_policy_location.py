@@ -36,6 +36,8 @@ def versions(run: Path, robot: str) -> set[int]:
     return {int(v) for chunk in chunks if chunk.header.robot == robot for v in chunk.columns["policy_version"]}
 
 
+@pytest.mark.xdist_group("runs 2")
+@pytest.mark.long(50)
 @pytest.mark.timeout(3600)
 def test_robots_of_a_run_act_by_a_policy_process_and_go_on_after_its_death(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "site"

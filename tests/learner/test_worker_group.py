@@ -110,6 +110,7 @@ def train(
     return checkpoint
 
 
+@pytest.mark.long(15)
 def test_two_processes_learn_publish_and_resume_bit_identically_and_one_goes_on_from_there(
     bench: LearnerBench, caplog: pytest.LogCaptureFixture
 ) -> None:

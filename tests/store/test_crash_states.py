@@ -26,11 +26,13 @@ def caught(verdict: Verdict) -> bool:
     return all(map(kept, verdict.lives.values()))
 
 
+@pytest.mark.long(25)
 def test_a_power_cut_keeps_every_promise_and_no_sync_can_be_left_out_unnoticed() -> None:
     verdict = judge(0, 0, ["appending", "repairing"])
     assert caught(verdict) and verdict.states > 500 and len(verdict.caught) > 14
 
 
+@pytest.mark.long(15)
 @pytest.mark.parametrize("life", ["compacting", "outbox"])
 def test_a_power_cut_while_space_is_given_back_keeps_every_promise(life: str) -> None:
     assert kept(examine(life, kill_every=0, chances=0))
