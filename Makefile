@@ -25,7 +25,7 @@ INSTALLED_ROS2 := .venv-ros2/.installed
 INSTALLED_BENCH := .venv-bench/.installed
 PINS := pyproject.toml constraints.txt .ci/set-up
 
-.PHONY: help demo test test-all test-slow test-explore test-gpu chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
+.PHONY: docs-settings help demo test test-all test-slow test-explore test-gpu chaos-store chaos-tunnel fuzz test-lerobot test-franka test-ros2 test-fleet lint format types bench bench-keep bench-docs bench-store bench-tunnel bench-weights bench-hal wheel setup clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ bench-tunnel: $(INSTALLED_DEV)  ## the tunnel beside its bounds and peers, and c
 
 bench-hal: $(INSTALLED_DEV)  ## a million hostile actions, the safety kernel's cost, and how soon a robot is safe (ARGS=--quick)
 	$(BIN)/python -m benchmarks hal faults-ur faults-lerobot faults-ros2 faults-franka $(ARGS)
+
+docs-settings: $(INSTALLED_DEV)  ## make the list of docs/settings.md from the typed settings
+	$(BIN)/python tests/tools/settings_page.py
 
 wheel: $(INSTALLED_DEV)  ## build the wheel and try it outside the checkout, with what a robot's computer has
 	$(BIN)/python tests/smoke_wheel.py

@@ -106,13 +106,12 @@ def test_a_wrong_key_in_an_example_would_be_noticed(kind: type[Any], text: str, 
         require_known(kind, text, tmp_path / "example.yaml")
 
 
-def test_the_page_of_settings_has_every_setting_with_its_default(tmp_path: Path) -> None:
+def test_settings_page_lists_each_setting_with_its_default(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     path = tmp_path / "everything.yaml"
     path.write_text(next(each[3] for each in FENCED.finditer(text) if each[2] == "yaml"))
-    assert read_yaml(path) == as_dict(
-        RunConfig(robots=(RobotConfig(),), resources=(ResourceRequestConfig(kind="gpu"),))
-    )
+    everything = RunConfig(robots=(RobotConfig(),), resources=(ResourceRequestConfig(kind="gpu"),))
+    assert read_yaml(path) == as_dict(everything)
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

@@ -1,4 +1,8 @@
-"""The one place that names concrete robots, simulations and policies; each is imported only when asked for."""
+"""The registry of drivers, input devices, probes and policies. Each module is imported when it is first used.
+
+Register a driver of this repository in `_BUILT_IN`; a driver of another package registers by an entry point
+(`hal.driver`).
+"""
 
 from __future__ import annotations
 
@@ -38,24 +42,21 @@ class RobotConfig:
     """One robot of a run.
 
     Attributes:
-        name: unique in the fleet and on its machine; part of episode names.
-        driver: which driver drives it: one of ours, or one that an installed package offers (`hal.driver`).
-        task: what it is asked to do.
-        real_time: the control period follows the clock. A simulated robot may run as fast as the machine allows
-            instead; it follows the clock all the same while a person drives. None is what suits the driver.
-        realtime: where the clock is followed, the driver process asks for SCHED_FIFO and locked memory; where that is
-            refused it goes on without, and log and console say so. ``off`` does not ask.
-        explore: until its first weights have come the policy acts at random (``on``), or the robot holds (``off``);
-            ``auto``: only a simulated one explores.
-        cpus: processors that the driver process then keeps to; empty for all.
-        frame_stride: without real time, pictures are taken in every so-many-th control period.
-        options: the driver's own settings (`sim.robot.SimRobotConfig`, `robots.fake.FakeRobotConfig`).
-        teleoperators: input devices on the robot's computer, each with its ``kind`` (gamepad, keyboard, spacemouse,
-            lerobot) and its own settings.
-        address: ``HOST:PORT`` of a robot that is reached over a network; discovery looks whether something listens.
-        labels: facts that placement may ask for, such as ``site``.
-        link: an emulated network between a run's gateway and the robot's session (`sim.network_emulator.LinkConfig`);
-            empty is none.
+        name: unique in the fleet; part of episode names.
+        driver: sim, fake, lerobot, ur, franka, ros2, or the driver of an installed package.
+        task: of the driver.
+        real_time: whether the control period follows the clock; null: all but sim and fake. Simulated robots run as
+            fast as the machine allows otherwise, and follow the clock while a person drives.
+        realtime: auto: the driver process requests SCHED_FIFO and locked memory if the robot follows the clock. If
+            that is refused, the robot is driven all the same. off: does not request them.
+        explore: before the first weights: on acts at random, off holds, auto lets simulated robots explore.
+        cpus: processors for the driver process; empty for all.
+        frame_stride: without real_time, pictures are taken in every n-th control period.
+        options: of the driver; see robots.md.
+        teleoperators: input devices on the robot's computer; see robots.md.
+        address: HOST:PORT that discovery probes, for a robot on a network.
+        labels: facts for resource requests, such as {site: lab}.
+        link: an emulated network between session and gateway; see links.md.
     """
 
     name: str = "panda-0"
@@ -74,17 +75,17 @@ class RobotConfig:
 
     @property
     def simulated(self) -> bool:
-        """Needs no hardware, so it can run anywhere."""
+        """Whether it can run on any computer, without hardware."""
         return self.driver in ("sim", "fake")
 
     @property
     def explores(self) -> bool:
-        """A policy without weights may move it."""
+        """Whether a policy without weights may move it."""
         return self.simulated if self.explore == "auto" else self.explore == "on"
 
     @property
     def follows_clock(self) -> bool:
-        """A step is allowed for by the control period: a real robot that is commanded more often goes too fast."""
+        """Whether the control period follows the clock. A real robot must: the limits of a step assume the period."""
         return not self.simulated if self.real_time is None else self.real_time
 
     def __post_init__(self) -> None:
@@ -92,18 +93,18 @@ class RobotConfig:
             raise ConfigError(f"robot {self.name}: frame_stride must be at least 1")
         if self.driver in _BUILT_IN and not self.simulated and not self.follows_clock:
             raise ConfigError(
-                f"robot {self.name}: with real_time: false a robot goes as fast as the machine computes, which only a "
-                f"simulated one may; the driver {self.driver} moves a real one: leave real_time out"
+                f"robot {self.name}: real_time: false is for simulated robots, but {self.driver} moves a real one; "
+                "leave out real_time"
             )
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"robot name {self.name!r}: use letters, digits, '-' and '_'")
+            raise ConfigError(f"robot name {self.name!r}: use only letters, digits, '-' and '_'")
 
 
 def require_unique_names(robots: Sequence[RobotConfig]) -> None:
-    """Raises ConfigError where two robots have the same name."""
+    """Raises ConfigError if two robots have the same name."""
     names = [robot.name for robot in robots]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"robots: the name {min(twice)!r} is given twice; names are unique in a fleet")
+        raise ConfigError(f"robots: the name {min(twice)!r} is used twice; rename one robot")
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -114,12 +115,12 @@ class PolicyConfig:
     """Which policy acts, and where.
 
     Attributes:
-        features: the observations that it reads; empty for all of the robot's vectors.
-        at: ``edge`` is the session's own process, on the robot's computer; ``site`` a policy process of the run, which
-            serves all of its robots (`user_sys.inference`).
-        device: what that process computes on; ``auto`` is a GPU where it has one.
-        endpoint: where a policy process listens that the run does not start itself, ``tcp://HOST:PORT``.
-        timeout_fraction: the share of a control period after which a robot holds that has no answer from it.
+        kind: of policy.
+        features: observations that it reads; empty for all vectors of the robot.
+        location: edge: in the robot's session; server: in one policy server for all robots of the run.
+        device: of the policy server: cpu, cuda, or auto: a GPU if it has one.
+        endpoint: tcp://HOST:PORT of a policy server that the run does not start.
+        timeout_fraction: of a control period; the robot holds if the server does not answer within.
     """
 
     kind: Literal["mlp"] = "mlp"
@@ -131,7 +132,7 @@ class PolicyConfig:
 
     @property
     def is_started_by_run(self) -> bool:
-        """Whether it acts in a process that the run starts."""
+        """Whether the run starts a policy server."""
         return self.location == "server" and not self.endpoint
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class PolicyConfig:
             )
         if self.location == "edge" and (self.device == "cuda" or self.endpoint):
             key, value = ("endpoint", self.endpoint) if self.endpoint else ("device", self.device)
-            raise ConfigError(f"policy.{key} is {value}, which is for a policy process: add policy.location: server")
+            raise ConfigError(f"policy.{key} is {value}, which is for a policy server; add policy.location: server")
         if self.endpoint:
             check_connect_endpoint(self.endpoint, "policy.endpoint")
 
@@ -155,7 +156,7 @@ _BUILT_IN = {
     "ros2": "robots.ros2",
     "ur": "robots.ur",
 }
-"""Drivers of our own, by the module whose ``make_robot_setup`` is their `hal.driver.RobotSetupFactory`."""
+"""Drivers of this repository, by the module whose ``make_robot_setup`` is their `hal.driver.RobotSetupFactory`."""
 
 _TELEOPERATORS = {
     "gamepad": "robots.gamepad",
@@ -170,7 +171,7 @@ _PROBES: dict[str, tuple[str, str]] = {
     "lerobot": ("robots.lerobot_probe", "probe_plugins"),
     "ros2": ("robots.ros2_probe", "probe_graph"),
 }
-"""Probes of our drivers, by module and function (`hal.discovery`)."""
+"""Probes of these drivers, by module and function (`hal.discovery`)."""
 
 
 OPTIONAL_LIBRARIES = (
@@ -184,30 +185,29 @@ OPTIONAL_LIBRARIES = (
     OptionalLibrary("cv2", "cameras of the drivers ur and franka", install_hint("cameras")),
     OptionalLibrary("pyrealsense2", "RealSense cameras", install_hint("realsense")),
 )
-"""What our drivers and input devices import when they are used."""
+"""Libraries that drivers and input devices import when they are used."""
 
 
 def rendering_check_command() -> tuple[str, ...]:
-    """The command that tries whether simulated cameras can be drawn here; empty without simulated robots."""
+    """The command that tests whether simulated cameras can be rendered here; empty without the extra `sim`."""
     return () if missing_library("sim") else (sys.executable, "-m", "sim.rendering")
 
 
 def missing_library(driver: str) -> OptionalLibrary | None:
-    """What the driver needs and this computer does not have."""
+    """The library that the driver needs and this computer lacks, or None."""
     needed = (library for library in OPTIONAL_LIBRARIES if library.purpose == f"the driver {driver}")
     return next((library for library in needed if find_spec(library.module) is None), None)
 
 
 def resource_probes(robots: Sequence[RobotConfig] = (), *, lenient: bool = False) -> dict[str, Probe]:
-    """Everything that looks for hardware: for the robots that a config names, the hardware layer's own probes, our
-    drivers', and those of installed packages.
+    """All probes for hardware: of the robots in a config, of the hardware layer, of drivers and installed packages.
 
     Args:
-        lenient: a robot that cannot be built, for want of its driver perhaps, is LOST, and its record says why. So is,
-            in any case, one whose driver lacks a library here that it imports when it connects.
+        lenient: a robot that cannot be built is LOST, and its record has the reason. A robot whose driver lacks a
+            library here is LOST in any case.
 
     Raises:
-        ConfigError: a robot that cannot be built.
+        ConfigError: a robot cannot be built, and `lenient` is False.
     """
     found: dict[str, Probe] = {"config": _configured_robots_probe(robots, lenient)} if robots else {}
 
@@ -261,17 +261,20 @@ def _unbuildable_record(robot: RobotConfig, error: Exception) -> ResourceRecord:
 
 
 def build_error_message(robot: RobotConfig, error: Exception) -> str:
-    """One line that names the robot; a package that is missing is another's error, and in its words."""
+    """The error in one line that names the robot."""
     says = str(error) if isinstance(error, UserSysError | HalError) else f"{type(error).__name__}: {error}"
     return says if says.startswith(f"robot {robot.name}") else f"robot {robot.name}: {says}"
 
 
 def build_robot_setup(config: RobotConfig, *, cameras: bool = True, high_resolution: bool = False) -> RobotSetup:
-    """Builds robot, cameras and task; connects nothing. `film` asks for finer pictures where they are simulated.
+    """Builds robot, cameras, task and input devices, without connecting.
+
+    Args:
+        cameras: whether to build the cameras.
+        high_resolution: of simulated pictures.
 
     Raises:
-        ConfigError: a driver that is not there, or an option or a task that the driver does not have; the message lists
-            what there is.
+        ConfigError: the driver, or one of its options or tasks, is unknown; the message lists the known ones.
     """
     request = RobotSetupRequest(config.name, config.task, config.options, cameras, high_resolution)
     try:
@@ -286,7 +289,7 @@ def _teleoperator(robot: str, settings: Mapping[str, Any], spec: RobotSpec) -> T
     options = dict(settings)
     kind = options.pop("kind", None)
     if kind not in _TELEOPERATORS:
-        raise ConfigError(f"robot {robot}: no input device of kind {kind!r}; there are {sorted(_TELEOPERATORS)}")
+        raise ConfigError(f"robot {robot}: unknown input device kind {kind!r}; use one of {sorted(_TELEOPERATORS)}")
     factory: TeleoperatorFactory = import_module(_TELEOPERATORS[kind]).make_teleoperator
     return factory(RobotSetupRequest(robot, "", options), spec)
 
@@ -310,7 +313,7 @@ def emulated_link_settings(config: RobotConfig, endpoint: str, gateway: str) -> 
     """What `emulated_link_command` reads: the emulated link from `endpoint`, which the session dials, to `gateway`.
 
     Raises:
-        ConfigError: a setting that a link does not have.
+        ConfigError: an unknown setting.
     """
     from sim.network_emulator import LinkConfig
 
@@ -320,15 +323,15 @@ def emulated_link_settings(config: RobotConfig, endpoint: str, gateway: str) -> 
 
 
 def emulated_link_command(settings: Path) -> tuple[str, ...]:
-    """The program of an emulated link; it appends to a file ``.jsonl`` beside `settings` what it has carried."""
+    """The command of an emulated link. It appends its byte counts to a ``.jsonl`` file in the folder of `settings`."""
     counts = settings.with_suffix(".jsonl")
     return (sys.executable, "-m", "sim.network_emulator", "--config", str(settings), "--counts", str(counts))
 
 
 def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
-    """A policy without weights for the robot that `spec` describes, which acts in this process, by numpy.
+    """A numpy policy without weights for a robot with this spec.
 
-    Raises SpecError for a feature that the robot lacks.
+    Raises SpecError: the robot lacks a feature.
     """
     from user_sys.policies.mlp import MlpPolicy
 
@@ -336,7 +339,7 @@ def make_policy(config: PolicyConfig, spec: RobotSpec, seed: int) -> Policy:
 
 
 def policy_factory(device: str) -> Callable[[str, tuple[str, ...], RobotSpec, int], Policy]:
-    """What a policy process makes its policies with: by numpy on ``cpu``, by torch on any other device of torch's."""
+    """The constructor of a policy server's policies: numpy policies on ``cpu``, torch policies on other devices."""
 
     def make(kind: str, features: tuple[str, ...], spec: RobotSpec, seed: int) -> Policy:
         config = build(PolicyConfig, {"kind": kind, "features": list(features)}, "policy")

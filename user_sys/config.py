@@ -1,9 +1,9 @@
 """Typed configuration: YAML differences and dotted overrides become frozen dataclasses.
 
 Each default lives beside the class that it configures; a YAML file and the command line hold differences only. Anything
-that does not fit is a `ConfigError` of one line that says where, what and, for a name, the nearest known one. draccus
-builds the dataclasses; the checks before it are ours because a run must never start on a value that was guessed at
-(text 'False' is not False, 2.5 is not 2, a section that is given in part keeps the other defaults of its parent).
+invalid raises a `ConfigError` of one line with the place, the problem and, for a name, the nearest known one. draccus
+builds the dataclasses. The checks before it are stricter: the text 'False' is not False, 2.5 is not 2, and a partial
+section keeps the other defaults of its parent.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def load(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """The configuration `kind` (a dataclass) with the differences in the YAML file `path`, then those in `overrides`.
 
     Overrides are ``--section.key=value`` or ``--section.key value``; values are YAML, and items of a list are
-    reached by number (``--robots.0.name=left``). What an override says wins over the file.
+    reached by number (``--robots.0.name=left``). Overrides win over the file.
 
     Raises:
-        ConfigError: one line, naming key and file: no such file, not YAML, an unknown or missing key, a value of the
-            wrong type, or what the dataclass's own checks (`__post_init__`) say.
+        ConfigError: one line with key and file: the file is missing or not YAML, a key is unknown or missing, a value
+            has the wrong type, or a check in `__post_init__` failed.
     """
     return build_with_overrides(kind, {} if path is None else read_yaml(path), overrides, str(path or "defaults"))
 
 
 def build_with_overrides(kind: type[T], differences: dict[str, Any], overrides: Sequence[str], source: str) -> T:
-    """As `load`, of plain `differences` that came from `source`; they are changed."""
+    """As `load`, of plain `differences` from `source`, which are modified."""
     changes = _parse_overrides(overrides)
     for key, text in changes.items():
         _put(differences, key, text)
@@ -56,7 +56,7 @@ def build_with_overrides(kind: type[T], differences: dict[str, Any], overrides: 
 
 
 def build(kind: type[T], differences: Mapping[str, Any], source: str = "options") -> T:
-    """The configuration `kind` with plain `differences`, such as a section whose dataclass is chosen at run time.
+    """The configuration `kind` with plain `differences`, such as a section whose dataclass is known at run time only.
 
     Raises:
         ConfigError: as `load`; messages start with `source`.
@@ -66,7 +66,7 @@ def build(kind: type[T], differences: Mapping[str, Any], source: str = "options"
 
 def save(config: object, path: Path) -> None:
     """Writes every value of `config` (a dataclass) as YAML, atomically; `load` of the file gives an equal config."""
-    # Other than ASCII is escaped: YAML takes some of it, such as U+0085, for the end of a line.
+    # safe_dump escapes non-ASCII characters; YAML treats some of them, such as U+0085, as line ends.
     text = yaml.safe_dump(as_dict(config), sort_keys=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
@@ -91,14 +91,16 @@ def _plain(value: Any) -> Any:
 
 
 class _Text(str):
-    """The value of an override as it was typed: YAML for most fields, taken to the letter where text is asked for."""
+    """The raw value of an override: parsed as YAML for most fields, used as it is for text."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """What the YAML file at `path` says, as it stands there. Raises ConfigError: no such file, not YAML, no mapping."""
+    """The mapping in the YAML file at `path`. Raises ConfigError: no such file, not YAML, or not a mapping."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; this is no configuration")
+            raise ConfigError(
+                f"{path}: larger than {MAX_FILE_BYTES} bytes, which no configuration is; give another file"
+            )
         differences = _yaml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
@@ -129,14 +131,14 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _refuse_repeated_keys(node: yaml.Node | None) -> None:
-    """Plain YAML would let the last of two equal keys win unseen."""
+    """Raises if a key is repeated; plain YAML would silently use the last one."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be a name", problem_mark=key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is repeated", problem_mark=key.start_mark)
             seen.add(str(key.value))
             _refuse_repeated_keys(value)
     elif isinstance(node, yaml.SequenceNode):
@@ -145,7 +147,7 @@ def _refuse_repeated_keys(node: yaml.Node | None) -> None:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, _Text]:
-    """``--a.b=v`` and ``--a.b v`` as {"a.b": "v"}; of a key that is given twice the last value counts."""
+    """``--a.b=v`` and ``--a.b v`` as {"a.b": "v"}; the last value of a repeated key counts."""
     changes: dict[str, _Text] = {}
     tokens = list(overrides)
     while tokens:
@@ -162,8 +164,8 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, _Text]:
 
 
 def _put(tree: dict[str, Any], key: str, text: _Text) -> None:
-    """Sets ``tree[a][b] = text`` for the key ``a.b``. Items of a list that `tree` lacks are left to
-    `_Checker.items`.
+    """Sets ``tree[a][b] = text`` for the key ``a.b``. `_Checker.items` handles items of a list
+    that `tree` lacks.
     """
     *sections, last = key.split(".")
     place: Any = tree
@@ -179,7 +181,7 @@ def _place(container: dict[str, Any] | list[Any], name: str, key: str) -> Any:
     if isinstance(container, dict):
         return name
     if not name.isdigit() or int(name) >= len(container):
-        raise ConfigError(f"--{key}: there is no item {name}; the list has {len(container)}")
+        raise ConfigError(f"--{key}: no item {name}: the list has {len(container)} items")
     return int(name)
 
 
@@ -198,7 +200,7 @@ class _Checker:
         raise ConfigError(f"--{key}: {problem}" if given else f"{self.source}: {key or 'the file'}: {problem}")
 
     def value(self, kind: Any, value: Any, key: str, base: Any = _MISSING) -> Any:
-        """`value` as draccus shall decode it into `kind`; `base` is the default of the field that it replaces."""
+        """`value` in the form that draccus decodes into `kind`; `base` is the default of the field."""
         origin = typing.get_origin(kind) or kind
         if origin in (typing.Union, types.UnionType):
             return self.union(typing.get_args(kind), value, key, base)
@@ -219,7 +221,7 @@ class _Checker:
     def scalar(self, kind: Any, value: Any, key: str) -> Any:
         if kind not in _EXPECTED:
             return self.untyped(value, key)
-        if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        if kind is float and isinstance(value, str):  # YAML 1.1 parses 1e-3 as text
             value = _number(value)
         accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -228,7 +230,7 @@ class _Checker:
         return str(value) if kind in (str, Path) else kind(value)
 
     def untyped(self, value: Any, key: str) -> Any:
-        """Anything goes, as for the options of a driver that is chosen at run time; overrides in it are YAML."""
+        """Accepts any value, as for the options of a driver that is known at run time only; overrides are YAML."""
         if isinstance(value, _Text):
             return _yaml(value, f"--{key}")
         if isinstance(value, dict):
@@ -253,7 +255,7 @@ class _Checker:
         return fitted
 
     def variant(self, kind: Any, value: dict[str, Any], key: str, base: Any) -> tuple[Any, dict[str, Any], Any]:
-        """The class that the section's ``type`` names, the section with its type, and the default if it is of it."""
+        """The class named by the section's ``type``, the section with its type, and the default."""
         known = dict(kind.get_known_choices())
         if kind in known.values():
             return kind, value, base
@@ -278,7 +280,7 @@ class _Checker:
         raise problem
 
     def choice(self, known: Mapping[str, Any], value: Any, key: str) -> Any:
-        if isinstance(value, bool):  # YAML 1.1 reads off, no, on and yes as such
+        if isinstance(value, bool):  # YAML 1.1 parses off, no, on and yes as booleans
             value = next((word for word in _WORDS_FROM_BOOL[value] if word in known), value)
         if str(value) in known and not isinstance(value, bool):
             return known[str(value)]
@@ -292,7 +294,7 @@ class _Checker:
         return {k: self.value(kinds[1], item, f"{key}.{k}") for k, item in value.items()}
 
     def items(self, origin: Any, kinds: tuple[Any, ...], value: Any, key: str, base: Any) -> list[Any]:
-        """Items of a list or tuple. Overrides of single items come as {"0": ...} and are laid over the default ones."""
+        """Items of a list or tuple. Overrides of single items are {"0": ...}; they replace items of the default."""
         below = [_MISSING] * len(value) if isinstance(value, (list, tuple)) else []
         if isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
             below = list(base) if isinstance(base, (list, tuple)) else []
@@ -314,14 +316,14 @@ class _Checker:
 
 
 def _default(field: dataclasses.Field[Any], base: Any) -> Any:
-    """What `field` holds if nobody says otherwise, so that a section given in part keeps the rest of it."""
+    """The default of `field`, so that a partial section keeps its other values."""
     if dataclasses.is_dataclass(base) and hasattr(base, field.name):
         return getattr(base, field.name)
     return field.default_factory() if field.default_factory is not _MISSING else field.default
 
 
 def _suggest(kind: Any, name: str, section: str) -> str:
-    """The nearest known key: first in the same section, then anywhere below it."""
+    """The nearest known key in the same section, else in a section below it."""
     here = f"{section}." if section else ""
     siblings = [f.name for f in dataclasses.fields(kind)]
     near = difflib.get_close_matches(name.replace("-", "_"), siblings, n=1)
@@ -363,7 +365,7 @@ def _one_line(message: object) -> str:
 
 
 def _literal(kind: Any, value: Any, path: Sequence[str]) -> Any:
-    """draccus knows no `Literal`; `_Checker.choice` has checked the value."""
+    """draccus cannot decode `Literal`; `_Checker.choice` has checked the value."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""How every process of a run logs: one line an event, to standard error, of which its supervisor keeps a file."""
+"""Logging of every process: one line for each event, to standard error, which its supervisor writes to a file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 TAIL_BYTES = 4096
 FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
-MAX_REPEATS = 100  # lines of one message within
+MAX_REPEATS = 100  # lines of one message within `REPEAT_WINDOW_S`
 REPEAT_WINDOW_S = 10.0
 MAX_MESSAGES = 4096
 
 
 class RepeatFilter(logging.Filter):
-    """Of each message (a format, whatever its arguments) `MAX_REPEATS` lines pass within `REPEAT_WINDOW_S`. The first
-    line after that tells how many were left out. Any thread may log."""
+    """Limits each message (a format string) to `MAX_REPEATS` lines within `REPEAT_WINDOW_S`.
+
+    The next line after the window has the number of dropped lines. Any thread may log.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -30,14 +32,14 @@ class RepeatFilter(logging.Filter):
         since, count = self._seen.get(key, (now, 0))
         if now - since >= REPEAT_WINDOW_S:
             if count > MAX_REPEATS:
-                record.msg = f"{record.msg} ({count - MAX_REPEATS} lines like it were left out)"
+                record.msg = f"{record.msg} ({count - MAX_REPEATS} similar lines were dropped)"
             since, count = now, 0
         self._seen[key] = (since, count + 1)
         return count < MAX_REPEATS
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Sets the root logger up once; later calls change its level only."""
+    """Configures the root logger once; later calls change only its level."""
     root = logging.getLogger()
     if not root.handlers:
         logging.basicConfig(format=FORMAT)
@@ -47,7 +49,7 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def last_log_message(path: Path) -> str:
-    """The message of the last line of a process's log; empty where there is none."""
+    """The message in the last line of a process's log; empty if the log is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -94,7 +94,7 @@ def test_overrides_are_set_apart_wherever_they_stand(launch: Verb) -> None:
     [
         ([], "required: VERB"),
         (["trian"], "invalid choice: 'trian'"),
-        (["train"], "Give CONFIG"),
+        (["train"], "CONFIG is missing"),
         (["evaluate", "runs/latest", "--episodes", "0"], "at least 1"),
         (["evaluate", "runs/latest", "--learner.seed=1"], "unrecognized arguments"),
         (["store", "inspect"], "PATH"),

@@ -103,8 +103,8 @@ def test_a_gpu_for_policies_is_none_of_the_learners(tmp_path: Path) -> None:
     [
         ({"timeout_fraction": 1.0}, "policy.timeout_fraction is 1; it must be above 0 and below 1"),
         ({"timeout_fraction": 0.0}, "policy.timeout_fraction is 0"),
-        ({"device": "cuda"}, "policy.device is cuda, which is for a policy process: add policy.location: server"),
-        ({"endpoint": "tcp://a:1"}, "policy.endpoint is tcp://a:1, which is for a policy process"),
+        ({"device": "cuda"}, "policy.device is cuda, which is for a policy server; add policy.location: server"),
+        ({"endpoint": "tcp://a:1"}, "policy.endpoint is tcp://a:1, which is for a policy server"),
         ({"location": "server", "endpoint": "a:1"}, "policy.endpoint a:1: expected tcp://HOST:PORT"),
     ],
 )

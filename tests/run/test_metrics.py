@@ -72,7 +72,7 @@ def test_a_full_disk_is_logged_once_and_writing_goes_on_after_it(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         writer.write(5, {})
     assert [line["count"] for line in read_metrics(writer.path)] == [1, 5]
-    assert [r.message.split()[0] for r in caplog.records] == ["metrics-not-written"]
+    assert [r.message.split()[0] for r in caplog.records] == ["metrics.write_failed"]
 
 
 def test_a_node_is_not_a_path(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def test_wandb_that_fails_does_not_break_the_run(
     for count in range(10):
         logger.log("learner", count, {"loss": 0.5})
     logger.close()
-    assert [m.split(":")[0] for m in caplog.messages] == ["wandb-failed"]
+    assert [m.split(":")[0] for m in caplog.messages] == ["wandb.failed"]

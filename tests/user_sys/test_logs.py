@@ -19,6 +19,6 @@ def test_a_flood_of_one_message_is_cut_off_and_counted() -> None:
     now[0] += REPEAT_WINDOW_S
     later = record("console.refused client=%s", "10.0.0.1")
     assert repeats.filter(later)
-    assert later.getMessage() == f"console.refused client=10.0.0.1 ({30_000 - MAX_REPEATS} lines like it were left out)"
+    assert later.getMessage() == f"console.refused client=10.0.0.1 ({30_000 - MAX_REPEATS} similar lines were dropped)"
     unchanged = record("console.refused client=%s", "10.0.0.2")
     assert repeats.filter(unchanged) and unchanged.getMessage() == "console.refused client=10.0.0.2"

@@ -1,4 +1,4 @@
-"""The command line. Every verb imports what it needs only when it runs, so that ``--help`` is instant."""
+"""The command line `user-sys`. A verb's modules are imported when it runs, so that ``--help`` is instant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from user_sys.errors import RunError, UserSysError
 from user_sys.process_exit import ExitStatus
 
 EXIT_BROKEN_PIPE = 128 + 13
-PACKAGES_FROM_EXTRA = {  # an extra of ours to what it brings; anything else comes with "learner"
+PACKAGES_FROM_EXTRA = {  # packages that are not listed come with "learner"
     "edge": ("simplejpeg", "blake3", "cryptography", "zstandard"),
     "sim": ("mujoco", "gymnasium"),
     "interchange": ("pyarrow", "av", "PIL", "mcap", "mcap_protobuf", "foxglove_schemas_protobuf"),
@@ -29,8 +29,7 @@ _EPILOG = "A verb's own help: user-sys VERB --help. Settings are overridden by -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, or 1 where a verb says so; 2 for an error, which is told in one
-    line; 130 for Ctrl-C."""
+    """Runs one command. Returns 0, or 1 if the verb defines it; 2 for an error, printed in one line; 130 for Ctrl-C."""
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     try:
         _configure_logging(args.verbose)
@@ -77,7 +76,7 @@ def _print_interrupted(args: argparse.Namespace) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """Whether it is standard output that broke (``user-sys ... | head``); if so, nothing more is written to it."""
+    """Whether the reader of standard output closed it (``user-sys ... | head``); then /dev/null replaces it."""
     import select
 
     poll = select.poll()
@@ -96,11 +95,11 @@ def _configure_logging(verbose: int) -> None:
     configure_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
-# The grammar ----------------------------------------------------------------------------------------------------------
+# Parsers --------------------------------------------------------------------------------------------------------------
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Prints the version; it is looked up only for this option."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
@@ -122,14 +121,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.overrides = overrides
     args.verbose = getattr(args, "verbose", 0)
     if verb in ("train", "cloud") and not args.config and not args.resume:
-        verbs[verb].error("which configuration? Give CONFIG (such as configs/demo.yaml), or --resume RUN")
+        verbs[verb].error("CONFIG is missing: give one, such as configs/demo.yaml, or --resume RUN")
     if verb in ("train", "cloud") and args.restart_if_unreadable and not args.resume:
-        verbs[verb].error("--restart-if-unreadable goes with --resume RUN")
+        verbs[verb].error("--restart-if-unreadable needs --resume RUN")
     return args
 
 
 def _split_overrides(argv: list[str], verb: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Sets apart every ``--key=value`` and ``--key value`` that is no option of `verb`.
+    """Separates every ``--key=value`` and ``--key value`` that is not an option of `verb`.
 
     argparse would take the value of the latter for a positional argument.
     """
@@ -169,12 +168,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options only in full, and ``-v`` before or after the verb."""
+    """Accepts options in full only, and ``-v`` before or after the verb."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.add_argument(
-            "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log what happens; -vv: everything"
+            "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log events; -vv: also debug messages"
         )
 
 
@@ -182,7 +181,7 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "train",
         help="start a run: robots, gateway, learner, console",
-        description="Starts a run and shows its progress. Ctrl-C once stops it cleanly and says how to resume. "
+        description="Starts a run and shows its progress. Ctrl-C stops it cleanly and prints how to resume. "
         "The exit status is 0 if the run reached its target, 1 if it did not, 2 for an error, 130 for Ctrl-C.",
         epilog="Any setting: --learner.batch_size=128, --robots.0.name=left, --ray.address=ADDRESS.",
     )
@@ -195,9 +194,9 @@ def _add_train(verbs: Any) -> argparse.ArgumentParser:
 def _add_cloud(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "cloud",
-        help="start a run whose robots come in from their own computers",
-        description="Starts gateway, learner and console, and trains with the robots that come in (`user-sys edge`).",
-        epilog="Any setting: --gateway.endpoint=tcp://0.0.0.0:5555. docs/deployment.md goes through it step by step.",
+        help="start a run whose robots connect from their own computers",
+        description="Starts gateway, learner and console, and trains with the robots that connect (`user-sys edge`).",
+        epilog="Any setting: --gateway.endpoint=tcp://0.0.0.0:5555. docs/deployment.md has the steps.",
     )
     _add_run(verb)
     _add_keys(verb)
@@ -209,11 +208,11 @@ def _add_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "config", type=Path, metavar="CONFIG", nargs="?", help="YAML file of settings, such as configs/demo.yaml"
     )
-    verb.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, where it stood")
+    verb.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
     verb.add_argument(
         "--restart-if-unreadable",
         action="store_true",
-        help="with --resume: if no checkpoint of a learner can be read, train it anew; the checkpoints are kept",
+        help="with --resume: if a learner has no readable checkpoint, train it from the start; checkpoints are kept",
     )
     verb.add_argument("--name", help="name of the run's folder in runs/ (default: from the configuration and the time)")
     verb.add_argument("--any-result", action="store_true", help="exit status 0 also if the target was not reached")
@@ -223,7 +222,7 @@ def _add_edge(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "edge",
         help="drive this computer's robots for a run elsewhere",
-        description="Drives the robots of CONFIG for the run at --connect, until that is over, or Ctrl-C.",
+        description="Drives the robots of CONFIG for the run at --connect, until the run ends, or Ctrl-C.",
         epilog="Any setting can be overridden: --section.key=value.",
     )
     verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that names this computer's robots")
@@ -232,7 +231,7 @@ def _add_edge(verbs: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="of a run's CONFIG, this one of its remote_robots; repeatable",
+        help="CONFIG is a run's file: drive this one of its remote_robots; repeatable",
     )
     verb.add_argument(
         "--connect", required=True, metavar="tcp://HOST:PORT", help="the gateway, or a relay of this site"
@@ -249,7 +248,7 @@ def _add_relay(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "relay",
         help="serve the robots of one site on behalf of a run elsewhere",
-        description="Passes on what a site's robots say to the run at --connect, and fetches weights once for all.",
+        description="Forwards messages of a site's robots to the run at --connect, and fetches weights once for all.",
         epilog="Any setting can be overridden: --section.key=value.",
     )
     verb.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with the relay's name and endpoint")
@@ -301,41 +300,43 @@ def _add_stop(verbs: Any) -> None:
     verb = verbs.add_parser(
         "stop",
         help="press the e-stop of robots that this computer drives",
-        description="Presses the e-stop of each ROBOT, or of every robot that this computer drives, whatever program "
-        "and user drives it, and reports which driver acknowledged. Exit status 1: a robot is not known or gave no "
-        "answer, or nothing is driven. A person re-arms it at a run's console, or with `user-sys rearm`.",
+        description="Presses the e-stop of each ROBOT, or of every robot that this computer drives, for any program "
+        "and user, and reports which driver acknowledged. Exit status 1: a robot is unknown or did not answer, or no "
+        "robot is driven. A person re-arms it at a run's console, or with `user-sys rearm`.",
     )
     verb.add_argument("robots", nargs="*", metavar="ROBOT", help="a robot's name (default: all that are driven)")
-    verb.add_argument("--by", default=None, metavar="NAME", help="who presses (default: who is logged in)")
-    verb.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the e-stop and logged")
+    verb.add_argument("--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)")
+    verb.add_argument("--reason", default="", metavar="TEXT", help="reason; saved with the e-stop and logged")
     verb.set_defaults(runs=("user_sys.commands.stop", "stop_main"))
     verb = verbs.add_parser(
         "rearm",
-        help="lift the e-stop of a robot that nothing drives",
-        description="Lifts the latched e-stop of ROBOT. While a run drives it, its console does that instead.",
+        help="lift the e-stop of a robot that no program drives",
+        description="Lifts the latched e-stop of ROBOT. If a run drives it, use its console.",
     )
     verb.add_argument("robot", metavar="ROBOT", help="the robot's name")
-    verb.add_argument("--by", default=None, metavar="NAME", help="who re-arms (default: who is logged in)")
+    verb.add_argument("--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)")
     verb.set_defaults(runs=("user_sys.commands.stop", "rearm_main"))
 
 
 def _add_weights(verbs: Any) -> None:
-    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and go back to one")
-    orders = weights.add_subparsers(metavar="ORDER", required=True, parser_class=_Parser)
-    listing = orders.add_parser("list", help="the versions that are kept, and the order that stands")
+    weights = verbs.add_parser("weights", help="list a run's versions of the policy, and pin one")
+    orders = weights.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
+    listing = orders.add_parser("list", help="list the kept versions and the pinned one")
     listing.add_argument("--json", action="store_true", help="for other programs")
-    rollback = orders.add_parser("rollback", help="have every robot act with a version until `release`")
+    rollback = orders.add_parser("rollback", help="pin a version: every robot acts with it until `release`")
     rollback.add_argument("version", type=int, metavar="VERSION", help="one that `list` shows")
-    release = orders.add_parser("release", help="have every robot act with the newest version again")
+    release = orders.add_parser("release", help="unpin: every robot acts with the newest version again")
     for order, runs in ((listing, "list_main"), (rollback, "rollback_main"), (release, "release_main")):
         order.add_argument("run", type=Path, metavar="RUN", help="run folder on the gateway's machine: runs/latest")
         order.add_argument(
-            "--learner", default="learner", metavar="NAME", help="of a run that has several (default: the first)"
+            "--learner", default="learner", metavar="NAME", help="which learner of the run (default: the first)"
         )
         order.set_defaults(runs=("user_sys.commands.weights", runs))
     for order in (rollback, release):
-        order.add_argument("--by", default=None, metavar="NAME", help="who orders it (default: who is logged in)")
-        order.add_argument("--reason", default="", metavar="TEXT", help="why; kept with the order and logged")
+        order.add_argument(
+            "--by", default=None, metavar="NAME", help="name of the person (default: the logged-in user)"
+        )
+        order.add_argument("--reason", default="", metavar="TEXT", help="reason; saved and logged")
 
 
 def _count(text: str) -> int:

@@ -1,7 +1,7 @@
 """Scalars of a run: JSON lines of each node, and TensorBoard and wandb from the launcher.
 
-Metrics describe a run, they are not its experience: where they cannot be written (a full disk, wandb unreachable) that
-is logged once and the run goes on without them. No call here waits for a sync of the disk or for a network.
+Metrics are not experience: if they cannot be written (full disk, wandb unreachable), that is logged once and the run
+continues without them. No call waits for a disk sync or the network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METRICS = "metrics"  # folders in a run folder
 TENSORBOARD = "tensorboard"
 FLUSH_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-MAX_QUEUED = 1000  # reports that wait for wandb; newer ones are left out of it
+MAX_QUEUED = 1000  # reports that wait for wandb; further ones are dropped
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class WandbConfig:
     """Weights & Biases, beside the JSON lines and TensorBoard files that are always written.
 
     Attributes:
-        mode: ``offline`` keeps its files in the run folder (``wandb sync`` sends them later) and contacts nobody;
-            ``online`` needs a login; without one, offline is used.
-        entity: the account or team; None for the account's default.
-        group: puts several runs together.
+        mode: offline (files in the run's folder, for ``wandb sync``), online (needs a login), or disabled.
+        project: of wandb.
+        entity: account or team; null for the account's default.
+        group: of several runs.
     """
 
     mode: Literal["offline", "online", "disabled"] = "offline"
@@ -50,21 +50,21 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where a run's scalars go, beyond the run folder."""
+    """Where a run's metrics go beyond its folder."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 class MetricsWriter:
-    """Appends to ``metrics/<node>.jsonl``: one line a report, in one write, so that readers never see half a line.
+    """Appends to ``metrics/<node>.jsonl``: one line for each report, in one write, so that readers see whole lines.
 
     A line holds ``count`` (the node's own count of updates or steps), ``time_unix_s`` and the scalars; a scalar that is
-    not finite is null. Calls may come from any thread. A process that is killed loses nothing that was written.
+    not finite is null. Any thread may call. Written lines survive a killed process.
     """
 
     def __init__(self, run_dir: Path, node: str) -> None:
         if not node or "/" in node:
-            raise ConfigError(f"{node!r} cannot be a node's name: it names a file")
+            raise ConfigError(f"{node!r} cannot be a node's name, since it names a file; leave out '/'")
         self.path = run_dir / METRICS / f"{node}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
@@ -83,13 +83,13 @@ class MetricsWriter:
     def _append(self, encoded: bytes) -> None:
         if self._file.closed:
             return
-        encoded = b"\n" * self._torn + encoded  # after a torn line, ours starts on its own
+        encoded = b"\n" * self._torn + encoded  # completes a torn line
         try:
             self._torn = self._file.write(encoded) != len(encoded)
             self._failed = False
         except OSError as error:
             if not self._failed:
-                _log.warning("metrics-not-written path=%s error=%s", self.path, error)
+                _log.warning("metrics.write_failed path=%s error=%s", self.path, error)
             self._failed = True
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float | None]]:
-    """The lines of a node's metrics, oldest first; torn ones are left out. No file, no lines."""
+    """The lines of a node's metrics, oldest first; torn lines are skipped. Empty if there is no file."""
     if not path.exists():
         return
     with open(path, "rb") as lines:
@@ -131,12 +131,12 @@ def _finite(value: float) -> float | int | None:
 
 
 class RunLogger:
-    """TensorBoard files and wandb for a whole run; the launcher feeds it with what the nodes report.
+    """Logs the reports of all processes of a run to TensorBoard and wandb.
 
     Args:
         run_dir: the run folder; its name is the run's name.
-        config: the run's configuration (a dataclass), kept with the run in wandb.
-        logging: where its scalars go.
+        config: the run's configuration (a dataclass), saved in wandb.
+        logging: settings of wandb.
     """
 
     def __init__(self, run_dir: Path, config: object, logging: LoggingConfig | None = None) -> None:
@@ -152,7 +152,7 @@ class RunLogger:
             self._wandb.add({**named, f"{node}/count": count})
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Writes out what is pending (at most `CLOSE_TIMEOUT_S` for each of the two); `summary` ends up in wandb."""
+        """Writes pending reports, for at most `CLOSE_TIMEOUT_S` each; `summary` is saved in wandb."""
         self._tensorboard.close()
         if self._wandb:
             self._wandb.close(dict(summary or {}))
@@ -165,7 +165,7 @@ class RunLogger:
 
 
 class _Tensorboard:
-    """Event files by tensorboard's own writer, whose thread does the writing; torch's wrapper would import torch."""
+    """Event files, written by the thread of tensorboard's writer. The writer of torch would import torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -190,11 +190,11 @@ class _Tensorboard:
             write()
         except OSError as error:  # its thread failed: a full disk
             self._failed = True
-            _log.warning("tensorboard-not-written error=%s", error)
+            _log.warning("tensorboard.write_failed error=%s", error)
 
 
 class _Wandb:
-    """wandb in a thread of its own: starting it takes seconds, and nothing that it does may hold or break the run."""
+    """wandb in a thread of its own: its start takes seconds, and its failures must not block or end the run."""
 
     def __init__(self, run_dir: Path, config: dict[str, Any], settings: WandbConfig) -> None:
         self._run_dir, self._config, self._settings = run_dir, config, settings
@@ -210,7 +210,7 @@ class _Wandb:
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
-                _log.warning("wandb-behind: reports are left out of it; the JSON lines and TensorBoard have them")
+                _log.warning("wandb.queue_full: reports are dropped; JSON lines and TensorBoard have them")
 
     def close(self, summary: dict[str, Any]) -> None:
         self._final = summary
@@ -218,10 +218,10 @@ class _Wandb:
         try:
             self._reports.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
-            _log.warning("wandb-stuck: its files may be incomplete")
+            _log.warning("wandb.close_blocked: its files may be incomplete")
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            _log.warning("wandb-slow: not finished after %.0f s; its files may be incomplete", CLOSE_TIMEOUT_S)
+            _log.warning("wandb.close_timeout: not finished after %.0f s; its files may be incomplete", CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         try:
@@ -230,8 +230,8 @@ class _Wandb:
                 run.log(report)
             run.summary.update(self._final)
             run.finish()
-        except Exception as error:  # a foreign program's: whatever goes wrong with it, the run goes on
-            _log.warning("wandb-failed: the run goes on without it: %s", " ".join(str(error).split())[:300])
+        except Exception as error:  # a foreign library may fail in any way; the run continues
+            _log.warning("wandb.failed: the run continues without it: %s", " ".join(str(error).split())[:300])
             self._drain()
 
     def _drain(self) -> None:
@@ -239,7 +239,7 @@ class _Wandb:
             pass
 
     def _start(self) -> Any:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import: reports of its errors to its makers
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import
         home = self._run_dir / "wandb"
         for name in ("CONFIG", "CACHE", "DATA"):
             os.environ.setdefault(f"WANDB_{name}_DIR", str(home / name.lower()))
@@ -247,7 +247,7 @@ class _Wandb:
 
         mode = self._settings.mode
         if mode == "online" and not wandb.login(prompt=False):
-            _log.warning("wandb-offline: not logged in; run `wandb login`, later `wandb sync %s/offline-run-*`", home)
+            _log.warning("wandb.offline: not logged in; run `wandb login`, later `wandb sync %s/offline-run-*`", home)
             mode = "offline"
         home.mkdir(parents=True, exist_ok=True)
         return wandb.init(

@@ -28,16 +28,19 @@ from user_sys.run.metrics import read_metrics
 from user_sys.run.report import EpisodePoint
 from user_sys.store.store import StoreReader
 
-PLAIN_INTERVAL_S = 10.0  # between lines, where there is no terminal
+PLAIN_INTERVAL_S = 10.0  # between lines without a terminal
 REFRESH_HZ = 4.0
 _CONTROL_STYLES = {"policy": "green", "human": "bold yellow", "hold": "yellow", "stopped": "bold white on red"}
 
 
 @dataclass(frozen=True)
 class RobotProgress:
-    """One robot: who is in control (``policy``, ``human``, ``hold``, ``stopped``), or ``lost``, or ``missing``.
+    """The state of one robot.
 
-    `operator` is the person's name where there is one, `note` what the robot wants people to know.
+    Attributes:
+        control: ``policy``, ``human``, ``hold``, ``stopped``, ``lost`` or ``missing``.
+        operator: name of the person in control, or empty.
+        note: a remark for people, such as the reason why it holds.
     """
 
     name: str
@@ -51,19 +54,19 @@ class RobotProgress:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run at one moment.
+    """A snapshot of a run.
 
     Attributes:
-        stage: what goes on: ``starting``, ``demonstrations``, ``training``, ``evaluating``, ``stopping``.
-        console: address of the web page; empty if there is none.
-        elapsed_s: since the run began, without the time between its launches.
-        success_20, success_50: share of successes among the last 20 and 50 training episodes without a person's help;
-            None while there are fewer.
-        interventions: training episodes with help.
-        staleness: versions by which the policies that act are behind the newest one, at most over the robots.
-        done, total: how far the stage is, in the unit of the stage (seconds of training, episodes); total 0: unknown.
-        left_s: estimate of the time until the stage is over; None: unknown.
-        warning: what a person should mend now; empty where there is nothing.
+        stage: ``starting``, ``demonstrations``, ``training``, ``evaluating``, ``stopping``.
+        console: address of the web page, or empty.
+        elapsed_s: duration of all launches of the run.
+        success_20, success_50: share of successes among the last 20 and 50 autonomous training episodes; None while
+            there are fewer.
+        interventions: training episodes with an intervention.
+        staleness: the largest number of versions by which a robot is behind the newest one.
+        done, total: progress of the stage, in its unit (seconds of training, episodes); total 0: unknown.
+        left_s: estimated time until the end of the stage; None: unknown.
+        warning: what a person should mend now, or empty.
     """
 
     run: str
@@ -90,7 +93,7 @@ class Progress:
 class ProgressDisplay:
     """Shows the newest `Progress`: redrawn in place on a terminal, else a line at each new stage and every 10 s.
 
-    Call from one thread. As a context manager it restores the terminal however the run ends.
+    One thread calls it. Leaving the context restores the terminal.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +106,7 @@ class ProgressDisplay:
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESH_HZ, auto_refresh=False)
             errors = sys.stderr
-            self._live.start()  # puts a proxy in the place of sys.stderr, which prints above the display
+            self._live.start()  # replaces sys.stderr by a proxy that prints above the display
             _redirect_logs(errors, sys.stderr)
         return self
 
@@ -115,7 +118,7 @@ class ProgressDisplay:
             self._live = None
 
     def show(self, progress: Progress) -> None:
-        """Shows `progress`; cheap enough to be called a few times a second."""
+        """Shows `progress`; may be called a few times a second."""
         if self._live:
             self._live.update(render(progress), refresh=True)
             return
@@ -125,19 +128,19 @@ class ProgressDisplay:
             self.print_line(plain_line(progress))
 
     def print_line(self, line: str) -> None:
-        """Prints a line that stays, above the live display: an event such as a restarted node."""
+        """Prints a lasting line above the live display, such as a restarted process."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _redirect_logs(before: TextIO, after: TextIO) -> None:
-    """Log handlers keep the stream that they began with; written to past the display, they would tear it."""
+    """Moves log handlers to another stream; on the old one their lines would tear the display."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is before:
             handler.setStream(after)
 
 
 def plain_line(progress: Progress) -> str:
-    """`progress` in one line, for logs."""
+    """`progress` in one line."""
     p = progress
     parts = [
         f"{p.run}: {p.stage} {format_duration(p.elapsed_s)}",
@@ -180,7 +183,7 @@ def format_share(share: float | None) -> str:
 
 
 def _bar(p: Progress) -> Table:
-    line = Table.grid(expand=True)  # the bar alone does not end its line
+    line = Table.grid(expand=True)  # the bar itself does not end its line
     line.add_row(ProgressBar(total=p.total, completed=min(p.done, p.total), complete_style="green"))
     return line
 
@@ -226,11 +229,11 @@ def _note(robot: RobotProgress) -> str:
 ROBOT_TIMEOUT_S = 5.0
 RATE_WINDOW_S = 10.0
 MAX_BETWEEN_REPORTS_S = 1.0
-STORE_FULL_HINT = "robots keep what they record in their outboxes, and hold when these are full"
+STORE_FULL_HINT = "robots keep their steps in their outboxes, and hold when these are full"
 LEARNER_DISK_FULL_HINT = "training pauses until a checkpoint can be written"
 PINNED_VERSION_WARNING = (
-    "training waits: an older version of the weights is ordered, and robots may not be further behind than \
-learner.publish.max_lead; `user-sys weights release` ends the order"
+    "training waits: an older version of the weights is pinned, and robots may be at most "
+    "learner.publish.max_versions_ahead behind; `user-sys weights release` unpins it"
 )
 
 

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from user_sys.errors import RunError
 
-WINDOWS = (20, 50)  # episodes over which success is averaged, in the plot and in the progress display
-Z_95 = 1.959964  # of the normal distribution: two-sided 95%
+WINDOWS = (20, 50)  # episodes in each moving average of success
+Z_95 = 1.959964  # two-sided 95% of the normal distribution
 SUMMARY, PLOT, VIDEO = "summary.json", "success.png", "evaluation.mp4"
 
 _BLUE, _PALE, _ORANGE, _GREY = "#1f5fa8", "#a9c6e6", "#d9662b", "#6b7280"
@@ -34,13 +34,13 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run in numbers.
+    """The results of a run.
 
     Attributes:
-        successes, episodes: evaluation episodes that succeeded with no person's help, and all of them.
-        training_s: time the learner trained.
+        successes, episodes: autonomous evaluation episodes that succeeded, and all evaluation episodes.
+        training_s: time that the learner trained.
         env_steps, updates: control steps acted and gradient steps taken.
-        interventions: training episodes in which a person took over.
+        interventions: training episodes with an intervention.
         target_reached: training ended because the run's target was reached; None if the run has none.
     """
 
@@ -82,7 +82,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class EpisodePoint:
-    """A finished training episode at `training_s` of the run; `intervened` if a person had the robot in it."""
+    """A finished training episode at `training_s` of the run; `intervened` if a person took over."""
 
     training_s: float
     success: bool
@@ -90,7 +90,7 @@ class EpisodePoint:
 
 
 def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
-    """The 95% score interval of a share (Wilson 1927), which stays within [0, 1] and is honest at 0% and 100%."""
+    """The 95% score interval of a share (Wilson 1927), which stays within [0, 1] and holds at 0% and 100%."""
     if not 0 <= successes <= episodes:
         raise ValueError(f"{successes} successes of {episodes} episodes")
     if episodes == 0:
@@ -98,7 +98,7 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
     share, z2 = successes / episodes, Z_95**2
     centre = (share + z2 / (2 * episodes)) / (1 + z2 / episodes)
     half = Z_95 / (1 + z2 / episodes) * math.sqrt(share * (1 - share) / episodes + z2 / (4 * episodes**2))
-    low = centre - half if successes else 0.0  # exactly, where rounding would leave a trace
+    low = centre - half if successes else 0.0  # exact in spite of rounding
     return low, centre + half if successes < episodes else 1.0
 
 
@@ -121,7 +121,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     """The contents of ``summary.json``.
 
     Raises:
-        RunError: the run has none (it is not over), or it is damaged.
+        RunError: the run has no summary (it has not ended), or the file is damaged.
     """
     try:
         summary: dict[str, Any] = json.loads((run_dir / SUMMARY).read_text())
@@ -145,7 +145,7 @@ def write_video(path: Path, frames: Iterable[np.ndarray[Any, np.dtype[np.uint8]]
     format does not know, is padded by repeating the last row or column. Blocks while it encodes.
 
     Raises:
-        RunError: no frames, frames of unlike or unfit shape, or a failing encoder.
+        RunError: there are no frames, their shapes differ or are invalid, or the encoder fails.
     """
     from imageio_ffmpeg import write_frames
 
@@ -172,11 +172,11 @@ def link_latest(run_dir: Path) -> Path:
     """Points the symbolic link ``latest`` beside `run_dir` to it, atomically, and returns the link.
 
     Raises:
-        RunError: something else than a link is in its place, or it cannot be made.
+        RunError: a file or folder has this name, or the link cannot be made.
     """
     link = run_dir.parent / "latest"
     if link.exists() and not link.is_symlink():
-        raise RunError(f"{link} is not a link; move it away")
+        raise RunError(f"{link} is a file or folder, not a link; move it away")
     with _atomic_replace(link) as temporary:
         temporary.symlink_to(run_dir.name)
     return link
@@ -184,7 +184,7 @@ def link_latest(run_dir: Path) -> Path:
 
 @contextmanager
 def _atomic_replace(path: Path) -> Generator[Path]:
-    """A temporary path beside `path` that takes its place at the end, or is removed if the work failed."""
+    """A temporary path in the same folder, which replaces `path` at the end, or is removed after an error."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     temporary.unlink(missing_ok=True)
     try:
@@ -217,7 +217,7 @@ def _encoding(fps: float) -> dict[str, Any]:
         "macro_block_size": 2,
         "quality": 8,
         "ffmpeg_log_level": "error",
-        "output_params": ["-movflags", "+faststart", "-f", "mp4"],  # plays while it is still loading
+        "output_params": ["-movflags", "+faststart", "-f", "mp4"],  # playable while it loads
     }
 
 
@@ -251,7 +251,7 @@ def _plot(path: Path, summary: RunSummary, episodes: Sequence[EpisodePoint]) -> 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: no global state, no window system
+    FigureCanvasAgg(figure)  # without pyplot: no global state, no window system
     axes = figure.subplots()
     _draw_training(axes, episodes)
     _draw_evaluation(axes, summary)
