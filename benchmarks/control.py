@@ -47,7 +47,7 @@ from user_sys.robot_records import LEARNER
 from user_sys.run.config import RunConfig, create_run_folder
 from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
 from user_sys.run.topology import GATEWAY
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import load_keypair, load_public_key

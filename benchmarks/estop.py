@@ -47,7 +47,7 @@ from user_sys.errors import RunError
 from user_sys.messages import EpisodeReport, MetricsReport, OperatorReply, RobotStatus, StopRun
 from user_sys.run.config import RunConfig, RunFolder, create_run_folder
 from user_sys.run.prepare import CONSOLE, free_endpoint, prepare_run_folder
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 

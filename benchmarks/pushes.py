@@ -33,7 +33,7 @@ from benchmarks.holds import Holds, count_holds
 from benchmarks.pushes_ends import ENDED, PUSHING, SECONDS, STEPS, VERSION
 from hal.spec import Array
 from user_sys.episode import EpisodeSource, decode_chunk
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 
 ROOT = Path(__file__).parent.parent

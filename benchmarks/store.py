@@ -33,7 +33,7 @@ from user_sys.episode import (
     parse_chunk,
 )
 from user_sys.store.index_block import CHUNK_KIND
-from user_sys.store.log import LogWriter
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.store import StoreWriter
 
 SIDE = 128

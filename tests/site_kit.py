@@ -13,7 +13,7 @@ from run_kit import END_S, until
 
 from user_sys.episode import ChunkHeader, decode_chunk
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.keys import Keyring, new_keypair, save_keypair
 

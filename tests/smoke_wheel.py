@@ -38,7 +38,7 @@ LIGHT_MODULES = (
     "user_sys.edge.outbox",
     "user_sys.edge.recorder",
     "user_sys.edge.session",
-    "user_sys.store.log",
+    "user_sys.store.log_writer",
     "user_sys.tunnel.client",
     "user_sys.tunnel.server",
 )

@@ -31,7 +31,7 @@ ROOMS = {
         "user_sys/algorithms/",
         "user_sys/learner/",
         "user_sys/policies/",
-        "user_sys/replay/pinned.py",
+        "user_sys/replay/sampler.py",
         "user_sys/weights/gpu",
     ),
     "fastapi": ("user_sys/console/",),

@@ -13,7 +13,7 @@ from run_kit import until, user_sys
 
 from user_sys.episode import decode_chunk
 from user_sys.run.metrics import read_metrics
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"

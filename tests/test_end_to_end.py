@@ -18,7 +18,7 @@ from run_kit import Launch, until, user_sys
 
 from user_sys.episode import Chunk, decode_chunk
 from user_sys.run.metrics import read_metrics
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND, StoreReader
 
 FLEET = """

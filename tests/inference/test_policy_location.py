@@ -11,7 +11,7 @@ import pytest
 from run_kit import until, user_sys
 
 from user_sys.episode import decode_chunk
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 
 FLEET = """

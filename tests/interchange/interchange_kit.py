@@ -1,4 +1,4 @@
-"""Stores to export: episodes with several cameras of unlike sizes, tasks, people and endings."""
+"""Stores to export: episodes with several cameras of different sizes, tasks, people and endings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STARTED_UNIX_NS = 1_700_000_000_000_000_000
 
 
 def picture(camera: str, number: int) -> Array:
-    """A smooth picture, so that video codecs keep it well, which differs from step to step."""
+    """A smooth picture, which compresses well in video, different at each step."""
     height, width = CAMERAS[camera]
     rows, columns = np.mgrid[0:height, 0:width]
     red = (rows * 4 + number * 7) % 160
@@ -32,7 +32,7 @@ def picture(camera: str, number: int) -> Array:
 
 
 def frame(camera: str, number: int, raw: bool) -> Frame | None:
-    """Every third step keeps the frame before, save at the start."""
+    """Every third step except the first repeats the previous frame."""
     if number and number % 3 == 2:
         return None
     image = picture(camera, number)
@@ -40,7 +40,7 @@ def frame(camera: str, number: int, raw: bool) -> Frame | None:
 
 
 def capture_ns(camera: str, steps: int) -> Array:
-    """When the frame that stands at each step was captured: a little before the step that it was new at."""
+    """Capture time of the shown frame at each step, shortly before the step at which it was new."""
     newest = np.array([number for number in range(steps) if frame(camera, number, raw=True) is not None])
     shown = newest[np.searchsorted(newest, np.arange(steps), side="right") - 1]
     return 5_000_000_123 + shown * CAPTURE_PERIOD_NS - CAMERA_DELAY_NS[camera]
@@ -61,7 +61,7 @@ def episode_chunks(
     ends: bool = True,
     phases: Sequence[Phase] = (),
 ) -> list[bytes]:
-    """An episode as encoded chunks of `CHUNK_STEPS`; its numbers follow from `name`. `phases`: one a step."""
+    """An episode as encoded chunks of `CHUNK_STEPS`; its numbers follow from `name`. `phases` has one per step."""
     rng = np.random.default_rng(list(name.encode()))
     columns: dict[str, Array] = {
         "observation.state": rng.standard_normal((steps, size)).astype(np.float32),
@@ -145,7 +145,7 @@ def read_store(path: Path) -> dict[str, StoredEpisode]:
 
 
 def pictures(episode: StoredEpisode, camera: str) -> list[Array]:
-    """What the camera shows at each step."""
+    """The camera's picture at each step."""
     shown: list[Array] = []
     for each in episode.frames[IMAGE_PREFIX + camera]:
         shown.append(shown[-1] if each is None else decode_frame(each))
@@ -153,7 +153,7 @@ def pictures(episode: StoredEpisode, camera: str) -> list[Array]:
 
 
 def assert_same(a: StoredEpisode, b: StoredEpisode, *, frames_within: float = 0.0) -> None:
-    """Step by step; frames as they are shown, up to a mean difference of `frames_within` grey levels."""
+    """Compares step by step; shown frames may differ by a mean of `frames_within` grey levels."""
     assert a.header == b.header and a.chunk_steps == b.chunk_steps
     _assert_columns(a.columns, b.columns)
     _assert_columns(a.final, b.final)

@@ -1,6 +1,6 @@
-"""Runs LeRobot itself, in an environment of its own: ``lerobot_peer.py read ROOT OUT.npz`` and ``write ROOT KIND``.
+"""Runs LeRobot in its own environment: ``lerobot_peer.py read ROOT OUT.npz`` and ``write ROOT KIND``.
 
-It shares nothing with our code but files.
+It shares only files with our code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def declare_operators() -> None:
-    """torchvision's CUDA build does not import beside a torch without CUDA unless these are known."""
+    """Declares the operators that torchvision's CUDA build needs to import with a torch without CUDA."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -25,7 +25,7 @@ def declare_operators() -> None:
 
 
 def read(root: Path, target: Path) -> None:
-    """Every item of the data set by LeRobot's reader, each feature stacked; and what a policy asks it for."""
+    """Every item of the dataset by LeRobot's reader, each feature stacked, and the queries of a policy."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.datasets.utils import dataset_to_policy_features
 
@@ -45,7 +45,7 @@ def read(root: Path, target: Path) -> None:
 
 
 def write(root: Path, kind: str) -> None:
-    """A data set of two episodes, of 5 and 40 steps, with frames as `kind` (``image`` or ``video``)."""
+    """A dataset of two episodes, of 5 and 40 steps, with frames as `kind` (``image`` or ``video``)."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     features: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Pictures in chunks and data sets may lie about their size: nothing is allocated for what they claim."""
+"""Images in chunks and datasets may declare false sizes; the declared size is never allocated."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def jpeg_bomb() -> bytes:
 
 
 def png_bomb(side: int) -> bytes:
-    """All of one colour: a few kilobytes, as honest as any."""
+    """A valid single-colour image of a few kilobytes."""
     target = io.BytesIO()
     Image.new("1", (side, side)).save(target, "PNG")
     return target.getvalue()
 
 
 def with_sampling(file: bytes, sampling: int) -> bytes:
-    """`file` with other factors by which brightness is sampled more finely than colour; 0x14: once across, 4 down."""
+    """`file` with other chroma subsampling factors; 0x14 is 1 horizontally, 4 vertically."""
     at = file.index(b"\xff\xc0") + 11
     return file[:at] + bytes([sampling]) + file[at + 1 :]
 
 
 @pytest.mark.parametrize("use", [decode_frame, frame_size, decode_image_file])
-def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken(
+def test_oversized_jpeg_is_refused_before_allocation(
     use: Callable[[bytes], object],
 ) -> None:
     bomb = jpeg_bomb()
@@ -47,34 +47,34 @@ def test_a_jpeg_file_that_claims_gigabytes_is_refused_before_any_memory_is_taken
     try:
         with pytest.raises(DataSetError, match="frame"):
             use(bomb)
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20, "codecs that are imported, and no picture"
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20, "codecs that are imported, and not a valid image"
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize("side", [6_000, 10_000, 20_000])
-def test_a_picture_file_of_too_many_pixels_is_refused(side: int) -> None:
-    with pytest.raises(DataSetError, match="frame is no picture"):
+def test_image_with_too_many_pixels_is_refused(side: int) -> None:
+    with pytest.raises(DataSetError, match="frame is not a valid image"):
         decode_image_file(png_bomb(side))
 
 
-def test_honest_pictures_pass() -> None:
+def test_valid_images_decode() -> None:
     honest = picture("front", 1)
     assert frame_size(encode_jpeg(honest)) == decode_frame(encode_jpeg(honest)).shape[:2] == honest.shape[:2]
     assert (decode_image_file(encode_png(honest)) == honest).all()
 
 
 @pytest.mark.parametrize("use", [decode_frame, frame_size])
-def test_a_jpeg_file_whose_colours_have_an_uncommon_resolution_is_refused(use: Callable[[bytes], object]) -> None:
+def test_jpeg_with_unusual_chroma_subsampling_is_refused(use: Callable[[bytes], object]) -> None:
     with pytest.raises(DataSetError, match="no JPEG file that can be read"):
         use(with_sampling(encode_jpeg(picture("front", 0)), 0x14))
 
 
-def test_a_damaged_png_file_is_refused_whatever_is_damaged() -> None:
+def test_damaged_png_is_refused() -> None:
     whole = encode_png(picture("front", 0))
     for at in range(0, len(whole), max(1, len(whole) // 400)):
         for damaged in (whole[:at], whole[:at] + b"\x81" * 8 + whole[at:], whole[:at] + b"\0" * 4 + whole[at + 4 :]):
             with contextlib.suppress(DataSetError):
                 decode_image_file(damaged)
-    with pytest.raises(DataSetError, match="no picture"):
+    with pytest.raises(DataSetError, match="not a valid image"):
         decode_image_file(whole[:-20] + b"\x81" * 20)

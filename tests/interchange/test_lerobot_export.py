@@ -1,4 +1,4 @@
-"""A LeRobot data set as others read it, and an export that is killed on the way."""
+"""LeRobot datasets as other programs read them, and interrupted exports."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from user_sys.store.store import StoreWriter
 EXPORT = """
 import sys
 from pathlib import Path
-from user_sys.interchange.lerobot_export import LerobotOptions, export_lerobot, open_plan
-plan = open_plan(Path(sys.argv[1]), Path(sys.argv[2]), LerobotOptions(codec="h264", file_mb=0.01))
+from user_sys.interchange.lerobot_export import LerobotExportOptions, export_lerobot, open_plan
+plan = open_plan(Path(sys.argv[1]), Path(sys.argv[2]), LerobotExportOptions(codec="h264", file_mb=0.01))
 export_lerobot(plan, Path(sys.argv[2]), lambda steps: print(steps, flush=True))
 """
 
@@ -44,7 +44,7 @@ def files(root: Path) -> dict[str, str]:
     }
 
 
-def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
+def test_export_writes_the_files_of_the_format(tmp_path: Path) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
     assert set(files(tmp_path / "set")) == {
         "export.json",
@@ -66,7 +66,7 @@ def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
     assert info["features"]["t_capture_ns.wrist"] == {"dtype": "int64", "shape": [1], "names": None}
 
 
-def test_steps_and_episodes_are_numbered_as_the_format_wants(tmp_path: Path) -> None:
+def test_export_numbers_steps_and_episodes(tmp_path: Path) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(file_mb=0.001))
     rows = [
         row for n in range(3) for row in pq.read_table(tmp_path / f"set/data/chunk-000/file-00{n}.parquet").to_pylist()
@@ -83,7 +83,7 @@ def test_steps_and_episodes_are_numbered_as_the_format_wants(tmp_path: Path) -> 
     assert episode["tasks"] == ["lift the cube"] and episode["user/success"] is None
 
 
-def test_statistics_are_those_of_all_steps(tmp_path: Path) -> None:
+def test_export_statistics_cover_all_steps(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     told = json.loads((tmp_path / "set/meta/stats.json").read_text())
@@ -98,7 +98,7 @@ def test_statistics_are_those_of_all_steps(tmp_path: Path) -> None:
     assert "log_prob" not in told  # it is not finite everywhere, and JSON has no word for that
 
 
-def test_running_statistics_do_not_depend_on_the_division() -> None:
+def test_running_statistics_are_independent_of_division() -> None:
     values = np.random.default_rng(0).standard_normal((100, 2)) * 3 + 1000
     running = RunningStatistics()
     for part in np.split(values, [1, 7, 60]):
@@ -109,7 +109,7 @@ def test_running_statistics_do_not_depend_on_the_division() -> None:
     np.testing.assert_allclose(running.result()["mean"], values.mean(0), rtol=1e-12)
 
 
-def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path) -> None:
+def test_robot_spec_gives_element_names_and_rate(tmp_path: Path) -> None:
     def vector(name: str, *labels: str) -> ArraySpec:
         low, high = (-1.0,) * len(labels), (1.0,) * len(labels)
         return ArraySpec(name=name, labels=labels, units=("rad",) * len(labels), low=low, high=high)
@@ -136,14 +136,14 @@ def test_the_robots_spec_beside_the_store_names_elements_and_rate(tmp_path: Path
         (EpisodeFilter(episodes=("c", "a")), ["a", "c"]),
     ],
 )
-def test_filters(tmp_path: Path, selection: EpisodeFilter, names: list[str]) -> None:
+def test_export_filters(tmp_path: Path, selection: EpisodeFilter, names: list[str]) -> None:
     store = make_store(tmp_path / "store", episode_chunks("open", ends=False))
     usual_store(store)
     plan = open_plan(store, tmp_path / "set", LerobotExportOptions(selection=selection))
     assert [each.episode for part in plan.data_sets[0].parts for each in part] == names
 
 
-def test_what_people_said_last_is_exported_and_what_they_deleted_is_not(tmp_path: Path) -> None:
+def test_export_applies_labels_and_skips_deleted_episodes(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     said = {"labeller": "ada", "at_unix_ns": 1}
     with StoreWriter.open(store) as writer:
@@ -162,7 +162,7 @@ def test_what_people_said_last_is_exported_and_what_they_deleted_is_not(tmp_path
     assert end is not None and end.success and end.reward_source == "person"
 
 
-def test_an_episode_with_a_hole_is_exported_up_to_it(tmp_path: Path) -> None:
+def test_episode_with_a_gap_is_exported_up_to_it(tmp_path: Path) -> None:
     chunks = episode_chunks("holed", 15)
     store = make_store(tmp_path / "store", [chunks[0], chunks[1], chunks[3]])
     with pytest.raises(DataSetError, match="none of the store's 1 episodes"):
@@ -173,15 +173,15 @@ def test_an_episode_with_a_hole_is_exported_up_to_it(tmp_path: Path) -> None:
     assert read_store(tmp_path / "again")["holed"].header.end is None
 
 
-def test_nothing_chosen_and_unknown_episodes_are_told(tmp_path: Path) -> None:
+def test_empty_selection_and_unknown_episode_are_errors(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
-    with pytest.raises(DataSetError, match="none of the store's 3 episodes is chosen; loosen the filters"):
+    with pytest.raises(DataSetError, match="none of the store's 3 episodes matches; change the filters"):
         open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(tasks=("weld",))))
     with pytest.raises(DataSetError, match="no episode 'zz'.*inspect"):
         open_plan(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(episodes=("zz",))))
 
 
-def test_an_output_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+def test_nonempty_output_is_refused(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     with pytest.raises(DataSetError, match="with other options; choose another --output, or remove it"):
@@ -192,7 +192,7 @@ def test_an_output_that_holds_something_else_is_refused(tmp_path: Path) -> None:
         open_plan(store, tmp_path / "full", LerobotExportOptions())
 
 
-def test_an_export_that_broke_off_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_interrupted_export_ends_with_the_same_bytes(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 6) for n in range(5)))
     options = LerobotExportOptions(codec="h264", file_mb=0.01)
     whole = export(store, tmp_path / "whole", options)
@@ -214,7 +214,7 @@ def test_an_export_that_broke_off_anywhere_ends_with_the_same_bytes(tmp_path: Pa
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
 
 
-def test_an_export_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_killed_export_resumes(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 12) for n in range(30)))
     command = [sys.executable, "-c", EXPORT, str(store), str(tmp_path / "killed")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
@@ -230,14 +230,14 @@ def test_an_export_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-def test_the_command_line_exports_and_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, output, again = (str(tmp_path / name) for name in ("store", "set", "again"))
     make_store(Path(store), episode_chunks("a"), episode_chunks("u", embodiment="e2", size=6))
     assert main(["store", "export", store, "--format", "lerobot", "--output", output]) == 0
     told = capsys.readouterr().err
-    assert "1 episodes, 10 steps at 10 Hz" in told and "one for each embodiment" in told
+    assert "1 episodes, 10 steps at 10 Hz" in told and "each embodiment has a LeRobot dataset" in told
     assert main(["store", "import", output, "--output", again]) == 2
-    assert "it holds the data sets e1, e2: import each" in capsys.readouterr().err
+    assert "it holds the datasets e1, e2: import each" in capsys.readouterr().err
     assert main(["store", "import", f"{output}/e1", "--output", again]) == 0
     assert "1 episodes added, 10 steps" in capsys.readouterr().err
     assert list(read_store(Path(again))) == ["a"]
@@ -246,12 +246,12 @@ def test_the_command_line_exports_and_imports(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--format", "lerobot", "--codec", "av1"), "give --cameras video too"),
-        (("--format", "mcap", "--cameras", "video"), "--format lerobot only"),
-        (("--format", "mcap", "--fps", "10"), "--format lerobot only"),
+        (("--format", "lerobot", "--codec", "av1"), "--codec requires --cameras video"),
+        (("--format", "mcap", "--cameras", "video"), "require --format lerobot"),
+        (("--format", "mcap", "--fps", "10"), "require --format lerobot"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(
+def test_options_without_effect_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
 ) -> None:
     store = usual_store(tmp_path / "store")
@@ -260,14 +260,14 @@ def test_options_that_would_do_nothing_are_refused(
 
 
 @pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf", "ten"])
-def test_a_rate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str) -> None:
+def test_invalid_rate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str) -> None:
     argv = ["store", "export", str(tmp_path), "--format", "lerobot", "--output", str(tmp_path / "out"), "--fps", rate]
     with pytest.raises(SystemExit):
         main(argv)
     assert f"got '{rate}'" in capsys.readouterr().err
 
 
-def test_the_robots_spec_goes_along_and_a_misnamed_one_does_not(tmp_path: Path) -> None:
+def test_export_copies_robot_specs(tmp_path: Path) -> None:
     action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(-1.0, -1.0), high=(1.0, 1.0))
     spec = RobotSpec(model="two", rate_hz=25.0, observation=(), action=action, cameras=())
     store, sets, again = tmp_path / "store", tmp_path / "set", tmp_path / "again"
@@ -281,25 +281,23 @@ def test_the_robots_spec_goes_along_and_a_misnamed_one_does_not(tmp_path: Path) 
     assert not (tmp_path / "outside.json").exists()
 
 
-def test_what_an_export_leaves_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_reports_skipped_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("b", ends=False))
     argv = ["store", "export", str(tmp_path / "store"), "--format", "mcap", "--output", str(tmp_path / "out")]
     assert main(argv) == 0
-    assert "1 episodes that never ended are left out" in capsys.readouterr().err
+    assert "1 episodes that never ended were skipped" in capsys.readouterr().err
     assert main([*argv, "--incomplete"]) == 0
-    assert "left out" not in capsys.readouterr().err
+    assert "never ended" not in capsys.readouterr().err
 
 
-def test_a_store_is_not_put_into_the_data_set_that_it_comes_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_into_its_own_dataset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set")
     before = files(tmp_path / "set")
     assert main(["store", "import", str(tmp_path / "set"), "--output", str(tmp_path / "set")]) == 2
-    assert "give the store another folder" in capsys.readouterr().err and files(tmp_path / "set") == before
+    assert "choose another folder for the store" in capsys.readouterr().err and files(tmp_path / "set") == before
 
 
-def test_an_export_done_is_not_done_again(tmp_path: Path) -> None:
+def test_finished_export_is_not_repeated(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}

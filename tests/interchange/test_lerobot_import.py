@@ -1,4 +1,4 @@
-"""Foreign and broken data sets."""
+"""Foreign and broken datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from user_sys.interchange.lerobot_import import ImportOptions
 
 
 def foreign(root: Path) -> Path:
-    """A data set as another program may write it: two episodes of 40 and 3 steps, nothing but what every one has."""
+    """A minimal dataset of another program: two episodes of 40 and 3 steps."""
     lengths = (40, 3)
     steps = sum(lengths)
     frame_index = np.concatenate([np.arange(n) for n in lengths])
@@ -73,7 +73,7 @@ def foreign(root: Path) -> Path:
     return root
 
 
-def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
+def test_foreign_dataset_becomes_demonstrations(tmp_path: Path) -> None:
     done = bring_in(foreign(tmp_path / "set"), tmp_path / "store")
     assert (done.episodes, done.steps, done.skipped_features) == (2, 43, ("phase", "weather"))
     long, short = read_store(tmp_path / "store").values()
@@ -98,7 +98,7 @@ def test_a_foreign_data_set_becomes_demonstrations(tmp_path: Path) -> None:
     np.testing.assert_array_equal(long.captured_ns["observation.images.top"], long.columns["t_capture_ns"])
 
 
-def test_what_a_foreign_data_set_does_not_say_can_be_told(tmp_path: Path) -> None:
+def test_import_options_fill_in_missing_values(tmp_path: Path) -> None:
     told = ImportOptions(
         robot="left", task="lift", embodiment="0123", success=False, source=EpisodeSource.ONLINE, frames="jpeg"
     )
@@ -117,7 +117,7 @@ def test_what_a_foreign_data_set_does_not_say_can_be_told(tmp_path: Path) -> Non
     assert isinstance(episode.frames["observation.images.top"][0], bytes)
 
 
-def test_a_foreign_data_set_is_recognised_wherever_it_lies(tmp_path: Path) -> None:
+def test_foreign_dataset_is_recognised_after_a_move(tmp_path: Path) -> None:
     foreign(tmp_path / "set")
     bring_in(tmp_path / "set", tmp_path / "store")
     (tmp_path / "set").rename(tmp_path / "moved")
@@ -174,33 +174,33 @@ WRIST = "observation.images.wrist"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (remove("meta/info.json"), "is no LeRobot data set, or an unfinished one"),
+        (remove("meta/info.json"), "is not a LeRobot dataset, or an unfinished one"),
         (remove("meta/tasks.parquet"), "tasks.parquet cannot be read: it is missing"),
         (remove("data/chunk-000/file-000.parquet"), "file-000.parquet cannot be read: it is missing"),
-        (remove("meta/episodes/chunk-000/file-000.parquet"), "has no file; the data set is not whole"),
-        (remove(f"videos/{WRIST}/chunk-000/file-000.mp4"), "is no video that can be read"),
+        (remove("meta/episodes/chunk-000/file-000.parquet"), "has no file; the dataset is incomplete"),
+        (remove(f"videos/{WRIST}/chunk-000/file-000.mp4"), "is not a readable video"),
         (truncate("data/chunk-000/file-000.parquet"), "data/.*file-000.parquet cannot be read: .*again"),
         (truncate("meta/episodes/chunk-000/file-000.parquet"), "episodes/.*file-000.parquet cannot be read"),
-        (lambda root: (root / "meta/info.json").write_text("{}"), "is not what LeRobot v3 writes"),
-        (lambda root: (root / "meta/info.json").write_bytes(b'{"fps": "\x90"}'), "is not what LeRobot v3 writes"),
-        (set_info(codebase_version="v2.1"), "v2.1, and v3 is needed; LeRobot converts it"),
+        (lambda root: (root / "meta/info.json").write_text("{}"), "is not valid for LeRobot v3"),
+        (lambda root: (root / "meta/info.json").write_bytes(b'{"fps": "\x90"}'), "is not valid for LeRobot v3"),
+        (set_info(codebase_version="v2.1"), "v2.1; v3 is required. Convert it"),
         (set_info(fps=0), "says 0.* frames a second"),
         (set_info(data_path="{chunk_index:0999999999d}"), "has an unknown field 'chunk_index'"),
         (set_info(data_path="{chunk_index.real}"), "has an unknown field 'chunk_index.real'"),
         (set_info(video_path="{0}"), "has an unknown field '0'"),
-        (set_info(data_path="{file_index"), "the path '{file_index' is none"),
-        (set_info(data_path="../{file_index}"), "'../0' lies outside the data set"),
-        (set_info(data_path="/{file_index}"), "'/0' lies outside the data set"),
+        (set_info(data_path="{file_index"), "the path '{file_index' is invalid"),
+        (set_info(data_path="../{file_index}"), "'../0' is outside the dataset"),
+        (set_info(data_path="/{file_index}"), "'/0' is outside the dataset"),
         (set_feature("observation.state", dtype="S999999999"), "'observation.state' has the dtype 'S999999999'"),
-        (set_feature("observation.state", shape=[4]), "'observation.state' does not hold float32 .4,. a step"),
+        (set_feature("observation.state", shape=[4]), "'observation.state' does not hold float32 .4,. per step"),
         (set_feature("observation.force"), "has no column 'observation.force'"),
-        (set_feature(WRIST, shape=[64, 64, 3]), "has a frame of .32, 48.; meta/info.json says .64, 64."),
+        (set_feature(WRIST, shape=[64, 64, 3]), "has a frame of .32, 48.; meta/info.json declares .64, 64."),
         (empty_episode, "episode 1 has 0 steps"),
-        (rename_source, "says its source is 'moon'; give --source demo.online.evaluation"),
-        (drop_rows, "fewer than the 10 steps|ends before the steps"),
+        (rename_source, "has the unknown source 'moon'; give --source demo.online.evaluation"),
+        (drop_rows, "fewer than the 10 steps|has fewer steps than"),
     ],
 )
-def test_a_broken_data_set_is_told_in_one_line(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+def test_broken_dataset_is_an_error(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set", LerobotExportOptions(codec="h264"))
     damage(tmp_path / "set")
     with pytest.raises(DataSetError, match=told) as caught:
@@ -208,7 +208,7 @@ def test_a_broken_data_set_is_told_in_one_line(tmp_path: Path, damage: Callable[
     assert "\n" not in str(caught.value)
 
 
-def test_a_video_that_ends_early_is_told(tmp_path: Path) -> None:
+def test_short_video_is_an_error(tmp_path: Path) -> None:
     for name, steps in (("short", 4), ("long", 9)):
         store = make_store(tmp_path / f"{name}.store", episode_chunks("a", steps, cameras=("wrist",)))
         export(store, tmp_path / name, LerobotExportOptions(codec="h264"))

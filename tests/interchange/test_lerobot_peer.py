@@ -1,4 +1,4 @@
-"""LeRobot itself reads what we export, and we read what LeRobot writes. Needs ``make test-lerobot``."""
+"""LeRobot reads our exports, and we read LeRobot's datasets. Needs ``make test-lerobot``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_by_lerobot(tmp_path: Path, root: Path) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize(("codec", "frames_within"), [(None, 1.0), ("h264", 6.0), ("av1", 8.0)])
-def test_lerobot_reads_what_we_export(tmp_path: Path, codec: str | None, frames_within: float) -> None:
+def test_lerobot_reads_our_export(tmp_path: Path, codec: str | None, frames_within: float) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set", LerobotExportOptions(codec=codec, file_mb=0.012))
     found = read_by_lerobot(tmp_path, tmp_path / "set")
@@ -68,7 +68,7 @@ def test_lerobot_reads_what_we_export(tmp_path: Path, codec: str | None, frames_
             assert np.abs(ours - theirs).mean() <= frames_within
 
 
-def test_lerobot_takes_windows_episodes_and_policy_features_out_of_it(tmp_path: Path) -> None:
+def test_lerobot_reads_windows_episodes_and_policy_features(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     found = read_by_lerobot(tmp_path, tmp_path / "set")
@@ -87,7 +87,7 @@ def test_lerobot_takes_windows_episodes_and_policy_features_out_of_it(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_we_read_what_lerobot_writes(tmp_path: Path, kind: str) -> None:
+def test_import_of_a_lerobot_recording(tmp_path: Path, kind: str) -> None:
     peer(tmp_path, "write", tmp_path / "set", kind)
     done = bring_in(tmp_path / "set", tmp_path / "store")
     assert (done.episodes, done.steps, done.skipped_features) == (2, 45, ())

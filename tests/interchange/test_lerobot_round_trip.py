@@ -1,4 +1,4 @@
-"""What is exported as a LeRobot data set and imported again is what it was, step by step."""
+"""Export to LeRobot and import restore every step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ IMPORT = """
 import sys
 from pathlib import Path
 from user_sys.interchange.lerobot_import import ImportOptions, import_lerobot
-from user_sys.interchange.lerobot_import import LerobotDataSet
+from user_sys.interchange.lerobot_import import LerobotDataset
 root, store = Path(sys.argv[1]), Path(sys.argv[2])
-import_lerobot(LerobotDataSet.open(root), root, store, ImportOptions(), lambda steps: print(steps, flush=True))
+import_lerobot(LerobotDataset.open(root), root, store, ImportOptions(), lambda steps: print(steps, flush=True))
 """
 
 
-def test_images_come_back_to_the_byte(tmp_path: Path) -> None:
+def test_images_round_trip_exactly(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     done = bring_in(tmp_path / "set", tmp_path / "again")
@@ -40,7 +40,7 @@ def test_images_come_back_to_the_byte(tmp_path: Path) -> None:
         assert_same(episode, after[name])
 
 
-def test_raw_cameras_come_back_to_the_pixel(tmp_path: Path) -> None:
+def test_raw_frames_round_trip_exactly(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", episode_chunks("a", raw=True))
     export(store, tmp_path / "set")
     bring_in(tmp_path / "set", tmp_path / "again")
@@ -50,7 +50,7 @@ def test_raw_cameras_come_back_to_the_pixel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["h264", "av1"])
-def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> None:
+def test_video_round_trips_within_codec_loss(tmp_path: Path, codec: str) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set", LerobotExportOptions(codec=codec))
     bring_in(tmp_path / "set", tmp_path / "again")
@@ -60,7 +60,7 @@ def test_video_comes_back_within_the_codecs_loss(tmp_path: Path, codec: str) -> 
 
 
 @pytest.mark.parametrize("codec", ["h264", "av1"])
-def test_video_of_an_odd_size(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video_of_odd_size_round_trips(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(interchange_kit.CAMERAS, "front", (75, 93))
     store = make_store(tmp_path / "store", episode_chunks("a", cameras=("front",)))
     export(store, tmp_path / "set", LerobotExportOptions(codec=codec))
@@ -68,7 +68,7 @@ def test_video_of_an_odd_size(tmp_path: Path, codec: str, monkeypatch: pytest.Mo
     assert_same(read_store(store)["a"], read_store(tmp_path / "again")["a"], frames_within=6.0)
 
 
-def test_importing_again_adds_nothing_and_goes_on_after_a_break(tmp_path: Path) -> None:
+def test_repeated_import_adds_only_missing_episodes(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     export(store, tmp_path / "set")
     half_done = make_store(tmp_path / "again", episode_chunks("a", 10)[:2])
@@ -80,7 +80,7 @@ def test_importing_again_adds_nothing_and_goes_on_after_a_break(tmp_path: Path) 
         assert_same(episode, after[name])
 
 
-def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_killed_import_resumes(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", *(episode_chunks(f"e{n}", 9) for n in range(12)))
     export(store, tmp_path / "set")
     command = [sys.executable, "-c", IMPORT, str(tmp_path / "set"), str(tmp_path / "again")]
@@ -94,20 +94,20 @@ def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
         assert_same(episode, after[name])
 
 
-def test_the_source_can_be_chosen(tmp_path: Path) -> None:
+def test_import_sets_the_source(tmp_path: Path) -> None:
     export(usual_store(tmp_path / "store"), tmp_path / "set")
     bring_in(tmp_path / "set", tmp_path / "again", ImportOptions(source=EpisodeSource.EVALUATION))
     assert {each.header.source for each in read_store(tmp_path / "again").values()} == {EpisodeSource.EVALUATION}
 
 
-def test_an_episode_that_never_ended_comes_back_without_an_end(tmp_path: Path) -> None:
+def test_incomplete_episode_round_trips(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", episode_chunks("a"), episode_chunks("cut", ends=False))
     export(store, tmp_path / "set", LerobotExportOptions(selection=EpisodeFilter(incomplete=True)))
     bring_in(tmp_path / "set", tmp_path / "again")
     assert_same(read_store(store)["cut"], read_store(tmp_path / "again")["cut"])
 
 
-def test_each_embodiment_becomes_a_data_set(tmp_path: Path) -> None:
+def test_each_embodiment_becomes_a_dataset(tmp_path: Path) -> None:
     store = make_store(
         tmp_path / "store",
         episode_chunks("a", cameras=("wrist",)),
@@ -130,7 +130,7 @@ def test_each_embodiment_becomes_a_data_set(tmp_path: Path) -> None:
     file_mb=st.sampled_from([0.001, 0.004, 1.0]),
     codec=st.sampled_from([None, "h264"]),
 )
-def test_any_division_into_files(
+def test_round_trip_with_any_file_size(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], file_mb: float, codec: str | None
 ) -> None:
     folder = tmp_path_factory.mktemp("division")

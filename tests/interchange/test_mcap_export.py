@@ -1,4 +1,4 @@
-"""MCAP recordings, read back with the library that viewers use."""
+"""MCAP recordings, read with the library that viewers use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Message = tuple[int, Any]  # log time, content
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, list[Message]]]:
-    """Schemas by topic and messages by topic, every JSON message checked against its schema."""
+    """Schemas and messages by topic; every JSON message is checked against its schema."""
     schemas: dict[str, Any] = {}
     messages: dict[str, list[Message]] = defaultdict(list)
     with path.open("rb") as file:
@@ -59,7 +59,7 @@ def export(tmp_path: Path, *options: str) -> Path:
     return tmp_path / "out"
 
 
-def test_a_recording_holds_the_episode(tmp_path: Path) -> None:
+def test_mcap_holds_the_episode(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     schemas, messages = read(export(tmp_path) / "panda-0/a.mcap")
     episode = read_store(store)["a"]
@@ -83,7 +83,7 @@ def test_a_recording_holds_the_episode(tmp_path: Path) -> None:
     assert sum("log_prob" not in each for each in steps) == np.isnan(episode.columns["log_prob"]).sum()
 
 
-def test_frames_are_the_new_ones_at_their_times(tmp_path: Path) -> None:
+def test_mcap_frames_have_capture_times(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     _, messages = read(export(tmp_path) / "panda-0/a.mcap")
     sent = [(n, f) for n, f in enumerate(read_store(store)["a"].frames["observation.images.wrist"]) if f is not None]
@@ -95,7 +95,7 @@ def test_frames_are_the_new_ones_at_their_times(tmp_path: Path) -> None:
         assert message.timestamp.ToNanoseconds() == at_ns - CAMERA_DELAY_NS["wrist"]
 
 
-def test_raw_frames_become_png(tmp_path: Path) -> None:
+def test_mcap_raw_frames_become_png(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", episode_chunks("a", raw=True))
     _, messages = read(export(tmp_path) / "panda-0/a.mcap")
     first = messages["/panda-0/observation.images.front"][0][1]
@@ -105,7 +105,7 @@ def test_raw_frames_become_png(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode_frame(decode_image_file(first.data)), sent)
 
 
-def test_events_tell_what_happened(tmp_path: Path) -> None:
+def test_mcap_events(tmp_path: Path) -> None:
     store = usual_store(tmp_path / "store")
     _, messages = read(export(tmp_path) / "panda-0/b.mcap")
     told = [message.message for _, message in messages["/panda-0/events"]]
@@ -116,7 +116,7 @@ def test_events_tell_what_happened(tmp_path: Path) -> None:
     assert all(" to " in each and each.startswith("control: ") for each in told[1:-1])
 
 
-def test_elements_have_the_names_of_the_spec(tmp_path: Path) -> None:
+def test_mcap_elements_use_spec_names(tmp_path: Path) -> None:
     def vector(name: str, *labels: str) -> ArraySpec:
         low, high = (-1.0,) * len(labels), (1.0,) * len(labels)
         return ArraySpec(name=name, labels=labels, units=("rad",) * len(labels), low=low, high=high)
@@ -131,7 +131,7 @@ def test_elements_have_the_names_of_the_spec(tmp_path: Path) -> None:
     assert msgspec.json.decode(schemas["/panda-0/step"].data)["properties"]["terminated"] == {"type": "boolean"}
 
 
-def test_a_robot_whose_clock_is_nonsense_can_be_exported(tmp_path: Path) -> None:
+def test_mcap_with_times_before_1970(tmp_path: Path) -> None:
     episode = read_store(usual_store(tmp_path / "store"))["a"]
     early = {**episode.columns, "t_capture_ns": episode.columns["t_capture_ns"] - (1 << 62)}
     write_mcap(replace(episode, columns=early), None, tmp_path / "a.mcap")
@@ -139,7 +139,7 @@ def test_a_robot_whose_clock_is_nonsense_can_be_exported(tmp_path: Path) -> None
     assert [at for at, _ in messages["/panda-0/step"]] == [0] * episode.steps
 
 
-def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mcap_of_several_robots_is_repeatable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_store(
         tmp_path / "store",
         episode_chunks("a"),
@@ -154,7 +154,7 @@ def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.Capture
     (output / "panda-0/a.mcap").unlink()
     capsys.readouterr()
     export(tmp_path)
-    assert "2 recordings written, 1 were there already" in capsys.readouterr().err
+    assert "2 recordings written, 1 already existed" in capsys.readouterr().err
     assert not list(output.rglob("*unfinished*"))
 
 
@@ -167,7 +167,7 @@ def test_several_robots_and_a_second_call(tmp_path: Path, capsys: pytest.Capture
         (["policy", "both"], {"alone", "helped"}),
     ],
 )
-def test_who_drove_decides_what_is_exported(tmp_path: Path, driven: list[str], names: set[str]) -> None:
+def test_driven_filter(tmp_path: Path, driven: list[str], names: set[str]) -> None:
     assert tuple(ControlledBy) == DRIVEN
     make_store(
         tmp_path / "store",

@@ -1,4 +1,4 @@
-"""Videos, and what their encoders do to the process that uses them."""
+"""Videos, and the effects of their encoders on the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from user_sys.interchange.video import ENCODERS, VideoReader, VideoWriter
 
 
 @pytest.mark.parametrize("codec", ENCODERS)
-def test_frames_come_back(tmp_path: Path, codec: str) -> None:
+def test_video_frames_round_trip(tmp_path: Path, codec: str) -> None:
     writer = VideoWriter(tmp_path / "v.mp4", 64, 96, 10.0, codec)
     for shade in (20, 120, 220):
         writer.write(np.full((64, 96, 3), shade, np.uint8))
@@ -25,15 +25,15 @@ def test_frames_come_back(tmp_path: Path, codec: str) -> None:
     reader.close()
 
 
-def test_a_size_that_no_encoder_takes_is_refused_at_once(tmp_path: Path) -> None:
+def test_unsupported_video_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataSetError, match="refuses frames of"):
         VideoWriter(tmp_path / "v.mp4", 64, 1_000_000, 10.0, "av1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such priorities")
 @pytest.mark.parametrize("codec", ENCODERS)
-def test_an_encoder_leaves_the_process_at_its_priority(tmp_path: Path, codec: str) -> None:
-    """SVT-AV1 makes its caller a real-time thread where it may; all that it starts from then on would be one too."""
+def test_encoder_restores_process_priority(tmp_path: Path, codec: str) -> None:
+    """With permission, SVT-AV1 gives its caller real-time priority, which child processes would inherit."""
     writer = VideoWriter(tmp_path / "v.mp4", 64, 64, 10.0, codec)
     writer.write(np.zeros((64, 64, 3), np.uint8))
     assert schedulers() <= {os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE}
@@ -41,7 +41,7 @@ def test_an_encoder_leaves_the_process_at_its_priority(tmp_path: Path, codec: st
 
 
 def schedulers() -> set[int]:
-    """Of all threads of this process; those of other tests may be ending meanwhile."""
+    """Of all threads of this process; threads of other tests may be ending."""
     found = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Episodes whose every number says where it belongs, so that a row that never happened is noticed."""
+"""Episodes whose numbers identify their steps, so that a mixed-up row is detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOM = 1 << 20
 
 
 def state(episode: int, step: Array | int) -> Array:
-    """An observation that says which episode and step it is of."""
+    """An observation that contains its episode and step."""
     step = np.asarray(step)
     return np.stack([np.full(step.shape, episode), step, step + 1000 * episode], axis=-1).astype(np.float32)
 
@@ -35,7 +35,7 @@ def grey(level: int) -> bytes:
 
 
 def odd(level: int) -> bytes:
-    """A JPEG file whose colours have a resolution that simplejpeg has no name for."""
+    """A JPEG file with chroma subsampling that simplejpeg does not name."""
     file = bytearray(grey(level))
     file[file.index(b"\xff\xc0") + 11] = 0x14
     return bytes(file)
@@ -98,7 +98,7 @@ def chunk(
 
 
 def seen(batch: TransitionBatch) -> set[tuple[int, int]]:
-    """The (episode, step) pairs in a batch, after checking that each transition is one that happened."""
+    """The (episode, step) pairs in a batch, after a check that each transition exists."""
     now, then = batch.observation["observation.state"], batch.next_observation["observation.state"]
     np.testing.assert_array_equal(now[:, 2], now[:, 1] + 1000 * now[:, 0])
     np.testing.assert_array_equal(then, now + [0, 1, 1])
@@ -123,7 +123,7 @@ class Store:
 
     @contextmanager
     def replay(self, features: ObservationFeatures = STATE, cache_bytes: int = ROOM) -> Iterator[ReplayBuffer]:
-        """A buffer that has taken in what is stored so far."""
+        """A buffer that has read the stored content."""
         with StoreReader.open(self.path) as reader, ReplayBuffer(reader, features, cache_bytes=cache_bytes) as replay:
             replay.refresh()
             yield replay

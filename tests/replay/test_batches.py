@@ -1,4 +1,4 @@
-"""n-step returns, action chunks and sequences: right within an episode, and never over its end."""
+"""n-step returns, action chunks and sequences within an episode, never across its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from user_sys.replay.sampler import Sampler
 from user_sys.replay.selectors import UniformSelector
 
 
-def test_n_step_returns_are_discounted_and_stop_at_the_episodes_end(store: Store) -> None:
+def test_n_step_returns_stop_at_episode_end(store: Store) -> None:
     store.put(chunk(1, 0, 3), chunk(1, 3, 3, index=1, end=True), chunk(2, 0, 4))
     with store.replay() as replay:
         batch = Sampler(replay, UniformSelector(), TransitionBuilder(steps=3, discount=0.5), 300).sample()
@@ -26,7 +26,7 @@ def test_n_step_returns_are_discounted_and_stop_at_the_episodes_end(store: Store
         assert terminated == (episode == 1 and step + taken == 6)
 
 
-def test_action_chunks_hold_what_was_applied_and_say_where_the_episode_ended(store: Store) -> None:
+def test_action_chunks_mask_steps_after_episode_end(store: Store) -> None:
     store.put(chunk(1, 0, 2), chunk(1, 2, 2, index=1, end=True), chunk(2, 0, 9, end=True))
     with store.replay() as replay:
         batch = Sampler(replay, UniformSelector(), ActionChunkBuilder(3), 300).sample()
@@ -38,7 +38,7 @@ def test_action_chunks_hold_what_was_applied_and_say_where_the_episode_ended(sto
     np.testing.assert_array_equal(batch.mask, step[:, None] + np.arange(3) <= last[:, None])
 
 
-def test_sequences_are_stretches_with_their_frames(store: Store) -> None:
+def test_sequences_have_consecutive_frames(store: Store) -> None:
     for episode in (0, 1):
         frames = {step: raw(100 * episode + 10 * step) for step in range(6)}
         store.put(chunk(episode, 0, 2, frames=frames), chunk(episode, 2, 3, index=1, end=True, frames=frames))

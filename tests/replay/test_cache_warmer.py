@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 LOWEST = 19  # of Linux
 
 
-def test_it_goes_behind_its_process_however_low_that_one_stands() -> None:
+def test_threads_are_nicer_than_their_process() -> None:
     loading, found = queue.Queue[int](), queue.Queue[tuple[int, int]]()
 
     def load(_chunk: int, _fresh: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Reproducible draws: whatever the cache holds, however threads run, over checkpoints and over several learners."""
+"""Draws are reproducible with any cache, threads, checkpoints and number of learners."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prioritized(replay: ReplayBuffer, seed: int = 3) -> Sampler[TransitionBatch]
 
 
 def train(batches: Prefetcher[TransitionBatch], sampler: Sampler[TransitionBatch], updates: int) -> list[Array]:
-    """As a learner does: each batch's priorities follow from its content."""
+    """Imitates a learner; priorities follow from each batch's content."""
     drawn = []
     for _ in range(updates):
         batch = batches.next()
@@ -49,7 +49,7 @@ def train(batches: Prefetcher[TransitionBatch], sampler: Sampler[TransitionBatch
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_resumed_learner_draws_as_if_it_had_never_stopped(store: Store, depth: int) -> None:
+def test_resumed_sampler_draws_identically(store: Store, depth: int) -> None:
     fill(store)
     with store.replay() as replay:
         sampler = prioritized(replay)
@@ -64,7 +64,7 @@ def test_a_resumed_learner_draws_as_if_it_had_never_stopped(store: Store, depth:
             np.testing.assert_array_equal(train(batches, sampler, 6), expected)
 
 
-def test_a_state_of_another_sampler_is_refused(store: Store) -> None:
+def test_state_of_another_sampler_is_refused(store: Store) -> None:
     fill(store)
     with store.replay() as replay:
         sampler = prioritized(replay)
@@ -80,7 +80,7 @@ def test_a_state_of_another_sampler_is_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_draws_do_not_depend_on_the_cache_on_refreshes_or_on_threads(store: Store, depth: int) -> None:
+def test_draws_are_independent_of_cache_refreshes_and_threads(store: Store, depth: int) -> None:
     drawn = []
     for cache_bytes, step_by_step in ((20_000, False), (1 << 22, True)):
         if not step_by_step:
@@ -90,13 +90,13 @@ def test_draws_do_not_depend_on_the_cache_on_refreshes_or_on_threads(store: Stor
             for _ in range(7 if step_by_step else 0):
                 replay.refresh()
             if step_by_step:
-                wait_until(lambda replay=replay: replay.report().waiting == 0)  # type: ignore[misc]
+                wait_until(lambda replay=replay: replay.report().pending == 0)  # type: ignore[misc]
             with Prefetcher(sampler, depth) as batches:
                 drawn.append([batches.next().observation[CAMERA].copy() for _ in range(5)])
     np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
-def test_batches_come_in_order_and_are_the_callers_until_the_next(store: Store) -> None:
+def test_batches_are_ordered_and_valid_until_the_next(store: Store) -> None:
     fill(store)
     with store.replay() as replay:
         plain = Sampler(replay, UniformSelector(), TransitionBuilder(), 16, seed=1)
@@ -109,7 +109,7 @@ def test_batches_come_in_order_and_are_the_callers_until_the_next(store: Store) 
                 np.testing.assert_array_equal(batches.next().row, row)
 
 
-def test_errors_of_filling_come_out_where_the_batch_is_asked_for(store: Store) -> None:
+def test_fill_errors_are_raised_by_next(store: Store) -> None:
     store.put(chunk(1, 0, 3, end=True))
     before = set(threading.enumerate())
     with store.replay(PICTURES) as replay:
@@ -127,18 +127,18 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from replay_kit import STATE
 from user_sys.replay.buffer import ReplayBuffer
-from user_sys.replay.selectors import Uniform
+from user_sys.replay.selectors import UniformSelector
 from user_sys.replay.sampler import Sampler
-from user_sys.replay.batches import Transitions
+from user_sys.replay.batches import TransitionBuilder
 from user_sys.store.store import StoreReader
 with StoreReader.open(Path(sys.argv[2])) as reader, ReplayBuffer(reader, STATE, cache_bytes=1 << 20) as replay:
     replay.refresh()
-    sampler = Sampler(replay, Uniform(), Transitions(), 64, seed=4, rank=int(sys.argv[3]), world=3)
+    sampler = Sampler(replay, UniformSelector(), TransitionBuilder(), 64, seed=4, rank=int(sys.argv[3]), world=3)
     print(" ".join(str(row) for _ in range(4) for row in sampler.sample().row))
 """
 
 
-def test_several_learners_draw_streams_of_their_own_from_one_seed(store: Store) -> None:
+def test_ranks_draw_disjoint_streams_from_one_seed(store: Store) -> None:
     fill(store)
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Mixes, weights and priorities: who is drawn how often, and what survives a checkpoint."""
+"""Mixtures, weights and priorities, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampler(replay: ReplayBuffer, chooser: Selector, n: int = 101, seed: int = 0
     return Sampler(replay, chooser, TransitionBuilder(), n, seed=seed)
 
 
-def test_the_mix_draws_its_exact_share_from_demonstrations_and_interventions(store: Store) -> None:
+def test_mixture_draws_exact_share_of_demonstrations_and_interventions(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True, source=EpisodeSource.DEMO))
     with store.replay() as replay:
         mix = DemoOnlineSelector("e1")
@@ -55,7 +55,7 @@ def test_the_mix_draws_its_exact_share_from_demonstrations_and_interventions(sto
 
 
 @pytest.mark.parametrize(("shares", "counts"), [((0.3, 0.3, 0.4), [30, 30, 41]), ((1.0, 0.0, 0.0), [101, 0, 0])])
-def test_shares_are_exact_and_what_is_left_goes_to_the_last(
+def test_shares_are_exact_and_remainder_goes_to_last(
     store: Store, shares: tuple[float, ...], counts: list[int]
 ) -> None:
     store.put(chunk(1, 0, 3, end=True))
@@ -67,7 +67,7 @@ def test_shares_are_exact_and_what_is_left_goes_to_the_last(
         MixtureSelector([(UniformSelector(), 0.5)])
 
 
-def test_interventions_are_drawn_as_much_more_often_as_asked_for(store: Store) -> None:
+def test_interventions_are_drawn_by_weight(store: Store) -> None:
     store.put(chunk(1, 0, 10, end=True, phase=[TELEOP] + [POLICY] * 9))
     with store.replay() as replay:
         drawn = sampler(replay, InterventionWeightedSelector(weight=4.0), 26_000).sample().row
@@ -76,7 +76,7 @@ def test_interventions_are_drawn_as_much_more_often_as_asked_for(store: Store) -
 
 
 class TestPrioritized:
-    def test_rows_are_drawn_in_proportion_and_weights_correct_it(self, store: Store) -> None:
+    def test_rows_are_drawn_by_priority_and_weights_correct_it(self, store: Store) -> None:
         store.put(chunk(1, 0, 4, end=True), chunk(2, 0, 4))
         with store.replay() as replay:
             drawing = sampler(replay, PrioritizedSelector(alpha=0.5, beta=1.0), 9_000)
@@ -90,7 +90,7 @@ class TestPrioritized:
             np.testing.assert_allclose(np.bincount(batch.row, minlength=7), 9_000 * powers / powers.sum(), rtol=0.1)
             np.testing.assert_allclose(batch.weight, 1.0 / powers[batch.row], rtol=1e-4)
 
-    def test_new_rows_come_with_the_greatest_priority_and_deleted_ones_never(self, store: Store) -> None:
+    def test_new_rows_get_maximum_priority_and_deleted_rows_none(self, store: Store) -> None:
         store.put(chunk(1, 0, 4, end=True))
         with store.replay() as replay:
             drawing = sampler(replay, PrioritizedSelector(alpha=1.0), 1_000)
@@ -105,7 +105,7 @@ class TestPrioritized:
             drawing.feedback(batch, np.full(len(batch), 99.0))  # of rows that have gone meanwhile
             assert {episode for episode, _ in seen(drawing.sample())} == {2}
 
-    def test_beta_rises_to_one(self, store: Store) -> None:
+    def test_beta_anneals_to_one(self, store: Store) -> None:
         store.put(chunk(1, 0, 2, end=True))
         with store.replay() as replay:
             drawing = sampler(replay, PrioritizedSelector(alpha=1.0, beta=0.0, beta_draws=100), 100)
@@ -116,7 +116,7 @@ class TestPrioritized:
             weight = drawing.sample().weight
             np.testing.assert_allclose(sorted(set(weight.tolist())), [0.25, 1.0], rtol=1e-3)
 
-    def test_priorities_survive_a_checkpoint_though_rows_are_counted_anew(self, store: Store) -> None:
+    def test_priorities_survive_checkpoint_with_new_row_numbers(self, store: Store) -> None:
         store.put(chunk(1, 0, 3, end=True), chunk(2, 0, 3, end=True))
         with store.replay() as replay:
             drawing = sampler(replay, PrioritizedSelector())
@@ -135,7 +135,7 @@ class TestPrioritized:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), size=st.integers(1, 400))
-def test_the_tree_finds_as_a_cumulative_sum_does(data: st.DataObject, size: int) -> None:
+def test_sum_tree_equals_cumulative_sum(data: st.DataObject, size: int) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     weights, tree = np.zeros(size, np.float32), SumTree()
     for grown in sorted(rng.integers(1, size + 1, 3).tolist()) + [size]:
@@ -162,14 +162,14 @@ class TestTaskBalanced:
             chunk(3, 0, 4, end=True, task="stack"),
         )
 
-    def test_tasks_get_equal_parts_and_sides_are_even_while_nothing_was_heard(self, store: Store) -> None:
+    def test_tasks_are_equal_and_sides_even_without_losses(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
             chooser = TaskBalancedSelector()
             groups = np.bincount(sampler(replay, chooser, 400).sample().group, minlength=4)
             assert groups.tolist() == [100, 100, 0, 200], "lift offline and online; stack has no demonstrations"
 
-    def test_the_share_follows_recent_losses_within_its_bounds(self, store: Store) -> None:
+    def test_online_share_follows_recent_losses_within_bounds(self, store: Store) -> None:
         self.fill(store)
         with store.replay() as replay:
             chooser = TaskBalancedSelector(alpha=1.0, window=1)
@@ -189,6 +189,6 @@ class TestTaskBalanced:
             with pytest.raises(WireError, match="another window"):
                 sampler(again, TaskBalancedSelector(window=3), 400).load_state_dict(saved)
 
-    def test_a_filter_of_its_own_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="by itself"):
+    def test_task_or_source_filter_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="sets tasks and sources itself"):
             TaskBalancedSelector(StepFilter(tasks=frozenset({"lift"})))

@@ -1,4 +1,4 @@
-"""Filters: which steps they take, and that it does not matter how the store's content came in."""
+"""Step filters, and their independence of the order of ingestion."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POLICY, TELEOP = Phase.POLICY, Phase.TELEOP
         ),
     ],
 )
-def test_filters_look_at_episodes_age_and_versions(store: Store, where: AnyStepFilter, episodes: set[int]) -> None:
+def test_filters_by_episode_age_and_version(store: Store, where: AnyStepFilter, episodes: set[int]) -> None:
     store.put(
         chunk(1, 0, 2, end=True, source=EpisodeSource.DEMO, version=-1, at_s=1.0),
         chunk(2, 0, 2, end=True, robot="ur-1", version=8, at_s=2.0, success=False),
@@ -56,7 +56,7 @@ def test_filters_look_at_episodes_age_and_versions(store: Store, where: AnyStepF
         assert set(found.tolist()) == episodes and len(found) == 2 * len(episodes)
 
 
-def test_phases_are_of_the_step_and_labels_count(store: Store) -> None:
+def test_phase_filter_uses_labels(store: Store) -> None:
     store.put(chunk(1, 0, 4, end=True, phase=[POLICY, TELEOP, POLICY, Phase.CORRECTION]))
     with store.replay() as replay:
         candidates = EligibleSteps(StepFilter(phases=INTERVENTION_PHASES))
@@ -72,7 +72,7 @@ records = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.booleans()
 
 
 def _blocks(plan: list[Record]) -> list[IndexBlockBuilder]:
-    """One block a record: chunks of five robots' episodes, and labels about them."""
+    """One block per record: chunks of five robots' episodes, and labels for them."""
     at = {robot: (robot, 0, 0) for robot in range(5)}
     blocks = []
     for number, (robot, what, end) in enumerate(plan):
@@ -108,8 +108,8 @@ FILTERS: list[AnyStepFilter] = [
 
 @settings(max_examples=60, deadline=None)
 @given(plan=records, cuts=st.lists(st.integers(0, 30), max_size=8), which=st.integers(0, len(FILTERS) - 1))
-def test_candidates_depend_on_the_content_alone(plan: list[Record], cuts: list[int], which: int) -> None:
-    """Taken in bit by bit or all at once, the same rows come out: those that a plain look at each row finds."""
+def test_eligible_steps_depend_only_on_content(plan: list[Record], cuts: list[int], which: int) -> None:
+    """Incremental and complete updates give the rows that a direct check of each row finds."""
     blocks = [builder.build() for builder in _blocks(plan)]
     edges = sorted({0, len(blocks), *(cut for cut in cuts if cut < len(blocks))})
     index, candidates = Index(), EligibleSteps(FILTERS[which])
@@ -125,7 +125,7 @@ def test_candidates_depend_on_the_content_alone(plan: list[Record], cuts: list[i
 
 @settings(max_examples=40, deadline=None)
 @given(plan=records)
-def test_observations_are_numbered_so_that_what_follows_a_step_is_found(plan: list[Record]) -> None:
+def test_observation_numbers_find_the_next_observation(plan: list[Record]) -> None:
     index = Index()
     timeline = ObservationIndex(index)
     for builder in _blocks(plan):

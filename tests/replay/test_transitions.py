@@ -1,4 +1,4 @@
-"""Uniform transitions: none that never happened is ever drawn, and every one that did can be."""
+"""Uniform transitions: only true ones are drawn, and all of them can be."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def everything(replay: ReplayBuffer) -> set[tuple[int, int]]:
     return seen(drawing.sample()) if len(drawing) else set()
 
 
-def test_a_whole_episode_gives_each_of_its_transitions_and_no_other(store: Store) -> None:
+def test_complete_episode_yields_each_transition(store: Store) -> None:
     store.put(chunk(1, 0, 5, end=True))
     with store.replay() as replay:
         assert everything(replay) == {(1, step) for step in range(5)}
@@ -44,7 +44,7 @@ def test_a_whole_episode_gives_each_of_its_transitions_and_no_other(store: Store
         assert (batch.weight == 1).all() and (batch.discount == 1).all()
 
 
-def test_the_newest_step_of_a_running_episode_waits_for_its_successor(store: Store) -> None:
+def test_newest_step_waits_for_its_next_observation(store: Store) -> None:
     store.put(chunk(1, 0, 3))
     with store.replay() as replay:
         drawing = sampler(replay)
@@ -57,7 +57,7 @@ def test_the_newest_step_of_a_running_episode_waits_for_its_successor(store: Sto
         assert seen(drawing.sample()) == {(1, step) for step in range(5)}
 
 
-def test_a_missing_chunk_breaks_the_episode_in_two(store: Store) -> None:
+def test_missing_chunk_splits_the_episode(store: Store) -> None:
     store.put(chunk(1, 0, 3), chunk(1, 6, 3, index=2, end=True), chunk(2, 0, 2))
     with store.replay() as replay:
         assert everything(replay) == {(1, 0), (1, 1), (1, 6), (1, 7), (1, 8), (2, 0)}
@@ -68,10 +68,10 @@ plans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans(), 
 
 @settings(max_examples=25, deadline=None)
 @given(plan=plans, cache_rows=st.integers(1, 30), refreshes=st.integers(1, 5))
-def test_whatever_streams_in_and_however_little_is_cached_only_true_transitions_come_out(
+def test_only_true_transitions_with_any_input_and_cache(
     plan: list[tuple[int, int, bool, bool]], cache_rows: int, refreshes: int
 ) -> None:
-    """`plan`: for each chunk the robot, its steps, whether the episode ends, whether the chunk gets lost."""
+    """`plan` has for each chunk: robot, number of steps, end of the episode, loss of the chunk."""
     at = {robot: (robot, 0, 0) for robot in range(4)}  # episode, next step, next index
     known, expected = set(), set()
     with tempfile.TemporaryDirectory() as folder, StoreWriter.open(Path(folder) / "store") as writer:
@@ -98,7 +98,7 @@ def test_whatever_streams_in_and_however_little_is_cached_only_true_transitions_
                 assert seen(drawing.sample()) <= expected
 
 
-def test_sampling_while_experience_streams_into_a_tiny_cache_sees_no_mixed_row(store: Store) -> None:
+def test_sampling_during_ingestion_sees_no_mixed_row(store: Store) -> None:
     store.put(chunk(0, 0, 5, end=True))
     done = threading.Event()
 
@@ -116,10 +116,10 @@ def test_sampling_while_experience_streams_into_a_tiny_cache_sees_no_mixed_row(s
         writer.join(120)
 
 
-def test_a_batch_can_be_filled_again(store: Store) -> None:
+def test_batch_can_be_reused(store: Store) -> None:
     with store.replay() as replay:
         drawing = sampler(replay, 8)
-        with pytest.raises(ValueError, match="nothing to choose from"):
+        with pytest.raises(ValueError, match="no eligible step"):
             drawing.sample()
         store.put(chunk(1, 0, 5, end=True))
         replay.refresh()
@@ -129,7 +129,7 @@ def test_a_batch_can_be_filled_again(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", [grey, raw])
 @pytest.mark.parametrize("cached", [True, False])
-def test_frames_stand_until_the_next_one_also_over_chunk_ends(store: Store, kind: object, cached: bool) -> None:
+def test_frame_is_repeated_until_the_next_one(store: Store, kind: object, cached: bool) -> None:
     assert callable(kind)
     store.put(chunk(1, 0, 3, frames={0: kind(0), 2: kind(200)}))
     store.put(chunk(1, 3, 2, index=1, frames={4: kind(90)}))
@@ -148,7 +148,7 @@ def test_frames_stand_until_the_next_one_also_over_chunk_ends(store: Store, kind
 ROOM_FOR_PICTURES = 1 << 20
 
 
-def test_a_step_of_which_no_frame_is_known_is_drawn_anew(store: Store) -> None:
+def test_step_without_frame_is_redrawn(store: Store) -> None:
     store.put(chunk(1, 6, 4, index=2, end=True, frames={8: grey(50)}))
     with store.replay(PICTURES) as replay:
         drawing = sampler(replay, 100)
@@ -157,7 +157,7 @@ def test_a_step_of_which_no_frame_is_known_is_drawn_anew(store: Store) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"\xff\xd8 not a picture", np.zeros((8, 8, 3), np.uint8), grey(3)[:100], odd(3)])
-def test_a_frame_that_does_not_fit_costs_only_the_steps_that_show_it(store: Store, frame: object) -> None:
+def test_invalid_frame_excludes_only_its_steps(store: Store, frame: object) -> None:
     store.put(chunk(1, 0, 2, frames={0: grey(10)}))
     store.put(chunk(1, 2, 2, index=1, frames={2: frame, 3: frame}))  # type: ignore[dict-item]
     store.put(chunk(1, 4, 2, index=2, end=True, frames={4: grey(10)}))
@@ -165,7 +165,7 @@ def test_a_frame_that_does_not_fit_costs_only_the_steps_that_show_it(store: Stor
         assert {step for _, step in seen(sampler(replay, 100).sample())} == {0, 4, 5}
 
 
-def test_a_frame_may_stand_over_more_chunks_than_calls_can_be_nested(store: Store) -> None:
+def test_frame_repeats_over_thousands_of_chunks(store: Store) -> None:
     count = sys.getrecursionlimit()
     pieces = [chunk(1, step, 1, index=step, frames={0: raw(9)}, end=step == count - 1) for step in range(count)]
     store.put(*pieces)
@@ -176,7 +176,7 @@ def test_a_frame_may_stand_over_more_chunks_than_calls_can_be_nested(store: Stor
         assert replay.report().damaged == 0
 
 
-def test_a_chunk_that_cannot_be_used_costs_nothing_of_those_after_it(store: Store) -> None:
+def test_unusable_chunk_does_not_affect_later_chunks(store: Store) -> None:
     frames = {step: raw(step) for step in range(41)}
     for step in range(0, 40, 2):
         pictures = None if step == 4 else frames
@@ -187,7 +187,7 @@ def test_a_chunk_that_cannot_be_used_costs_nothing_of_those_after_it(store: Stor
         assert steps == set(range(40)) - {3, 4, 5}
 
 
-def test_a_chunk_that_cannot_be_used_costs_later_ones_what_they_would_have_shown_of_it(store: Store) -> None:
+def test_unusable_chunk_excludes_later_repeats_of_its_frame(store: Store) -> None:
     store.put(chunk(1, 0, 2, frames={0: raw(1)}), chunk(1, 2, 2, index=1))
     store.put(chunk(1, 4, 4, index=2, end=True, frames={6: raw(6)}))
     with store.replay(PICTURES) as replay:
@@ -196,7 +196,7 @@ def test_a_chunk_that_cannot_be_used_costs_later_ones_what_they_would_have_shown
 
 
 @pytest.mark.parametrize("name", ["observation.state", "action.applied"])
-def test_a_step_that_is_not_finite_spoils_no_batch(store: Store, name: str) -> None:
+def test_non_finite_step_is_excluded(store: Store, name: str) -> None:
     spoiled = chunk(1, 2, 2, index=1)
     values = spoiled.columns[name].copy()
     values[1, 0] = np.nan
@@ -208,14 +208,14 @@ def test_a_step_that_is_not_finite_spoils_no_batch(store: Store, name: str) -> N
         assert np.isfinite(batch.action).all() and replay.report().damaged == 1
 
 
-def test_where_nothing_can_be_read_the_learner_is_told(store: Store) -> None:
+def test_unreadable_store_raises_store_corrupt(store: Store) -> None:
     store.put(chunk(1, 0, 3))  # no camera at all
-    with store.replay(PICTURES) as replay, pytest.raises(StoreCorrupt, match="none can be read"):
+    with store.replay(PICTURES) as replay, pytest.raises(StoreCorrupt, match="none is readable"):
         sampler(replay, 4).sample()
     assert replay.report().damaged >= 1
 
 
-def test_bytes_that_rot_are_noticed_drawn_anew_and_counted(store: Store) -> None:
+def test_bit_rot_is_redrawn_and_counted(store: Store) -> None:
     for episode in range(6):
         store.put(chunk(episode, 0, 4, end=True, frames={step: raw(episode * 40) for step in range(5)}))
     with store.replay(PICTURES, cache_bytes=20_000) as replay:
@@ -239,7 +239,7 @@ def test_bytes_that_rot_are_noticed_drawn_anew_and_counted(store: Store) -> None
         assert replay.report().damaged >= 1 and drawing.redrawn >= 1
 
 
-def test_labels_take_effect_at_the_next_refresh(store: Store) -> None:
+def test_labels_take_effect_at_next_refresh(store: Store) -> None:
     store.put(chunk(1, 0, 3, end=True), chunk(2, 0, 3, end=True))
     with store.replay() as replay:
         drawing = sampler(replay)
@@ -256,7 +256,7 @@ def test_labels_take_effect_at_the_next_refresh(store: Store) -> None:
         assert set(drawing.sample().observation["observation.state"][:, 0].tolist()) == {1.0, 2.0}
 
 
-def test_a_corrected_verdict_reaches_what_a_running_learner_draws(store: Store) -> None:
+def test_corrected_success_changes_drawn_reward(store: Store) -> None:
     store.put(chunk(1, 0, 3, end=True))
     with store.replay() as replay:
         ones = sampler(replay)
@@ -271,7 +271,7 @@ def test_a_corrected_verdict_reaches_what_a_running_learner_draws(store: Store) 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_what_was_relabelled_is_drawn_again_whatever_its_priority_was(store: Store, resumed: bool) -> None:
+def test_relabelled_row_gets_maximum_priority(store: Store, resumed: bool) -> None:
     store.put(*[chunk(episode, 0, 5, end=True) for episode in range(1, 9)])
     label = SuccessLabel(episode="ep-5", labeller="ada", at_unix_ns=1, success=True)
     with store.replay() as replay:
@@ -300,7 +300,7 @@ def relabelled(batch: TransitionBatch) -> list[float]:
     return rewards
 
 
-def test_features_come_from_the_robots_spec() -> None:
+def test_features_follow_the_robot_spec() -> None:
     vector = ArraySpec(name="observation.state", labels=("a",), units=("1",), low=(0,), high=(1,))
     action = ArraySpec(name="action", labels=("x", "y"), units=("m", "m"), low=(0, 0), high=(1, 1))
     camera = CameraSpec(name="front", height=16, width=24, rate_hz=10)
@@ -311,9 +311,9 @@ def test_features_come_from_the_robots_spec() -> None:
         ObservationFeatures.of(spec, ("wrist",))
 
 
-def test_settings_that_cannot_work_are_refused(store: Store) -> None:
+def test_invalid_replay_settings_are_refused(store: Store) -> None:
     store.put(chunk(1, 0, 3, end=True))
-    with pytest.raises(ConfigError, match="holds no"), store.replay(cache_bytes=10):
+    with pytest.raises(ConfigError, match="too small for"), store.replay(cache_bytes=10):
         pass
     with store.replay() as replay:
         for wrong in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world": 2}):
@@ -322,7 +322,7 @@ def test_settings_that_cannot_work_are_refused(store: Store) -> None:
     assert STATE.cameras == {}
 
 
-def test_a_compaction_under_the_sampler_costs_it_nothing_but_what_was_deleted(tmp_path: Path) -> None:
+def test_compaction_removes_only_deleted_rows(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with StoreWriter.open(path, segment_bytes=1 << 14) as writer:
         store = Store(path, writer)

@@ -1,8 +1,7 @@
-"""Everything that can befall a store, counted in one table: ``python chaos.py`` (``make chaos-store``; ``--quick``).
+"""Fault injection on a store, counted in one table: ``python chaos.py`` (``make chaos-store``; ``--quick``).
 
-Processes are killed at random and at every file operation, disks fail and fill up, bits flip, files are cut, swapped
-and lost, and the power is cut at every moment. Ends with 1 where anything acknowledged was lost, was there twice or in
-part, or where damage was not noticed.
+Kills at random and at every file operation, failing and full disks, flipped bits, truncated, swapped and lost files,
+and power cuts at every moment. Exits with 1 if acknowledged data was lost, repeated or torn, or damage unnoticed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crash_lives import Life, Violation, compacting, current, require, resume, whole_chunks
-from crash_states import LIVES, judge
+from crash_scenarios import Scenario, Violation, compacting, current, require, resume, whole_chunks
+from crash_states import SCENARIOS, judge
 from disk_model import ROOT, Dead, Disk
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +36,7 @@ KILL_TIMEOUT_S = 600.0
 
 @dataclass
 class Row:
-    """How often one kind of accident was tried, and what came of it; `note`: the first failure, or why it was not."""
+    """Attempts and failures of one kind of fault; `note` is the first failure, or the reason why it was skipped."""
 
     kind: str
     cases: int = 0
@@ -52,7 +51,7 @@ class Row:
         return self.lost + self.duplicated + self.torn + self.undetected
 
     def attempt(self, case: Callable[[], None], where: str) -> None:
-        """Runs one case and counts how it broke a promise, if it did."""
+        """Runs one case and counts a broken promise."""
         self.cases += 1
         try:
             case()
@@ -86,72 +85,72 @@ def random_kills(kills: int) -> Row:
 
 
 def kills_at_operations(step: int) -> Row:
-    """A kill after each change of a file or a name, which is before the next; the next writer is killed too."""
+    """Kills after each change of a file or a name; the next writer is killed too."""
     row = Row("kill at each file operation, twice")
-    for name, run in LIVES.items():
+    for name, run in SCENARIOS.items():
         whole = Disk()
-        run(Life(whole))
+        run(Scenario(whole))
         for at in range(2, len(whole.trace), step):
             row.attempt(lambda run=run, at=at: killed_twice(run, at), f"{name} at {at}")  # type: ignore[misc]
     return row
 
 
-def killed_twice(run: Callable[[Life], None], at: int) -> None:
-    """Killed at an event; the writer after it is killed in its recovery; the third must find everything."""
+def killed_twice(run: Callable[[Scenario], None], at: int) -> None:
+    """Kills at an event, and kills the next writer during recovery; the third must find everything."""
     disk = Disk(kill_at=at)
-    life = Life(disk)
+    scenario = Scenario(disk)
     with contextlib.suppress(StoreError, Dead):
-        run(life)
+        run(scenario)
     disk.room_bytes, disk.kill_at = None, len(disk.trace) + 1 + at % 7
     with contextlib.suppress(StoreError, Dead):
-        resume(life)
+        resume(scenario)
     disk.kill_at = -1
-    resume(life)
-    look(disk, life)
+    resume(scenario)
+    look(disk, scenario)
 
 
-def look(disk: Disk, life: Life) -> None:
+def look(disk: Disk, scenario: Scenario) -> None:
     with StoreReader.open(ROOT, files=disk.files()) as reader:
         reader.refresh()
         found = whole_chunks(reader)
-        lost = {key for key in life.said.chunks - found if key[0] not in life.said.deleted}
+        lost = {key for key in scenario.acknowledged.chunks - found if key[0] not in scenario.acknowledged.deleted}
         require(not lost, f"acknowledged and lost: {sorted(lost)}")
         require(len(found) == len(reader.index.chunks), "a chunk is there twice")
         require(not reader.damaged, f"called damaged: {reader.damaged}")
 
 
 def errors_at_operations(code: int, step: int) -> Row:
-    """One operation fails; the writer says so or goes on, and a next one finds all that was acknowledged."""
+    """One operation fails; the writer raises or continues, and the next one finds all acknowledged data."""
     row = Row(f"{errno.errorcode[code]} at each file operation")
-    for name, run in LIVES.items():
+    for name, run in SCENARIOS.items():
         whole = Disk()
-        run(Life(whole))
+        run(Scenario(whole))
         for at in range(2, len(whole.trace), step):
             row.attempt(lambda run=run, at=at: failed(run, at, code), f"{name} at {at}")  # type: ignore[misc]
     return row
 
 
-def failed(run: Callable[[Life], None], at: int, code: int) -> None:
+def failed(run: Callable[[Scenario], None], at: int, code: int) -> None:
     disk = Disk()
     disk.fail_at, disk.fail_with = at, code
-    life = Life(disk)
+    scenario = Scenario(disk)
     with contextlib.suppress(StoreError):
-        run(life)
+        run(scenario)
     disk.kill()
     disk.room_bytes, disk.fail_at = None, -1
-    resume(life)
-    look(disk, life)
+    resume(scenario)
+    look(disk, scenario)
 
 
 def held(content: dict[str, bytes]) -> set[tuple[str, int]]:
-    """The chunks that can be read; each must be as it was stored."""
+    """The readable chunks; each must be unchanged."""
     with StoreReader.open(ROOT, files=Disk(content).files()) as reader:
         reader.refresh()
         return whole_chunks(reader)
 
 
 def damaged(content: dict[str, bytes], name: str, changed: bytes, most_lost: int) -> None:
-    """The change is noticed, costs `most_lost` chunks at most, and once it is set aside the store is sound."""
+    """The change is reported, costs at most `most_lost` chunks, and after quarantine the store is sound."""
     before, disk = held(content), Disk({**content, name: changed})
     found = verify_log(ROOT, files=disk.files())
     left = held(current(disk))
@@ -162,13 +161,13 @@ def damaged(content: dict[str, bytes], name: str, changed: bytes, most_lost: int
 
 
 def is_padding(raw: bytes, changed: bytes) -> bool:
-    """Whether only zeros were hit that fill up to a multiple of 8, which mean nothing."""
+    """Whether only padding bytes changed."""
     at = next((at for at, (old, new) in enumerate(zip(raw, changed, strict=False)) if old != new), 0)
     return not any(raw[at : at + 8 - at % 8])
 
 
 def bit_flips(content: dict[str, bytes], payload_places: int) -> Iterator[Row]:
-    """In each byte of segment headers, first record headers, trailers and the manifest, and at random elsewhere."""
+    """In each byte of segment headers, first record headers, trailers and the manifest, and at random positions."""
     manifest, frame, payload = (
         Row("bit flips: manifest"),
         Row("bit flips: headers, trailers"),
@@ -205,7 +204,7 @@ def zeroed_pages(content: dict[str, bytes]) -> Row:
 
 
 def truncations(content: dict[str, bytes], step: int) -> Row:
-    """The last segment cut at each offset: the chunks before are there, and the store goes on."""
+    """The last segment truncated at each offset: earlier chunks remain, and the store continues."""
     row, name = Row("truncation of the tail"), max(name for name in content if name.endswith(".seg"))
     ends = chunk_ends(content, int(name[:10]))
     for at in range(SEGMENT_HEADER_BYTES, len(content[name]), step):
@@ -214,7 +213,7 @@ def truncations(content: dict[str, bytes], step: int) -> Row:
 
 
 def chunk_ends(content: dict[str, bytes], segment: int) -> dict[tuple[str, int], int]:
-    """Where each chunk's record ends, 0 for those of other segments."""
+    """End of each chunk's record; 0 for those of other segments."""
     with StoreReader.open(ROOT, files=Disk(content).files()) as reader:
         reader.refresh()
         found = {}
@@ -226,14 +225,14 @@ def chunk_ends(content: dict[str, bytes], segment: int) -> dict[tuple[str, int],
 
 def truncated(content: dict[str, bytes], name: str, at: int, ends: dict[tuple[str, int], int]) -> None:
     disk = Disk({**content, name: content[name][:at]})
-    Life(disk).open()
+    Scenario(disk).open()
     missing = {key for key, end in ends.items() if end <= at} - held(current(disk))
     require(not missing, f"lost: {sorted(missing)}")
     require(not verify_log(ROOT, files=disk.files()), "damage after a cut tail")
 
 
 def exchanged_files(content: dict[str, bytes], other: dict[str, bytes]) -> Row:
-    """Segments swapped, missing, of another store, cut; the manifest missing."""
+    """Segments swapped, missing, foreign, truncated; the manifest missing."""
     row, segments = Row("files swapped, foreign, missing, cut"), sorted(n for n in content if n.endswith(".seg"))
     foreign = next(body for name, body in other.items() if name.endswith(".seg"))
     for name in segments[:-1]:
@@ -255,26 +254,26 @@ def noticed(content: dict[str, bytes]) -> None:
     found = verify_log(ROOT, files=disk.files())
     require(bool(found), "damage was not noticed")
     held(content)  # what can be read is right
-    Life(disk).open()  # and a writer goes on beside it
+    Scenario(disk).open()  # and a writer goes on beside it
 
 
 def sound_store() -> dict[str, bytes]:
-    """Sealed segments, rewritten ones, and a tail."""
+    """Sealed, rewritten and active segments."""
     disk = Disk()
-    life = Life(disk)
-    compacting(life)
-    life.open()
-    life.append_many("more", range(3))
-    life.writer.rotate()
-    life.append_many("tail", range(3))
-    life.sync()
+    scenario = Scenario(disk)
+    compacting(scenario)
+    scenario.open()
+    scenario.append_many("more", range(3))
+    scenario.writer.rotate()
+    scenario.append_many("tail", range(3))
+    scenario.sync()
     disk.kill()
     return current(disk)
 
 
 def power_cuts(kill_every: int, chances: int) -> Iterator[Row]:
     verdict = judge(kill_every, chances)
-    for name, result in verdict.lives.items():
+    for name, result in verdict.scenarios.items():
         yield Row(f"power cut: {name}", result.states, lost=result.violations, note=result.first)
     missed = [site for site, how in verdict.caught.items() if not how]
     yield Row("one sync left out", len(verdict.caught), undetected=len(missed), note=" ".join(missed))

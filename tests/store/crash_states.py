@@ -1,8 +1,8 @@
-"""The power fails at every moment of a store's life, in every way: ``python crash_states.py [KILLS CHANCES]``.
+"""Power cuts at every moment of a store's scenario: ``python crash_states.py [KILLS CHANCES]``.
 
-Not a test by itself; `test_crash_states.py` runs a part of it and ``make chaos-store`` all. One in KILLS of the moments
-at which a process can be killed is tried before the power fails, 0 for those before a sync only; CHANCES outcomes of
-each power cut are drawn by chance beside the extreme ones.
+`test_crash_states.py` runs a part of it and ``make chaos-store`` all. One in KILLS of the moments at which a process
+can be killed is tried before the power cut (0: only those before a sync). CHANCES random outcomes of each power cut
+are tried in addition to the extreme ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crash_lives import (
+from crash_scenarios import (
     Story,
     Violation,
     appending,
@@ -28,13 +28,13 @@ from disk_model import Event, crash_states
 
 from user_sys.errors import StoreError
 
-LIVES = {"appending": appending, "compacting": compacting, "filling": filling}
-NAMES = (*LIVES, "outbox", "repairing")
+SCENARIOS = {"appending": appending, "compacting": compacting, "filling": filling}
+NAMES = (*SCENARIOS, "outbox", "repairing")
 
 
 @dataclass
 class Result:
-    """`states`: different ones that were checked; `first`: the first violation in words; `sites`: the syncs made."""
+    """`states`: number of different states; `first`: the first violation; `sites`: the executed syncs."""
 
     states: int = 0
     violations: int = 0
@@ -43,18 +43,18 @@ class Result:
 
 
 def stories(name: str, kill_every: int, forget: str = "") -> Iterator[Story]:
-    """A life as it is, and killed at some of its moments."""
+    """A scenario without a kill, and with kills at some of its moments."""
     if name in ("outbox", "repairing"):
         yield outbox_story(forget) if name == "outbox" else repair_story(forget)
         return
-    whole = story(LIVES[name], forget)
+    whole = story(SCENARIOS[name], forget)
     yield whole
     for at in kill_moments(whole.disk.trace, kill_every):
-        yield story(LIVES[name], forget, kill_at=at)
+        yield story(SCENARIOS[name], forget, kill_at=at)
 
 
 def kill_moments(trace: Sequence[Event], every: int) -> list[int]:
-    """Before the first and the last sync of each place in the code, when most is at stake, and at regular distances."""
+    """Before the first and the last sync of each place in the code, and at regular distances."""
     syncs = [(event.site, at) for at, event in enumerate(trace) if event.site and at]
     moments = {*dict(syncs).values(), *dict(reversed(syncs)).values()}
     if every:
@@ -63,7 +63,7 @@ def kill_moments(trace: Sequence[Event], every: int) -> list[int]:
 
 
 def examine(name: str, *, kill_every: int, chances: int, forget: str = "", seed: int = 0) -> Result:
-    """Checks the crash states of one life; with `forget`, of a program without that sync, until one is caught."""
+    """Checks the crash states of one scenario; with `forget`, without that sync, until a violation is found."""
     result, seen, rng = Result(), set[int](), random.Random(seed)
     for told in stories(name, kill_every, forget):
         trace, first = told.disk.trace, told.first
@@ -93,21 +93,21 @@ def _broken(told: Story, state: object, forget: str) -> str:
 
 
 class Verdict(NamedTuple):
-    """`lives`: a result for each; `caught`: for each sync, how leaving it out was noticed, or nothing."""
+    """`scenarios`: a result for each; `caught`: for each sync, the violation without it, or an empty string."""
 
-    lives: dict[str, Result]
+    scenarios: dict[str, Result]
     caught: dict[str, str]
 
     @property
     def states(self) -> int:
-        return sum(result.states for result in self.lives.values())
+        return sum(result.states for result in self.scenarios.values())
 
 
-def judge(kill_every: int, chances: int, lives: Iterable[str] = NAMES) -> Verdict:
-    """Some lives, and all of them again without each sync."""
+def judge(kill_every: int, chances: int, scenarios: Iterable[str] = NAMES) -> Verdict:
+    """Some scenarios, and all of them again without each sync."""
     verdict = Verdict({}, {})
-    for name in lives:
-        result = verdict.lives[name] = examine(name, kill_every=kill_every, chances=chances)
+    for name in scenarios:
+        result = verdict.scenarios[name] = examine(name, kill_every=kill_every, chances=chances)
         for site in sorted(result.sites):
             if not verdict.caught.get(site):
                 mutant = examine(name, kill_every=kill_every, chances=chances, forget=site)
@@ -118,12 +118,12 @@ def judge(kill_every: int, chances: int, lives: Iterable[str] = NAMES) -> Verdic
 def main(kill_every: int, chances: int) -> int:
     logging.disable(logging.CRITICAL)
     verdict = judge(kill_every, chances)
-    for name, result in verdict.lives.items():
+    for name, result in verdict.scenarios.items():
         print(f"{name}: {result.states} crash states, {result.violations} violations {result.first}")
     for site, how in verdict.caught.items():
         print(f"without {site}: {how or 'NOT CAUGHT'}")
     print(f"{verdict.states} crash states, {len(verdict.caught)} syncs")
-    return int(any(result.violations for result in verdict.lives.values()) or not all(verdict.caught.values()))
+    return int(any(result.violations for result in verdict.scenarios.values()) or not all(verdict.caught.values()))
 
 
 if __name__ == "__main__":

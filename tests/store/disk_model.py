@@ -1,10 +1,9 @@
-"""A disk in memory that knows what a power cut may leave of it.
+"""An in-memory disk that models power cuts.
 
-What is written is *volatile* until it is synced. Of a file: each 512-byte sector of each write since the file's last
-sync may have reached the disk or not, independently of the others, and so may each change of its length; where the
-length did and the bytes did not, there are zeros. Of the folder: each creation, renaming and deletion since the
-folder's last sync may have, independently of the others, each in one step. That is weaker than what any journaling file
-system promises, so what holds here holds there.
+Writes are *volatile* until they are synced. Each unsynced 512-byte sector of a file, and each change of its length,
+is on the disk or not, independently; a length without its bytes gives zeros. Each unsynced creation, renaming and
+deletion in a folder is on the disk or not, independently and atomically. Journaling file systems promise more, so
+results hold there too.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ SYNCS = ("sync", "sync_folder")
 
 
 class Event(NamedTuple):
-    """One thing that happened: ``write``, ``length``, ``sync`` (of a file), ``link``, ``rename``, ``unlink``,
-    ``sync_folder``, ``forgotten`` (a sync that was left out), or ``note`` (what the workload says of itself). `site` is
-    the place in the code of a sync."""
+    """A recorded operation: ``write``, ``length``, ``sync`` (of a file), ``link``, ``rename``, ``unlink``,
+    ``sync_folder``, ``forgotten`` (an omitted sync), or ``note`` (by the workload). `site`: code location of a sync.
+    """
 
     kind: str
     file: int = -1
@@ -41,7 +40,7 @@ class Event(NamedTuple):
 
 
 class Dead(OSError):
-    """An operation of a process that was killed."""
+    """An operation of a killed process."""
 
 
 ROOT = Path("/disk")
@@ -49,15 +48,15 @@ ROOT_NAME = "."  # files are named as seen from `ROOT`
 
 
 class Disk:
-    """The files in `ROOT`. `files` gives a process's view of them; `kill` ends all views that were given.
+    """The files in `ROOT`. `files` returns a process's view of them; `kill` ends all views.
 
     Attributes:
-        room_bytes: what can still be written, freed by nothing; None for any amount.
-        fail_at, fail_with: the event that, though it happens, is reported as failed, and with what errno.
+        room_bytes: remaining space, never freed; None for unlimited.
+        fail_at, fail_with: the event that is executed and reported as failed, and its errno.
     """
 
     def __init__(self, content: dict[str, bytes] | None = None, *, forget: str = "", kill_at: int = -1) -> None:
-        """Args: `forget`: the site of a sync that does nothing; `kill_at`: kill once so many events were recorded."""
+        """Args: `forget`: the site of an omitted sync; `kill_at`: kill after so many events."""
         self.lock = threading.RLock()
         self.forget, self.kill_at = forget, kill_at
         self.room_bytes: int | None = None
@@ -76,13 +75,13 @@ class Disk:
         return ModelFiles(self)
 
     def kill(self) -> None:
-        """Ends every process that uses the disk; the machine goes on."""
+        """Ends every process that uses the disk."""
         with self.lock:
             self.epoch += 1
             self.locked.clear()
 
     def take_room(self, body: bytes) -> bytes:
-        """The part of `body` for which there is space. Raises OSError where there is none."""
+        """The part of `body` that fits. Raises OSError if nothing fits."""
         if self.room_bytes is None:
             return body
         if not self.room_bytes:
@@ -113,7 +112,7 @@ def _missing(path: Path) -> FileNotFoundError:
 
 
 def _site() -> str:
-    """Who asked for a sync: the functions of the store on the stack, innermost first, two beside those of `files`."""
+    """Code location of a sync: the store's functions on the stack, innermost first, two besides those in files.py."""
     frame, found = sys._getframe(2), list[str]()
     while frame is not None and sum(not each.startswith("files.py") for each in found) < 2:
         path = Path(frame.f_code.co_filename)
@@ -124,7 +123,7 @@ def _site() -> str:
 
 
 class ModelFiles(Files):
-    """A process's view of a `Disk`; every operation fails once the process was killed."""
+    """A process's view of a `Disk`; every operation fails after a kill."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk, self.epoch = disk, disk.epoch
@@ -244,7 +243,7 @@ class ModelFiles(Files):
 
 @dataclass
 class State:
-    """What is durable, and what is volatile: the changes of each file and of the folder since their last syncs."""
+    """Durable content, and volatile changes of each file and of the folder since their last syncs."""
 
     durable: dict[int, bytes] = field(default_factory=dict)
     volatile: dict[int, list[Event]] = field(default_factory=dict)
@@ -273,7 +272,7 @@ class State:
         return any(name.endswith(".seg") and self.volatile.get(file) for name, file in names)
 
     def outcome(self, choice: Choice) -> dict[str, bytes]:
-        """What `choice` leaves: each file's bytes by name; a folder has none."""
+        """Content after `choice`, each file's bytes by name."""
         found, names = {}, _named(self.names, choice.names(self.renamed))
         for name, file in names.items():
             if not names.keys() >= {ROOT_NAME, str(Path(name).parent)}:
@@ -289,13 +288,13 @@ class State:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a power cut leaves of what is volatile: decided by chance where there is an `rng`, else a leading share.
+    """Selects the volatile changes that survive a power cut, at random with `rng`, otherwise a leading share.
 
     Attributes:
-        folder, data: the share that is kept of changes of names, and of each file's; or the chance of each.
-        last: the trailing share is kept instead.
+        folder, data: surviving share of name changes, and of each file's changes; or the chance of each.
+        last: the trailing share survives instead.
         lengths_first: a file's length is on the disk before its bytes.
-        spared: a file that loses nothing whatever `data` is.
+        spared: a file that loses nothing regardless of `data`.
     """
 
     folder: float
@@ -319,7 +318,7 @@ class Choice:
 
 
 def _sectors(event: Event) -> Iterator[Event]:
-    """A write as its sectors; a change of length as it is."""
+    """A write as sectors; a change of length unchanged."""
     if event.kind == "length":
         yield event
         return
@@ -353,13 +352,13 @@ def _named(names: dict[str, int], changes: Sequence[Event]) -> dict[str, int]:
 
 
 class CrashState(NamedTuple):
-    """What a power cut leaves.
+    """State after a power cut.
 
     Attributes:
-        at: the event that was the last.
+        at: the last event.
         content: the files, by name.
-        notes: what the workload had said by then.
-        torn: some segment held bytes that were not synced.
+        notes: acknowledged data by then.
+        torn: some segment had unsynced bytes.
     """
 
     at: int
@@ -371,7 +370,7 @@ class CrashState(NamedTuple):
 def crash_states(
     start: State, trace: Sequence[Event], rng: random.Random, per_moment: int, first: int = 0
 ) -> Iterator[CrashState]:
-    """For each moment of `trace` from event `first` on: the extremes, each prefix of names, `per_moment` by chance."""
+    """For each moment of `trace` from event `first` on: extremes, each prefix of names, `per_moment` random ones."""
     state, notes = State(dict(start.durable), {}, dict(start.names), []), []
     for at, event in enumerate(trace):
         state.advance(event)

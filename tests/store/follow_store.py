@@ -1,6 +1,8 @@
-"""Follows a store until the episode ``last`` is complete: ``python follow_store.py FOLDER SEED``. Prints what is alive.
+"""Follows a store until the episode ``last`` is complete: ``python follow_store.py FOLDER SEED``.
 
-Not a test by itself; `test_readers.py` runs several beside a writer.
+Prints the alive rows.
+
+`test_readers.py` runs several of them with a writer.
 """
 
 from __future__ import annotations

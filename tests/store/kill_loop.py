@@ -1,9 +1,8 @@
-"""Kills a store's writer again and again while a reader follows: ``python kill_loop.py FOLDER KILLS SEED``.
+"""Kills a store's writer repeatedly while a reader follows: ``python kill_loop.py FOLDER KILLS SEED``.
 
-Not a test by itself; `test_kills.py` runs it in a process of its own, which may fork. Each writer stores chunks, says
-which are acknowledged through a pipe, and is killed at a random moment. The next one sends again what was not
-acknowledged, and some of what was. At the end: everything acknowledged is there, nothing is there twice, nothing is
-damaged, and a reader that was alive throughout saw the same as one that opens the store afterwards.
+`test_kills.py` runs it in its own process, which may fork. Each writer stores chunks, acknowledges them through a pipe,
+and is killed at random. The next one resends unacknowledged chunks and some others. In the end everything
+acknowledged is present once and undamaged, and old and new readers agree.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ACK = struct.Struct("<I")
 
 
 def packet(number: int) -> bytes:
-    """Chunk `number` of an endless row of episodes, of a size that depends on its number."""
+    """Chunk `number` of an endless series of episodes; its size depends on its number."""
     episode, index = divmod(number, CHUNKS_PER_EPISODE)
     steps = 1 + number * 7 % 40
     header = ChunkHeader(
@@ -51,7 +50,7 @@ def packet(number: int) -> bytes:
 
 
 def write(path: Path, first: int, rng: random.Random, acks: int) -> None:
-    """The writer's life: in groups of random size, from a little before `first` on, until it is killed."""
+    """The writer's loop, in groups of random size, from shortly before `first` on, until it is killed."""
     with StoreWriter.open(path, segment_bytes=SEGMENT_BYTES) as writer:
         number = max(0, first - rng.randrange(8))
         while True:
@@ -62,11 +61,11 @@ def write(path: Path, first: int, rng: random.Random, acks: int) -> None:
             os.write(acks, _ACK.pack(number))
 
 
-def one_life(path: Path, first: int, rng: random.Random, *, after_more: bool) -> int:
-    """Starts a writer, kills it, and returns how many chunks are acknowledged by now.
+def run_until_killed(path: Path, first: int, rng: random.Random, *, after_more: bool) -> int:
+    """Starts a writer, kills it, and returns the number of acknowledged chunks.
 
-    It is killed within 20 ms, in which a busy machine may not even open the store; with `after_more`, these begin when
-    it has acknowledged more than the `first` chunks.
+    The kill comes within 20 ms, in which a busy machine may not open the store. With `after_more`, the 20 ms begin when
+    more than the `first` chunks are acknowledged.
     """
     acks_in, acks_out = os.pipe()
     child = os.fork()
@@ -119,7 +118,7 @@ def main(path: Path, kills: int, seed: int) -> None:
     acknowledged = 0
     with StoreReader.open(path) as alive:
         for kill in range(kills):
-            acknowledged = one_life(path, acknowledged, random.Random(rng.random()), after_more=bool(kill % 2))
+            acknowledged = run_until_killed(path, acknowledged, random.Random(rng.random()), after_more=bool(kill % 2))
             alive.refresh()
             check(alive, acknowledged)
         with StoreReader.open(path) as late:

@@ -1,4 +1,4 @@
-"""Chunks to store, and what a store has of them."""
+"""Chunks to store, and queries of stored chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A power cut at any moment of a store's life loses nothing acknowledged; without any one sync it would, and shows."""
+"""A power cut at any moment loses nothing acknowledged; without any one sync it would."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def kept(result: Result) -> bool:
 
 def caught(verdict: Verdict) -> bool:
     assert [site for site, how in verdict.caught.items() if not how] == []
-    return all(map(kept, verdict.lives.values()))
+    return all(map(kept, verdict.scenarios.values()))
 
 
 @pytest.mark.long(25)
-def test_a_power_cut_keeps_every_promise_and_no_sync_can_be_left_out_unnoticed() -> None:
+def test_power_cut_loses_nothing_and_every_sync_is_needed() -> None:
     verdict = judge(0, 0, ["appending", "repairing"])
     assert caught(verdict) and verdict.states > 500 and len(verdict.caught) > 14
 
 
 @pytest.mark.long(15)
-@pytest.mark.parametrize("life", ["compacting", "outbox"])
-def test_a_power_cut_while_space_is_given_back_keeps_every_promise(life: str) -> None:
-    assert kept(examine(life, kill_every=0, chances=0))
+@pytest.mark.parametrize("scenario", ["compacting", "outbox"])
+def test_power_cut_during_compaction_loses_nothing(scenario: str) -> None:
+    assert kept(examine(scenario, kill_every=0, chances=0))
 
 
 @pytest.mark.slow
-def test_ten_thousand_states_and_every_sync() -> None:
+def test_power_cut_in_ten_thousand_states() -> None:
     verdict = judge(2, 2)
     assert caught(verdict) and verdict.states >= 10_000

@@ -1,4 +1,4 @@
-"""The index: rows that stay, episodes that hang together however their chunks come, and labels laid over them."""
+"""The index: permanent rows, links between chunks in any order, and labels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chunk(episode: str, index: int, steps: int = 3, *, last: bool = False) -> Ch
 
 
 def block(*records: Chunk | Label, first: int = 0) -> IndexBlock:
-    """A block of these records, numbered from `first` on; as it comes back from a segment's footer."""
+    """A block of these records, numbered from `first` on, decoded as from a segment's footer."""
     builder = IndexBlockBuilder()
     for n, record in enumerate(records):
         payload = record.encode() if isinstance(record, Chunk) else encode_label(record)
@@ -58,7 +58,7 @@ def indexed(*blocks: IndexBlock) -> Index:
 
 
 def walk(index: Index, row: int) -> list[int]:
-    """The step numbers that one comes by from a row on."""
+    """The step numbers reached from a row."""
     numbers = []
     while row >= 0:
         numbers.append(int(index.step_of(np.array([row]))[0]))
@@ -74,7 +74,7 @@ def said(at: int, kind: type[Label], **what: object) -> Label:
     return kind(episode="a", labeller="ada", at_unix_ns=at, **what)  # type: ignore[arg-type]
 
 
-def test_steps_have_what_was_recorded_and_times_that_compare_between_robots() -> None:
+def test_steps_have_recorded_values_and_unix_times() -> None:
     index = indexed(block(chunk("a", 0), chunk("b", 0), chunk("a", 1, last=True)))
     assert index.steps.reward.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert index.steps.time_unix_ns[:3].tolist() == [50, 60, 70]
@@ -91,7 +91,7 @@ def test_steps_have_what_was_recorded_and_times_that_compare_between_robots() ->
 
 @settings(deadline=None)
 @given(order=st.permutations(range(7)), cuts=st.sets(st.integers(1, 6)), twice=st.sets(st.integers(0, 6)))
-def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cuts: set[int], twice: set[int]) -> None:
+def test_episode_is_linked_in_any_chunk_order(order: list[int], cuts: set[int], twice: set[int]) -> None:
     sent: list[Chunk] = []
     for i in order:
         sent += [chunk("a", i, last=i == 6)] * (1 + (i in twice))
@@ -108,7 +108,7 @@ def test_an_episode_hangs_together_however_its_chunks_come(order: list[int], cut
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_it_does_not_matter_how_the_log_was_cut_into_blocks(data: st.DataObject) -> None:
+def test_index_is_independent_of_block_boundaries(data: st.DataObject) -> None:
     steps = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(0, 5))
     records: list[Chunk | Label] = []
     for at, (name, i, kind) in enumerate(data.draw(st.lists(steps, max_size=25))):
@@ -135,7 +135,7 @@ def reward_sources(index: Index) -> list[str]:
     return [index.episodes.reward_sources.names[code] for code in index.episodes.reward_source.tolist()]
 
 
-def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> None:
+def test_newest_label_wins_before_and_after_steps() -> None:
     early = [say(RewardLabel, first_step=2, rewards=(5.0, 6.0)), say(SuccessLabel, success=False)]
     index = indexed(block(*early, chunk("a", 0), chunk("a", 1, last=True)))
     assert index.steps.reward.tolist() == [0, 1, 5, 6, 4, 0] and index.episodes.success[0] == 0
@@ -147,7 +147,7 @@ def test_the_newest_word_counts_whether_it_came_before_or_after_the_steps() -> N
     assert [label.labeller for label in index.labels("a")] == ["ada"] * 5
 
 
-def test_a_success_label_sets_the_last_reward_and_ends_the_task_there() -> None:
+def test_success_label_sets_last_reward_and_terminates() -> None:
     index = indexed(block(say(SuccessLabel, success=False), chunk("a", 0)))
     assert index.steps.reward.tolist() == [0, 1, 2], "no end is stored yet"
     index.apply([block(chunk("a", 1, last=True))])
@@ -163,7 +163,7 @@ def test_a_success_label_sets_the_last_reward_and_ends_the_task_there() -> None:
     assert index.steps.reward[5] == 0.25 and index.steps.terminated[5]
 
 
-def test_labels_are_taken_back_one_command_after_the_other() -> None:
+def test_undo_removes_newest_labels_first() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1, last=True)))
     before = index.steps.reward.tolist(), index.steps.phase.tolist()
     index.apply([block(said(1, SuccessLabel, success=False), said(2, SuccessLabel, success=True))])
@@ -180,7 +180,7 @@ def test_labels_are_taken_back_one_command_after_the_other() -> None:
     assert index.episodes.reward_sources.names[index.episodes.reward_source[0]] == "rule"
 
 
-def test_a_deleted_episode_is_dead_and_may_be_called_back() -> None:
+def test_deleted_episode_can_be_restored() -> None:
     index = indexed(block(chunk("b", 0), chunk("a", 0)))
     change = index.apply([block(say(DeleteLabel))])
     assert change.dropped.tolist() == [3, 4, 5] and index.steps.alive.tolist() == [True] * 3 + [False] * 3
@@ -190,7 +190,7 @@ def test_a_deleted_episode_is_dead_and_may_be_called_back() -> None:
     assert change.revived.tolist() == [3, 4, 5, 6, 7, 8] and index.steps.alive.all()
 
 
-def test_what_is_gone_stays_gone_and_leads_nowhere() -> None:
+def test_gone_chunk_has_no_predecessor_link() -> None:
     index = indexed(block(chunk("a", 0), chunk("a", 1), chunk("a", 2, last=True)))
     assert index.mark_gone(np.array([1])).tolist() == [3, 4, 5]
     assert index.mark_gone(np.array([1])).tolist() == []
@@ -199,7 +199,7 @@ def test_what_is_gone_stays_gone_and_leads_nowhere() -> None:
     assert index.chunks.alive.tolist() == [True, False, True] and index.steps.alive.sum() == 6
 
 
-def test_views_that_were_taken_before_keep_their_rows() -> None:
+def test_column_views_keep_their_rows_after_growth() -> None:
     index = indexed(block(chunk("a", 0)))
     before = index.steps.reward
     changes: list[IndexChange] = [index.apply([block(chunk("a", i + 1), first=i + 1)]) for i in range(600)]
@@ -209,7 +209,7 @@ def test_views_that_were_taken_before_keep_their_rows() -> None:
 
 @settings(deadline=None)
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
-def test_a_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
+def test_damaged_block_is_refused_or_consistent(position: int, value: int) -> None:
     raw = bytearray(_encoded((chunk("a", 0), chunk("b", 0, last=True), say(DeleteLabel))))
     raw[position % len(raw)] = value
     try:
@@ -224,7 +224,7 @@ def _encoded(records: Sequence[Chunk | Label]) -> bytes:
     return block(*records).encode()
 
 
-def test_a_block_of_nothing_is_a_block() -> None:
+def test_empty_block_round_trips() -> None:
     index = indexed(block(), block(chunk("a", 0)), block())
     assert len(index.steps) == 3
     with pytest.raises(WireError):

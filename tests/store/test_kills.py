@@ -1,4 +1,4 @@
-"""``kill -9`` of the writer loses nothing that was acknowledged and repeats nothing."""
+"""``kill -9`` of the writer loses nothing acknowledged and repeats nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def run(folder: Path, kills: int, seed: int, timeout_s: float) -> str:
     return done.stdout
 
 
-def test_thirty_kills(tmp_path: Path) -> None:
+def test_thirty_kills_lose_nothing(tmp_path: Path) -> None:
     assert "30 kills" in run(tmp_path, 30, seed=1, timeout_s=600)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_a_thousand_kills(tmp_path: Path, seed: int) -> None:
+def test_thousand_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
     assert "100 kills" in run(tmp_path, 100, seed=100 + seed, timeout_s=200)

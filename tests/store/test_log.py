@@ -1,4 +1,4 @@
-"""The log: what was acknowledged is read back whole, and what is damaged is never taken for a record."""
+"""The log: acknowledged records are read back whole, and damage is never read as a record."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from hypothesis import strategies as st
 
 from user_sys.errors import StoreCorrupt, StoreError, StoreFull, StoreLocked, StoreVersionMismatch
 from user_sys.store.files import OS_FILES, Files
-from user_sys.store.log import LogReader, LogWriter, RecordRef, segment_numbers, segment_path
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.record_format import (
     RECORD_HEADER_BYTES,
     RECORD_MAGIC,
     SEGMENT_HEADER_BYTES,
+    RecordRef,
     SegmentHeader,
     SegmentScan,
     record_bytes,
+    segment_numbers,
+    segment_path,
 )
 
 payloads = st.lists(st.binary(max_size=300) | st.just(RECORD_MAGIC * 9), min_size=1, max_size=12)
@@ -47,7 +51,7 @@ def read(path: Path) -> list[bytes]:
 
 @settings(max_examples=50, deadline=None)
 @given(contents=payloads, segment_bytes=st.integers(64, 900))
-def test_what_is_appended_is_read_back(
+def test_appended_records_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], segment_bytes: int
 ) -> None:
     path = fresh(tmp_path_factory)
@@ -59,7 +63,7 @@ def test_what_is_appended_is_read_back(
         assert reader.records() == [] and reader.damaged == []
 
 
-def test_a_log_cut_anywhere_in_its_tail_keeps_the_whole_records_and_goes_on(tmp_path: Path) -> None:
+def test_truncated_tail_keeps_whole_records_and_takes_new_ones(tmp_path: Path) -> None:
     contents = [b"one", b"", b"three" * 20, b"the last"]
     refs = write(tmp_path, contents)
     file, last = segment_path(tmp_path, 0), refs[-1]
@@ -77,7 +81,7 @@ def test_a_log_cut_anywhere_in_its_tail_keeps_the_whole_records_and_goes_on(tmp_
 
 @settings(max_examples=40, deadline=None)
 @given(contents=payloads, data=st.data())
-def test_a_log_cut_at_any_place_yields_the_records_before_it(
+def test_truncated_log_yields_records_before_the_cut(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], data: st.DataObject
 ) -> None:
     path = fresh(tmp_path_factory)
@@ -90,7 +94,7 @@ def test_a_log_cut_at_any_place_yields_the_records_before_it(
 
 @settings(max_examples=80, deadline=None)
 @given(contents=payloads, data=st.data())
-def test_a_flipped_bit_costs_one_record_at_most_and_is_reported(
+def test_flipped_bit_loses_at_most_one_record_and_is_reported(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], data: st.DataObject
 ) -> None:
     path = fresh(tmp_path_factory)
@@ -110,7 +114,7 @@ def test_a_flipped_bit_costs_one_record_at_most_and_is_reported(
         assert writer.next_sequence == len(contents) + 1
 
 
-def test_damage_in_the_last_record_is_kept_for_the_expert_and_not_cut_off(tmp_path: Path) -> None:
+def test_damaged_last_record_is_not_truncated(tmp_path: Path) -> None:
     refs = write(tmp_path, [b"one", b"two"])
     with segment_path(tmp_path, 0).open("r+b") as file:
         file.seek(refs[1].offset + RECORD_HEADER_BYTES)
@@ -123,7 +127,7 @@ def test_damage_in_the_last_record_is_kept_for_the_expert_and_not_cut_off(tmp_pa
         assert [damage.offset for damage in reader.damaged] == [refs[1].offset]
 
 
-def test_zeros_after_the_last_record_are_a_torn_tail(tmp_path: Path) -> None:
+def test_trailing_zeros_are_truncated(tmp_path: Path) -> None:
     write(tmp_path, [b"one"])
     with segment_path(tmp_path, 0).open("ab") as file:
         file.write(bytes(5000))
@@ -133,7 +137,7 @@ def test_zeros_after_the_last_record_are_a_torn_tail(tmp_path: Path) -> None:
     assert read(tmp_path) == [b"one", b"two"]
 
 
-def test_a_damaged_segment_header_costs_no_record(tmp_path: Path) -> None:
+def test_damaged_segment_header_loses_no_record(tmp_path: Path) -> None:
     write(tmp_path, [b"one", b"two"])
     with segment_path(tmp_path, 0).open("r+b") as file:
         file.write(b"?")
@@ -145,7 +149,7 @@ def test_a_damaged_segment_header_costs_no_record(tmp_path: Path) -> None:
         assert len(reader.damaged) == 1
 
 
-def test_a_segment_under_the_name_of_another_yields_nothing(tmp_path: Path) -> None:
+def test_misnamed_segment_yields_nothing(tmp_path: Path) -> None:
     write(tmp_path, [bytes([i]) * 100 for i in range(6)], segment_bytes=300)
     one, two = segment_path(tmp_path, 1), segment_path(tmp_path, 2)
     one.rename(tmp_path / "aside")
@@ -156,7 +160,7 @@ def test_a_segment_under_the_name_of_another_yields_nothing(tmp_path: Path) -> N
         assert {damage.segment for damage in reader.damaged} >= {1, 2}
 
 
-def test_a_record_that_holds_another_log_is_one_record_even_when_damaged(tmp_path: Path) -> None:
+def test_log_inside_a_payload_is_one_record(tmp_path: Path) -> None:
     write(tmp_path / "inner", [b"inner"] * 3)
     nested = segment_path(tmp_path / "inner", 0).read_bytes()
     refs = write(tmp_path / "outer", [nested, b"after"])
@@ -166,7 +170,7 @@ def test_a_record_that_holds_another_log_is_one_record_even_when_damaged(tmp_pat
     assert read(tmp_path / "outer") == [b"after"]
 
 
-def test_a_record_damaged_after_it_was_found_is_not_handed_out(tmp_path: Path) -> None:
+def test_record_damaged_after_refresh_raises_on_read(tmp_path: Path) -> None:
     write(tmp_path, [b"payload"])
     with LogReader.open(tmp_path) as reader:
         (ref,) = reader.records()
@@ -177,7 +181,7 @@ def test_a_record_damaged_after_it_was_found_is_not_handed_out(tmp_path: Path) -
             reader.read(ref)
 
 
-def test_a_view_outlives_the_reader_and_the_segment(tmp_path: Path) -> None:
+def test_view_outlives_reader_and_segment(tmp_path: Path) -> None:
     write(tmp_path, [b"payload" * 1000, b"more"], segment_bytes=100)
     reader = LogReader.open(tmp_path)
     view = reader.read(reader.records()[0])
@@ -189,7 +193,7 @@ def test_a_view_outlives_the_reader_and_the_segment(tmp_path: Path) -> None:
     assert read(tmp_path) == [b"more"]
 
 
-def test_numbers_go_on_when_all_old_segments_are_dropped(tmp_path: Path) -> None:
+def test_sequence_continues_after_dropping_all_segments(tmp_path: Path) -> None:
     write(tmp_path, [b"x" * 100] * 5, segment_bytes=150)
     with LogWriter.open(tmp_path) as writer:
         writer.drop_before(99)
@@ -198,7 +202,7 @@ def test_numbers_go_on_when_all_old_segments_are_dropped(tmp_path: Path) -> None
         assert writer.append(0, b"y").sequence == 5
 
 
-def test_another_format_version_is_refused_in_words(tmp_path: Path) -> None:
+def test_other_format_version_is_refused(tmp_path: Path) -> None:
     write(tmp_path, [b"x"])
     header = bytearray(SegmentHeader(0, 0, 0, 0, bytes(16)).encode())
     header[8] = 9
@@ -210,18 +214,20 @@ def test_another_format_version_is_refused_in_words(tmp_path: Path) -> None:
             open_it(tmp_path)
 
 
-def test_no_log_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no store"):
+def test_missing_log_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a store"):
         LogReader.open(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):
         LogWriter.open(tmp_path / "file")
 
 
-def test_a_second_writer_is_told_who_holds_the_log(tmp_path: Path) -> None:
+def test_second_writer_error_names_lock_holder(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path):
         code = (
-            "import pathlib, sys; from user_sys.store.log import LogWriter; LogWriter.open(pathlib.Path(sys.argv[1]))"
+            "import pathlib, sys\n"
+            "from user_sys.store.log_writer import LogWriter\n"
+            "LogWriter.open(pathlib.Path(sys.argv[1]))"
         )
         command = [sys.executable, "-c", code, str(tmp_path)]
         second = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -231,7 +237,7 @@ def test_a_second_writer_is_told_who_holds_the_log(tmp_path: Path) -> None:
     LogWriter.open(tmp_path).close()
 
 
-def test_a_writer_that_is_closed_says_so(tmp_path: Path) -> None:
+def test_closed_writer_raises(tmp_path: Path) -> None:
     writer = LogWriter.open(tmp_path)
     writer.close()
     writer.close()
@@ -239,7 +245,7 @@ def test_a_writer_that_is_closed_says_so(tmp_path: Path) -> None:
         writer.append(0, b"")
 
 
-def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path)
     writer.append(0, b"kept")
     writer.sync()
@@ -263,7 +269,8 @@ FULL = """
     import resource, signal, sys
     from pathlib import Path
     from user_sys.errors import StoreFull
-    from user_sys.store.log import LogReader, LogWriter
+    from user_sys.store.log_reader import LogReader
+    from user_sys.store.log_writer import LogWriter
     path = Path(sys.argv[1])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -292,11 +299,11 @@ FULL = """
 """
 
 
-def test_a_full_disk_loses_nothing_and_writing_goes_on_once_there_is_space(tmp_path: Path) -> None:
+def test_full_disk_loses_nothing_and_writing_resumes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)], timeout=300, check=True)
 
 
-def test_a_full_disk_takes_no_more_than_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_bounds_pending_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path)
 
     def full(*_: object) -> int:
@@ -314,9 +321,7 @@ def test_a_full_disk_takes_no_more_than_is_bounded(tmp_path: Path, monkeypatch: 
     assert len(read(tmp_path)) == taken
 
 
-def test_a_full_disk_at_rotation_takes_nothing_and_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_at_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path, segment_bytes=200, background=False)
     writer.append(0, b"a" * 100)
     with monkeypatch.context() as patch:
@@ -329,9 +334,7 @@ def test_a_full_disk_at_rotation_takes_nothing_and_can_be_repeated(
     assert read(tmp_path) == [b"a" * 100, b"c" * 100]
 
 
-def test_a_full_disk_at_rotation_in_the_background_acknowledges_nothing_and_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_at_background_rotation_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = LogWriter.open(tmp_path, segment_bytes=200)
     writer.append(0, b"a" * 100)
     ticket = writer.flush()
@@ -350,8 +353,8 @@ def test_a_full_disk_at_rotation_in_the_background_acknowledges_nothing_and_can_
     assert read(tmp_path) == [b"a" * 100, b"b" * 100, b"d" * 100]
 
 
-def test_an_append_that_fills_a_segment_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """The next one's file is made by a thread; what is acknowledged waits for it."""
+def test_append_that_fills_a_segment_does_not_block(tmp_path: Path) -> None:
+    """A thread creates the next segment's file; acknowledgements wait for it."""
     may_sync = threading.Event()
 
     class Slow(Files):
@@ -375,7 +378,7 @@ def no_space(_: int) -> None:
 FOLLOWED = """
     import sys
     from pathlib import Path
-    from user_sys.store.log import LogWriter
+    from user_sys.store.log_writer import LogWriter
     with LogWriter.open(Path(sys.argv[1]), segment_bytes=40_000) as writer:
         for number in range(3000):
             writer.append(0, number.to_bytes(4, "little") * (number % 100))
@@ -384,7 +387,7 @@ FOLLOWED = """
 """
 
 
-def test_a_reader_follows_a_writer_in_another_process(tmp_path: Path) -> None:
+def test_reader_follows_writer_process(tmp_path: Path) -> None:
     LogWriter.open(tmp_path).close()
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FOLLOWED), str(tmp_path)])
     refs: list[RecordRef] = []
@@ -400,7 +403,7 @@ def test_a_reader_follows_a_writer_in_another_process(tmp_path: Path) -> None:
         assert len(refs) == 3000 and reader.damaged == []
 
 
-def test_a_scan_never_yields_a_sequence_number_twice(tmp_path: Path) -> None:
+def test_scan_yields_each_sequence_number_once(tmp_path: Path) -> None:
     (first, second) = write(tmp_path, [b"12345678", b"abcdefgh"])
     assert second.offset == first.offset + record_bytes(8)
     fd = os.open(segment_path(tmp_path, 0), os.O_RDONLY)

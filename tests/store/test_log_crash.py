@@ -1,4 +1,4 @@
-"""A writer stopped at any of its file operations, or refused one, loses nothing that it acknowledged."""
+"""A writer stopped or refused at any file operation loses nothing acknowledged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 
 from user_sys.errors import StoreError, StoreFull, StoreRecordGone
 from user_sys.store.files import Buffer, Files
-from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
+from user_sys.store.record_format import RecordRef
 from user_sys.store.verify import verify_log
 
 OPERATIONS = ("open", "pwritev", "ftruncate", "fdatasync", "fsync", "rename", "unlink", "sync_folder")
@@ -22,11 +24,11 @@ RECORDS = 24
 
 
 class Stopped(BaseException):
-    """The moment at which the process is killed; nothing of ours catches it."""
+    """The moment of a kill; no product code catches it."""
 
 
 class Unsynced(Files):
-    """Files of a test that cuts no power."""
+    """Files without real syncs, for tests without power cuts."""
 
     def fsync(self, fd: int) -> None:
         pass
@@ -42,7 +44,7 @@ UNSYNCED = Unsynced()
 
 
 class Failing(Unsynced):
-    """Files of which the operation number `at` does `what`, and each one after it too where `once` is false."""
+    """Files whose operation number `at` raises `what`, and later ones too if `once` is false."""
 
     def __init__(self, at: int, what: Callable[[], None], *, once: bool = True, torn: bool = False) -> None:
         self.at, self.what, self.once, self.torn, self.count = at, what, once, torn, -1
@@ -74,8 +76,8 @@ def content(number: int) -> bytes:
     return b"%04d" % number * 30
 
 
-def life(path: Path, files: Files, acknowledged: list[int]) -> None:
-    """Appends, rotates, seals, is opened again, rewrites and drops, noting what is acknowledged."""
+def run_writer(path: Path, files: Files, acknowledged: list[int]) -> None:
+    """Appends, rotates, seals, reopens, rewrites and drops, noting acknowledged records."""
     for first in range(0, RECORDS, 8):
         with LogWriter.open(path, segment_bytes=600, summarise=summarise, background=False, files=files) as writer:
             for number in range(max(first, len(acknowledged)), first + 8):
@@ -90,7 +92,7 @@ def life(path: Path, files: Files, acknowledged: list[int]) -> None:
 
 
 def check(path: Path, acknowledged: int) -> None:
-    """What was acknowledged is there but for what was dropped, nothing is there twice, and the log goes on."""
+    """Acknowledged records are present once unless dropped, and the log continues."""
     before = readable(path) if list(path.glob("*.seg")) else {}
     with LogWriter.open(path, segment_bytes=600, summarise=summarise, background=False, files=UNSYNCED) as writer:
         assert writer.next_sequence >= acknowledged
@@ -112,7 +114,7 @@ def readable(path: Path) -> dict[int, bytes]:
 
 def operations(path: Path) -> int:
     counting = Failing(-1, lambda: None)
-    life(path, counting, [])
+    run_writer(path, counting, [])
     return counting.count + 1
 
 
@@ -121,18 +123,18 @@ def stop() -> None:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_writer_killed_at_any_operation_loses_nothing_acknowledged(tmp_path: Path, torn: bool) -> None:
+def test_kill_at_any_operation_loses_nothing_acknowledged(tmp_path: Path, torn: bool) -> None:
     total = operations(tmp_path / "whole")
     assert total > 60
     for at in range(total):
         path, acknowledged = tmp_path / str(at), list[int]()
         with pytest.raises(Stopped):
-            life(path, Failing(at, stop, once=False, torn=torn), acknowledged)
+            run_writer(path, Failing(at, stop, once=False, torn=torn), acknowledged)
         if path.exists():
             check(path, len(acknowledged))
 
 
-def test_a_disk_without_space_at_any_operation_refuses_and_goes_on(tmp_path: Path) -> None:
+def test_no_space_at_any_operation_is_recoverable(tmp_path: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -140,7 +142,7 @@ def test_a_disk_without_space_at_any_operation_refuses_and_goes_on(tmp_path: Pat
     for at in range(operations(tmp_path / "whole")):
         path, acknowledged = tmp_path / str(at), list[int]()
         try:
-            life(path, Failing(at, full), acknowledged)
+            run_writer(path, Failing(at, full), acknowledged)
         except StoreError:
             refused += 1
         check(path, len(acknowledged))
@@ -148,26 +150,26 @@ def test_a_disk_without_space_at_any_operation_refuses_and_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
-def test_a_failed_operation_of_any_kind_is_a_clear_error(tmp_path: Path, code: int) -> None:
+def test_failed_operation_is_a_store_error(tmp_path: Path, code: int) -> None:
     def fail() -> None:
         raise OSError(code, os.strerror(code))
 
     for at in range(operations(tmp_path / "whole")):
         path, acknowledged = tmp_path / str(at), list[int]()
         try:
-            life(path, Failing(at, fail), acknowledged)
+            run_writer(path, Failing(at, fail), acknowledged)
         except StoreError as error:
             assert os.strerror(code) in str(error), at
         check(path, len(acknowledged))
 
 
-def test_writes_that_take_a_few_bytes_at_a_time_write_all(tmp_path: Path) -> None:
+def test_short_writes_write_all_bytes(tmp_path: Path) -> None:
     acknowledged: list[int] = []
-    life(tmp_path, Short(), acknowledged)
+    run_writer(tmp_path, Short(), acknowledged)
     check(tmp_path, RECORDS)
 
 
-def test_a_full_disk_is_helped_by_dropping(tmp_path: Path) -> None:
+def test_dropping_segments_frees_a_full_disk(tmp_path: Path) -> None:
     full = False
 
     class Full(Unsynced):
@@ -192,8 +194,8 @@ def test_a_full_disk_is_helped_by_dropping(tmp_path: Path) -> None:
     assert min(readable(tmp_path)) == 6 and verify_log(tmp_path) == []
 
 
-def test_a_reader_that_looks_at_a_log_mid_compaction_finds_every_record(tmp_path: Path) -> None:
-    """At each operation of a compaction and of a drop, a reader that followed from the start reads what is left."""
+def test_reader_finds_every_record_during_compaction(tmp_path: Path) -> None:
+    """At each operation of a compaction and of a drop, a following reader reads the remaining records."""
     total, path = 0, tmp_path / "log"
     with LogWriter.open(path, segment_bytes=600, background=False) as writer:
         for number in range(16):

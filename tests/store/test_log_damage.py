@@ -1,4 +1,4 @@
-"""Damage anywhere in a log is named, costs the record that it hit, and can be set aside."""
+"""Damage anywhere in a log is reported, costs the damaged record, and can be quarantined."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import pytest
 
 from user_sys.errors import StoreCorrupt, StoreLocked
 from user_sys.store.files import Files
-from user_sys.store.log import Damage, LogReader, LogWriter, RecordRef, segment_path
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.manifest import MANIFEST
-from user_sys.store.record_format import RECORD_HEADER_BYTES
+from user_sys.store.record_format import RECORD_HEADER_BYTES, Damage, RecordRef, segment_path
 from user_sys.store.verify import quarantine_damage, verify_log
 
 COUNT = 15
 
 
 class Unsynced(Files):
-    """Files of a test that cuts no power."""
+    """Files without real syncs, for tests without power cuts."""
 
     def fsync(self, fd: int) -> None:
         pass
@@ -40,7 +41,7 @@ def content(number: int) -> bytes:
 
 
 def filled(path: Path) -> list[RecordRef]:
-    """Fifteen records of four a segment, the first six of them rewritten into one of five."""
+    """Fifteen records, four per segment, the first six of them rewritten into one of five."""
     with LogWriter.open(path, segment_bytes=600, summarise=summarise, background=False) as writer:
         for number in range(COUNT):
             writer.append(1, content(number))
@@ -50,7 +51,7 @@ def filled(path: Path) -> list[RecordRef]:
 
 
 def held(path: Path) -> dict[int, bytes]:
-    """What can be read, by sequence number."""
+    """The readable records, by sequence number."""
     found = {}
     with LogReader.open(path) as reader:
         for ref in reader.records():
@@ -72,7 +73,7 @@ def flipped(raw: bytes, at: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-def test_a_sound_log_has_no_damage_also_while_it_is_written(tmp_path: Path) -> None:
+def test_verify_finds_nothing_in_sound_log(tmp_path: Path) -> None:
     refs = filled(tmp_path)
     assert len(refs) == COUNT - 1 and verify_log(tmp_path) == []
     with LogWriter.open(tmp_path) as writer:
@@ -84,7 +85,7 @@ def test_a_sound_log_has_no_damage_also_while_it_is_written(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("file", ["0000000000-00002.00001.seg", "0000000002.seg", "0000000003.seg", MANIFEST])
-def test_each_flipped_byte_is_named_and_costs_one_record_at_most(tmp_path: Path, file: str) -> None:
+def test_flipped_byte_is_reported_and_loses_at_most_one_record(tmp_path: Path, file: str) -> None:
     refs = filled(tmp_path)
     whole, path = held(tmp_path), tmp_path / file
     raw, manifest = path.read_bytes(), (tmp_path / MANIFEST).read_bytes()
@@ -109,11 +110,11 @@ def test_each_flipped_byte_is_named_and_costs_one_record_at_most(tmp_path: Path,
 
 
 def _is_footer_padding(raw: bytes, at: int) -> bool:
-    """Whether the byte is one of the zeros that fill the index or the summary up to a multiple of eight."""
+    """Whether the byte is padding of the index or the summary."""
     return raw[at] == 0 and at > len(raw) - 64 - 400
 
 
-def test_what_is_quarantined_is_kept_aside_and_its_neighbours_stay(tmp_path: Path) -> None:
+def test_quarantine_copies_damage_and_keeps_neighbours(tmp_path: Path) -> None:
     refs = filled(tmp_path)
     target = next(ref for ref in refs if ref.sequence == 9)
     path = segment_path(tmp_path, target.segment)
@@ -128,7 +129,7 @@ def test_what_is_quarantined_is_kept_aside_and_its_neighbours_stay(tmp_path: Pat
     assert verify_log(tmp_path) == [] and sorted(held(tmp_path)) == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14]
 
 
-def test_a_damaged_record_is_not_rewritten_unseen(tmp_path: Path) -> None:
+def test_rewrite_refuses_damaged_record(tmp_path: Path) -> None:
     target = next(ref for ref in filled(tmp_path) if ref.sequence == 9)
     path = segment_path(tmp_path, target.segment)
     path.write_bytes(flipped(path.read_bytes(), target.offset + RECORD_HEADER_BYTES, 3))
@@ -137,7 +138,7 @@ def test_a_damaged_record_is_not_rewritten_unseen(tmp_path: Path) -> None:
     assert [damage.sequence for damage in verify_log(tmp_path)] == [9]
 
 
-def test_a_missing_segment_is_named_and_its_number_not_given_again(tmp_path: Path) -> None:
+def test_missing_segment_is_reported_and_its_numbers_not_reused(tmp_path: Path) -> None:
     filled(tmp_path)
     segment_path(tmp_path, 2).unlink()
     segment_path(tmp_path, 3).unlink()
@@ -151,12 +152,12 @@ def test_a_missing_segment_is_named_and_its_number_not_given_again(tmp_path: Pat
     assert verify_log(tmp_path) == [] and len(held(tmp_path)) == 8
 
 
-def test_swapped_and_foreign_segments_are_named_and_not_read(tmp_path: Path) -> None:
+def test_swapped_and_foreign_segments_are_reported_and_not_read(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path in (ours, theirs):
         filled(path)
     segment_path(ours, 2).write_bytes(segment_path(theirs, 2).read_bytes())
-    assert [(damage.segment, damage.reason) for damage in verify_log(ours)] == [(2, "the file is that of another log")]
+    assert [(damage.segment, damage.reason) for damage in verify_log(ours)] == [(2, "the file belongs to another log")]
     segment_path(ours, 3).write_bytes(segment_path(theirs, 3).read_bytes())
     with LogWriter.open(ours) as writer:
         assert writer.append(1, b"next").segment == 4 and writer.next_sequence > COUNT
@@ -165,12 +166,12 @@ def test_swapped_and_foreign_segments_are_named_and_not_read(tmp_path: Path) -> 
     segment_path(theirs, 2).write_bytes(two)
     segment_path(theirs, 3).write_bytes(one)
     assert {damage.reason for damage in verify_log(theirs)} == {
-        "the file is that of segment 3",
-        "the file is that of segment 2",
+        "the file belongs to segment 3",
+        "the file belongs to segment 2",
     }
 
 
-def test_an_older_copy_of_a_sealed_segment_is_noticed(tmp_path: Path) -> None:
+def test_older_copy_of_sealed_segment_is_reported(tmp_path: Path) -> None:
     filled(tmp_path)
     path = segment_path(tmp_path, 2)
     with LogReader.open(tmp_path) as reader:
@@ -182,7 +183,7 @@ def test_an_older_copy_of_a_sealed_segment_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "torn", "old"])
-def test_the_log_is_the_same_without_its_manifest(tmp_path: Path, how: str) -> None:
+def test_log_is_complete_without_manifest(tmp_path: Path, how: str) -> None:
     filled(tmp_path)
     old = (tmp_path / MANIFEST).read_bytes()
     with LogWriter.open(tmp_path, segment_bytes=600, summarise=summarise, background=False) as writer:
@@ -201,12 +202,12 @@ def test_the_log_is_the_same_without_its_manifest(tmp_path: Path, how: str) -> N
     assert (tmp_path / MANIFEST).read_bytes() == current
 
 
-def test_damage_knows_its_place(tmp_path: Path) -> None:
+def test_damage_has_segment_and_offset(tmp_path: Path) -> None:
     refs = filled(tmp_path)
     path = segment_path(tmp_path, refs[-1].segment)
     path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
     (damage,) = verify_log(tmp_path)
-    assert isinstance(damage, Damage) and damage.sequence == COUNT - 1 and "tore" in damage.reason
+    assert isinstance(damage, Damage) and damage.sequence == COUNT - 1 and "power cut" in damage.reason
     quarantine_damage(tmp_path, [damage])
     with LogWriter.open(tmp_path) as writer:
         writer.append(1, b"after")

@@ -1,4 +1,4 @@
-"""A log's life: segments are sealed, listed, rewritten and dropped, and no reader fails because of it."""
+"""Segments of a log: sealing, listing, rewriting, dropping, and concurrent readers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ import pytest
 
 from user_sys.errors import StoreError, StoreRecordGone
 from user_sys.store.files import Files
-from user_sys.store.log import LogReader, LogWriter, RecordRef, SyncPoint
-from user_sys.store.record_format import list_segments
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
+from user_sys.store.record_format import RecordRef, list_segments
+from user_sys.store.segment_writer import SyncPoint
 
 WAIT_S = 240.0
 
@@ -33,7 +35,7 @@ def content(number: int) -> bytes:
 
 
 def filled(path: Path, count: int = 20, segment_bytes: int = 600) -> LogWriter:
-    """A writer that has stored so many records, four a segment."""
+    """A writer with so many records, four per segment."""
     writer = LogWriter.open(path, segment_bytes=segment_bytes, summarise=summarise, background=False)
     for number in range(count):
         writer.append(1 + number % 3, content(number), schema=number)
@@ -45,7 +47,7 @@ def files(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()} - {"LOCK"}
 
 
-def test_a_sealed_segment_tells_its_records_and_its_summary_without_a_scan(tmp_path: Path) -> None:
+def test_sealed_segment_is_read_from_its_footer(tmp_path: Path) -> None:
     with filled(tmp_path) as writer, LogReader.open(tmp_path) as reader:
         batches = reader.refresh()
         assert [batch.segment for batch in batches] == [0, 1, 2, 3, 4]
@@ -58,7 +60,7 @@ def test_a_sealed_segment_tells_its_records_and_its_summary_without_a_scan(tmp_p
         assert not reader.damaged and not reader.refresh()
 
 
-def test_what_was_scanned_is_not_told_again_when_its_segment_is_sealed(tmp_path: Path) -> None:
+def test_scanned_records_are_not_reported_again_after_sealing(tmp_path: Path) -> None:
     with filled(tmp_path, 2) as writer, LogReader.open(tmp_path) as reader:
         seen = [ref.sequence for ref in reader.records()]
         for number in range(2, 11):
@@ -70,7 +72,7 @@ def test_what_was_scanned_is_not_told_again_when_its_segment_is_sealed(tmp_path:
         assert seen == list(range(11)) and not reader.damaged
 
 
-def test_sealing_in_the_background_ends_up_the_same(tmp_path: Path) -> None:
+def test_background_sealing_gives_the_same_files(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path, segment_bytes=600, summarise=summarise) as writer:
         for number in range(20):
             writer.append(1, content(number))
@@ -78,7 +80,7 @@ def test_sealing_in_the_background_ends_up_the_same(tmp_path: Path) -> None:
         assert [batch.summary is not None for batch in reader.refresh()] == [True] * 4 + [False]
 
 
-def test_a_rewritten_segment_keeps_what_is_wanted_under_its_number(tmp_path: Path) -> None:
+def test_rewritten_segment_keeps_wanted_records_and_number(tmp_path: Path) -> None:
     with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive, LogReader.open(tmp_path) as idle:
         refs = alive.records()
         idle_refs = idle.records()
@@ -105,7 +107,7 @@ def test_a_rewritten_segment_keeps_what_is_wanted_under_its_number(tmp_path: Pat
     assert files(tmp_path) >= {"0000000001-00002.00001.seg", "MANIFEST"} and len(list_segments(tmp_path)) == 5
 
 
-def test_segments_are_rewritten_again_and_down_to_nothing(tmp_path: Path) -> None:
+def test_segments_can_be_rewritten_until_empty(tmp_path: Path) -> None:
     with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive:
         alive.refresh()
         writer.rewrite([1], lambda ref: ref.sequence != 6)
@@ -116,12 +118,12 @@ def test_segments_are_rewritten_again_and_down_to_nothing(tmp_path: Path) -> Non
             writer.rewrite([4], lambda ref: True)
 
 
-def test_only_neighbours_are_rewritten_into_one(tmp_path: Path) -> None:
-    with filled(tmp_path) as writer, pytest.raises(StoreError, match="no neighbours"):
+def test_rewrite_refuses_segments_that_are_not_neighbours(tmp_path: Path) -> None:
+    with filled(tmp_path) as writer, pytest.raises(StoreError, match="not neighbours"):
         writer.rewrite([0, 2], lambda ref: True)
 
 
-def test_a_file_that_stands_for_more_than_what_is_dropped_stays(tmp_path: Path) -> None:
+def test_drop_keeps_file_that_spans_the_limit(tmp_path: Path) -> None:
     with filled(tmp_path) as writer:
         writer.rewrite([1, 2], lambda ref: True)
         writer.drop_before(2)
@@ -132,7 +134,7 @@ def test_a_file_that_stands_for_more_than_what_is_dropped_stays(tmp_path: Path) 
             assert [ref.sequence for ref in reader.records()] == list(range(12, 20)) and not reader.damaged
 
 
-def test_dropped_segments_are_gone_for_a_reader_that_had_seen_them(tmp_path: Path) -> None:
+def test_reader_reports_dropped_segments(tmp_path: Path) -> None:
     with filled(tmp_path) as writer, LogReader.open(tmp_path) as alive:
         refs = alive.records()
         writer.drop_before(2)
@@ -144,7 +146,7 @@ def test_dropped_segments_are_gone_for_a_reader_that_had_seen_them(tmp_path: Pat
         assert writer.next_sequence == 20 and [entry.number for entry in writer.sealed_segments()] == [2, 3]
 
 
-def test_many_threads_read_while_segments_are_rewritten_under_them(tmp_path: Path) -> None:
+def test_threads_read_during_rewrite(tmp_path: Path) -> None:
     failures: list[BaseException] = []
     stop = threading.Event()
     with filled(tmp_path, 80) as writer, LogReader.open(tmp_path) as reader:
@@ -175,7 +177,7 @@ def test_many_threads_read_while_segments_are_rewritten_under_them(tmp_path: Pat
         assert not failures and not reader.damaged
 
 
-def test_a_read_goes_on_when_its_segment_is_mapped_anew_meanwhile(tmp_path: Path) -> None:
+def test_read_survives_remapping_of_its_segment(tmp_path: Path) -> None:
     class Interrupted(Files):
         meanwhile: Callable[[], object]
 
@@ -197,7 +199,7 @@ def test_a_read_goes_on_when_its_segment_is_mapped_anew_meanwhile(tmp_path: Path
             reader.read_into(first, 60, [memoryview(out)])
 
 
-def test_one_thread_appends_while_another_syncs(tmp_path: Path) -> None:
+def test_append_and_sync_in_two_threads(tmp_path: Path) -> None:
     queue: deque[SyncPoint] = deque()
     with LogWriter.open(tmp_path, segment_bytes=5000) as writer:
         done = threading.Event()
@@ -222,21 +224,21 @@ def test_one_thread_appends_while_another_syncs(tmp_path: Path) -> None:
 COMPACTED = """
     import sys
     from pathlib import Path
-    from user_sys.store.log import LogWriter
+    from user_sys.store.log_writer import LogWriter
     with LogWriter.open(Path(sys.argv[1]), segment_bytes=20_000) as writer:
         done = 0
         for number in range(4000):
             writer.append(0, number.to_bytes(4, "little") * (number % 50))
             if number % 25 == 0:
                 writer.sync()
-            sealed = writer.sealed()
+            sealed = writer.sealed_segments()
             if len(sealed) > done + 3:
                 writer.rewrite([sealed[done].number, sealed[done + 1].number], lambda ref: ref.sequence % 7 != 0)
                 done += 1
 """
 
 
-def test_a_reader_follows_a_writer_that_compacts_in_another_process(tmp_path: Path) -> None:
+def test_reader_follows_compacting_writer_process(tmp_path: Path) -> None:
     LogWriter.open(tmp_path).close()
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(COMPACTED), str(tmp_path)])
     refs: dict[int, RecordRef] = {}
@@ -264,7 +266,7 @@ def test_a_reader_follows_a_writer_that_compacts_in_another_process(tmp_path: Pa
             assert reader.read(refs[number]) == number.to_bytes(4, "little") * (number % 50)
 
 
-def test_a_log_of_many_segments_opens_without_a_look_at_the_records(tmp_path: Path) -> None:
+def test_log_of_many_segments_opens_without_reading_records(tmp_path: Path) -> None:
     with filled(tmp_path, 800) as writer:
         writer.sync()
 

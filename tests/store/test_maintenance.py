@@ -14,7 +14,7 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreError, StoreRecordGone
 from user_sys.store.index_block import CHUNK_KIND, summarise_records
 from user_sys.store.labels import DeleteLabel, Label, NoteLabel, RewardLabel, SuccessLabel, queue_labels, queued_files
-from user_sys.store.log import LogWriter
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import (
     Retention,
     SegmentUsage,
@@ -48,7 +48,7 @@ def delete(episode: str) -> Label:
     return DeleteLabel(episode=episode, labeller="ada", at_unix_ns=1)
 
 
-def test_compaction_gives_back_what_was_deleted_and_remembers_that_it_was(tmp_path: Path) -> None:
+def test_compaction_frees_deleted_episodes_and_keeps_their_labels(tmp_path: Path) -> None:
     fill(tmp_path, range(20))
     before = disk_bytes(tmp_path)
     add_labels(tmp_path, [delete(f"e{n:02d}") for n in range(0, 20, 2)])
@@ -72,7 +72,7 @@ def test_compaction_gives_back_what_was_deleted_and_remembers_that_it_was(tmp_pa
     assert compact_store(tmp_path).size_bytes <= report.size_bytes + 1000
 
 
-def test_retention_brings_a_store_below_its_bound_and_keeps_demonstrations(tmp_path: Path) -> None:
+def test_retention_keeps_demonstrations_within_limit(tmp_path: Path) -> None:
     fill(tmp_path, range(0, 5), source=EpisodeSource.DEMO)
     fill(tmp_path, range(5, 30))
     bound = disk_bytes(tmp_path) // 2
@@ -85,7 +85,7 @@ def test_retention_brings_a_store_below_its_bound_and_keeps_demonstrations(tmp_p
     assert names(tmp_path) == left[:5]
 
 
-def test_stores_are_merged_with_their_labels_and_as_often_as_one_likes(tmp_path: Path) -> None:
+def test_merge_with_labels_is_repeatable(tmp_path: Path) -> None:
     a, b, both = tmp_path / "a", tmp_path / "b", tmp_path / "both"
     fill(a, range(0, 6))
     fill(b, range(4, 10))
@@ -101,7 +101,7 @@ def test_stores_are_merged_with_their_labels_and_as_often_as_one_likes(tmp_path:
         assert reader.episodes()[0].success is False and reader.index.steps.reward.max() == 9.0
 
 
-def test_a_merge_leaves_out_chunks_in_an_episode_of_another_robot(tmp_path: Path) -> None:
+def test_merge_skips_chunks_of_another_robots_episode(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path / "a", summarise=summarise_records) as log:  # past the store's own check
         for each in (chunk("e"), chunk("e", 1, robot="panda-1"), chunk("f")):
             log.append(CHUNK_KIND, each.encode())
@@ -112,7 +112,7 @@ def test_a_merge_leaves_out_chunks_in_an_episode_of_another_robot(tmp_path: Path
         assert stored(reader) == [("e", 0), ("f", 0)]
 
 
-def test_labels_that_waited_for_a_gateway_come_before_newer_ones(tmp_path: Path) -> None:
+def test_queued_labels_precede_newer_ones(tmp_path: Path) -> None:
     fill(tmp_path, range(1))
     said = {"episode": "e00", "labeller": "ada", "at_unix_ns": 1}
     queue_labels(tmp_path, [SuccessLabel(success=True, **said), NoteLabel(note="waited", **said)])  # type: ignore[arg-type]
@@ -127,12 +127,12 @@ def test_labels_that_waited_for_a_gateway_come_before_newer_ones(tmp_path: Path)
     )
 
 
-def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:
+def test_maintenance_never_creates_a_store(tmp_path: Path) -> None:
     for attempt in (
         compact_store,
         lambda path: add_labels(path, [NoteLabel(episode="a", labeller="ada", at_unix_ns=1)]),
     ):
-        with pytest.raises(StoreError, match="is no store"):
+        with pytest.raises(StoreError, match="is not a store"):
             attempt(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
@@ -144,7 +144,7 @@ LOADS = st.lists(st.tuples(st.integers(1, 100), st.floats(0, 1)), max_size=30).m
 
 @settings(deadline=None)
 @given(loads=LOADS, least=st.sampled_from([0.0, 0.25, 1.0]))
-def test_a_plan_joins_neighbours_that_fit_and_forgets_no_dead_one(loads: list[SegmentUsage], least: float) -> None:
+def test_rewrite_plan_joins_neighbours_and_covers_dead_segments(loads: list[SegmentUsage], least: float) -> None:
     groups = plan_rewrites(loads, 100, least)
     planned = [number for group in groups for number in group]
     assert planned == sorted(set(planned))

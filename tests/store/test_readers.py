@@ -15,7 +15,7 @@ from user_sys.store.store import StoreReader, StoreWriter
 EPISODES, CHUNKS, READERS = 60, 4, 3
 
 
-def test_readers_in_other_processes_never_fail_and_agree_in_the_end(tmp_path: Path) -> None:
+def test_reader_processes_never_fail_and_agree(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "follow_store.py")
     commands = [[sys.executable, script, str(tmp_path), str(seed)] for seed in range(READERS)]
     readers = [

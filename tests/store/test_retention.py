@@ -1,4 +1,4 @@
-"""Retention: what is given up first, what never, and what is said when that is not enough."""
+"""Retention: order of eviction, protected episodes, and the shortfall."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from user_sys.store.record_format import RecordRef
 STEPS, RECORD_BYTES = 5, 1000 + 32
 
 
-class Shelf:
-    """An index whose episodes each take `RECORD_BYTES` in the log; each starts a second after the one before."""
+class StoreModel:
+    """An index whose episodes each take `RECORD_BYTES` in the log and start one second apart."""
 
     def __init__(self) -> None:
         self._builder, self._records = IndexBlockBuilder(), 0
@@ -33,7 +33,7 @@ class Shelf:
         by_hand: bool = False,
         ended: bool = True,
         robot: str = "panda-0",
-    ) -> Shelf:
+    ) -> StoreModel:
         header = ChunkHeader(
             episode=episode,
             index=0,
@@ -51,31 +51,31 @@ class Shelf:
         columns = {"phase": np.full(STEPS, Phase.CORRECTION if by_hand else Phase.POLICY, np.uint8)}
         return self._add(CHUNK_KIND, Chunk(header, columns, {}).encode())
 
-    def delete(self, episode: str) -> Shelf:
+    def delete(self, episode: str) -> StoreModel:
         return self._add(2, encode_label(DeleteLabel(episode=episode, labeller="ada", at_unix_ns=0)))
 
-    def _add(self, kind: int, payload: bytes) -> Shelf:
+    def _add(self, kind: int, payload: bytes) -> StoreModel:
         self._builder.add(RecordRef(0, 0, 1000, kind, self._records), payload)
         self._records += 1
         return self
 
     def choose(self, records: float, **settings: object) -> EvictionPlan:
-        """What goes when only so many episodes fit."""
+        """The eviction plan when only so many episodes fit."""
         index = Index()
         index.apply([self._builder.build()])
         retention = Retention(max_bytes=int(records * RECORD_BYTES), slack=0.0, **settings)  # type: ignore[arg-type]
         return plan_eviction(index, retention, disk_bytes=len(index.chunks) * RECORD_BYTES)
 
 
-def test_nothing_goes_while_there_is_room() -> None:
-    shelf = Shelf().put("a").put("b")
-    assert shelf.choose(2) == EvictionPlan((), 0, 0)
-    assert shelf.choose(0) == EvictionPlan((), 0, 0)  # no limit
+def test_no_eviction_below_the_limit() -> None:
+    store = StoreModel().put("a").put("b")
+    assert store.choose(2) == EvictionPlan((), 0, 0)
+    assert store.choose(0) == EvictionPlan((), 0, 0)  # no limit
 
 
-def test_the_least_useful_go_first() -> None:
-    shelf = (
-        Shelf()
+def test_eviction_order() -> None:
+    store = (
+        StoreModel()
         .put("demo", EpisodeSource.DEMO)
         .put("helped", by_hand=True)
         .put("broken", ended=False)
@@ -88,33 +88,33 @@ def test_the_least_useful_go_first() -> None:
     )
     order = ("test", "broken", "failed-1", "done-1", "failed-2", "done-2")
     for gone in range(7):
-        assert shelf.choose(9 - gone).episodes == order[:gone]
+        assert store.choose(9 - gone).episodes == order[:gone]
 
 
-def test_what_must_be_kept_is_kept_and_the_rest_is_said_to_be_missing() -> None:
-    shelf = Shelf().put("demo", EpisodeSource.DEMO).put("helped", by_hand=True).put("done")
-    assert shelf.choose(1) == EvictionPlan(("done",), RECORD_BYTES, RECORD_BYTES)
-    assert shelf.choose(1, keep_interventions=False).episodes == ("helped", "done")
-    assert shelf.choose(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
+def test_protected_episodes_stay_and_shortfall_is_reported() -> None:
+    store = StoreModel().put("demo", EpisodeSource.DEMO).put("helped", by_hand=True).put("done")
+    assert store.choose(1) == EvictionPlan(("done",), RECORD_BYTES, RECORD_BYTES)
+    assert store.choose(1, keep_interventions=False).episodes == ("helped", "done")
+    assert store.choose(2, keep_sources=(), keep_interventions=False).episodes == ("demo",)
 
 
-def test_episodes_that_may_still_run_are_left_alone() -> None:
-    shelf = Shelf().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
-    assert shelf.choose(1) == EvictionPlan((), 0, RECORD_BYTES)
-    assert shelf.put("next", robot="left").choose(2).episodes == ("left",)
+def test_running_episodes_are_not_evicted() -> None:
+    store = StoreModel().put("left", ended=False, robot="left").put("right", ended=False, robot="right")
+    assert store.choose(1) == EvictionPlan((), 0, RECORD_BYTES)
+    assert store.put("next", robot="left").choose(2).episodes == ("left",)
 
 
-def test_what_is_deleted_counts_no_more() -> None:
-    assert Shelf().put("a").put("b").delete("a").choose(1) == EvictionPlan((), 0, 0)
+def test_deleted_episodes_do_not_count() -> None:
+    assert StoreModel().put("a").put("b").delete("a").choose(1) == EvictionPlan((), 0, 0)
 
 
 @settings(deadline=None)
 @given(outcomes=st.lists(st.booleans(), min_size=4, max_size=60), share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-def test_success_and_failure_stay_in_balance(outcomes: list[bool], share: float) -> None:
-    shelf = Shelf()
+def test_eviction_keeps_failure_share(outcomes: list[bool], share: float) -> None:
+    store = StoreModel()
     for n, good in enumerate(outcomes):
-        shelf.put(f"{n:03d}-{good}", success=good)
-    chosen = shelf.choose(len(outcomes) / 2, failure_share=share).episodes
+        store.put(f"{n:03d}-{good}", success=good)
+    chosen = store.choose(len(outcomes) / 2, failure_share=share).episodes
     for kind in ("True", "False"):
         mine = [name for name in chosen if name.endswith(kind)]
         assert mine == sorted(mine) and len(set(mine)) == len(mine)
@@ -125,7 +125,7 @@ def test_success_and_failure_stay_in_balance(outcomes: list[bool], share: float)
         assert bad <= share * left + 2
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_retention_settings_are_refused() -> None:
     for wrong in ({"max_bytes": -1}, {"slack": 1.0}, {"failure_share": 2.0}):
         with pytest.raises(ConfigError, match="retention"):
             Retention(**wrong)

@@ -1,4 +1,4 @@
-"""The store: every chunk once, episodes as they are known, and what people said about them."""
+"""The store: idempotent ingestion, episode summaries, and labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from user_sys.commands.main import main
 from user_sys.commands.store_inspect import render_store, summarise_store
 from user_sys.errors import StoreCorrupt, StoreError, WireError
 from user_sys.store.labels import DeleteLabel, SuccessLabel
-from user_sys.store.log import LogWriter, segment_path
+from user_sys.store.log_writer import LogWriter
+from user_sys.store.record_format import segment_path
 from user_sys.store.store import StoreReader, StoreWriter
 
 
@@ -25,7 +26,7 @@ def label(episode: str, success: bool, labeller: str = "ada") -> SuccessLabel:
     return SuccessLabel(episode=episode, success=success, labeller=labeller, at_unix_ns=1)
 
 
-def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -> None:
+def test_repeated_chunk_is_ignored_after_restart(tmp_path: Path) -> None:
     packet = chunk("a").encode()
     with StoreWriter.open(tmp_path) as writer:
         assert writer.append(packet) and not writer.append(packet)
@@ -42,10 +43,10 @@ def test_a_chunk_sent_again_is_recognised_also_after_a_restart(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_episode_takes_chunks_of_its_robot_alone_also_after_a_restart(tmp_path: Path, sealed: bool) -> None:
+def test_episode_refuses_chunks_of_another_robot(tmp_path: Path, sealed: bool) -> None:
     def intrude(writer: StoreWriter) -> None:
         for index in (0, 1, 7):  # one that is there, the next one, one behind a gap
-            with pytest.raises(WireError, match=r"the episode a is panda-0's; panda-1 cannot write to it"):
+            with pytest.raises(WireError, match=r"the episode a belongs to panda-0; panda-1 cannot write to it"):
                 writer.append(chunk("a", index, end=index == 1, robot="panda-1").encode())
 
     with StoreWriter.open(tmp_path) as writer:
@@ -63,7 +64,7 @@ def test_an_episode_takes_chunks_of_its_robot_alone_also_after_a_restart(tmp_pat
         assert [(e.robot, e.complete) for e in reader.episodes()] == [("panda-0", True), ("panda-1", False)]
 
 
-def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_chunk_round_trips(tmp_path: Path) -> None:
     sent = chunk("a", end=True)
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
         writer.append(sent.encode())
@@ -79,14 +80,14 @@ def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packet", [b"", b"USP2garbage", chunk("a").encode()[:-64]])
-def test_what_is_no_chunk_is_not_stored(tmp_path: Path, packet: bytes) -> None:
+def test_invalid_packet_is_not_stored(tmp_path: Path, packet: bytes) -> None:
     with StoreWriter.open(tmp_path) as writer:
         with pytest.raises(WireError):
             writer.append(packet)
         assert writer.chunks == 0 and writer.pending_bytes == 0
 
 
-def test_episodes_are_summed_up_over_their_chunks(tmp_path: Path) -> None:
+def test_episode_summary_covers_all_chunks(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
         for each in (chunk("a", 0), chunk("b", 0), chunk("a", 1, end=True)):
             writer.append(each.encode())
@@ -98,7 +99,7 @@ def test_episodes_are_summed_up_over_their_chunks(tmp_path: Path) -> None:
         assert not b.complete and b.success is None and b.policy_versions == (3, 3)
 
 
-def test_an_episode_with_a_gap_is_not_complete(tmp_path: Path) -> None:
+def test_episode_with_a_gap_is_incomplete(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer, StoreReader.open(tmp_path) as reader:
         writer.append(chunk("a", 0).encode())
         writer.append(chunk("a", 2, end=True).encode())
@@ -111,7 +112,7 @@ def test_an_episode_with_a_gap_is_not_complete(tmp_path: Path) -> None:
         assert reader.episodes()[0].complete
 
 
-def test_the_newest_label_decides_and_is_durable(tmp_path: Path) -> None:
+def test_newest_label_wins_and_is_durable(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         writer.append_label(label("a", True))
         writer.append(chunk("a", end=True, success=None).encode())
@@ -124,7 +125,7 @@ def test_the_newest_label_decides_and_is_durable(tmp_path: Path) -> None:
         assert end is not None and end.success is False and end.reward_source == "person"
 
 
-def test_a_damaged_chunk_is_reported_and_can_be_sent_again(tmp_path: Path) -> None:
+def test_damaged_chunk_is_reported_and_can_be_resent(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         for index in range(3):
             writer.append(chunk("a", index).encode())
@@ -143,7 +144,7 @@ def test_a_damaged_chunk_is_reported_and_can_be_sent_again(tmp_path: Path) -> No
         assert writer.append(chunk("a", 1).encode())
 
 
-def test_a_record_that_does_not_decode_is_damage_and_other_kinds_are_left_alone(tmp_path: Path) -> None:
+def test_undecodable_record_is_damage_and_unknown_kinds_are_skipped(tmp_path: Path) -> None:
     with LogWriter.open(tmp_path) as log:
         log.append(1, b"no chunk")
         log.append(77, b"of a later program")
@@ -152,8 +153,8 @@ def test_a_record_that_does_not_decode_is_damage_and_other_kinds_are_left_alone(
         assert len(reader.refresh().chunks) == 1 and len(reader.damaged) == 1
 
 
-def test_a_reader_can_wait_for_the_store_to_be_created(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no store"):
+def test_reader_waits_for_store_creation(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a store"):
         StoreReader.open(tmp_path / "store", wait_s=0.1)
     creator = threading.Timer(0.1, lambda: StoreWriter.open(tmp_path / "store").close())
     creator.start()
@@ -161,7 +162,7 @@ def test_a_reader_can_wait_for_the_store_to_be_created(tmp_path: Path) -> None:
     creator.join(120)
 
 
-def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_totals_and_newest_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "store"
     with StoreWriter.open(path) as writer:
         for number in range(5):
@@ -176,14 +177,14 @@ def test_inspect_shows_totals_and_the_last_episodes(tmp_path: Path, capsys: pyte
     assert "episode-4" in capsys.readouterr().out
 
 
-def test_inspect_says_what_is_deleted(tmp_path: Path) -> None:
+def test_inspect_marks_deleted_episodes(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         writer.append(chunk("a", end=True).encode())
         writer.append_label(DeleteLabel(episode="a", labeller="ada", at_unix_ns=1))
     assert "deleted" in render_store(tmp_path) and summarise_store(tmp_path).last[0].deleted
 
 
-def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
+def test_inspect_lists_damage(tmp_path: Path) -> None:
     with StoreWriter.open(tmp_path) as writer:
         for index in range(3):
             writer.append(chunk("a", index).encode())
@@ -195,7 +196,7 @@ def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
     assert "1 records" in render_store(tmp_path)
 
 
-def test_inspect_of_something_else_is_one_line(tmp_path: Path) -> None:
+def test_inspect_without_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         render_store(tmp_path)
     assert "\n" not in str(caught.value)
@@ -234,7 +235,7 @@ with StoreReader.open(room / "store") as reader:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
-def test_a_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
+def test_disk_fills_up_and_is_freed(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
     code = ["-c", MOUNTED, str(tmp_path), str(Path(__file__).parent)]
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False, timeout=60).returncode:

@@ -1,4 +1,4 @@
-"""A part of ``make chaos-store``: accidents of every kind lose nothing acknowledged, and damage is always noticed."""
+"""A part of ``make chaos-store``: faults lose nothing acknowledged, and damage is always reported."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def harmless(row: Row, at_least: int) -> bool:
     return row.cases >= at_least
 
 
-def test_changed_bytes_are_noticed_and_cost_one_chunk_at_most() -> None:
+def test_changed_bytes_are_reported_and_lose_at_most_one_chunk() -> None:
     content = sound_store()
     assert all(harmless(row, 80) for row in bit_flips(content, 100))
     assert harmless(zeroed_pages(content), 40)
 
 
-def test_cut_and_exchanged_files_are_noticed_and_the_rest_is_kept() -> None:
+def test_truncated_and_swapped_files_are_reported() -> None:
     content = sound_store()
     assert harmless(truncations(content, 29), 50)
     assert harmless(exchanged_files(content, sound_store()), 17)
 
 
-def test_writers_killed_twice_lose_nothing() -> None:
+def test_kill_during_recovery_loses_nothing() -> None:
     assert harmless(kills_at_operations(7), 50)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-def test_operations_that_fail_lose_nothing(code: int) -> None:
+def test_failing_operations_lose_nothing(code: int) -> None:
     assert harmless(errors_at_operations(code, 11), 30)

@@ -1,4 +1,4 @@
-"""``user-sys store`` as a person uses it: inspect, verify, repair, label, stats, compact, merge."""
+"""The commands of ``user-sys store``: inspect, verify, repair, label, stats, compact, merge."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.gateway.ingest import ChunkIngester, LabelImporter
 from user_sys.interchange.episodes import EpisodeReader
 from user_sys.store.labels import RewardLabel, SuccessLabel, queue_labels, queued_files
-from user_sys.store.log import segment_path
 from user_sys.store.maintenance import add_labels
+from user_sys.store.record_format import segment_path
 from user_sys.store.store import StoreReader, StoreWriter
 
 Run = Callable[..., tuple[int, str]]
@@ -72,7 +72,7 @@ def index_of(path: Path) -> StoreReader:
     return reader
 
 
-def test_inspect_chooses_episodes_and_shows_one_in_detail(run: Run, tmp_path: Path) -> None:
+def test_inspect_filters_episodes_and_shows_one_in_detail(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store")
     status, text = run("inspect", path, "--failed", "--last", "1")
     assert status == 0 and "e3  " in text and "\n e1" not in text
@@ -90,7 +90,7 @@ def test_inspect_chooses_episodes_and_shows_one_in_detail(run: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["tail", "sealed"])
-def test_verify_names_what_is_lost_and_repair_sets_it_aside_once(run: Run, tmp_path: Path, sealed: bool) -> None:
+def test_verify_lists_losses_and_repair_quarantines_them_once(run: Run, tmp_path: Path, sealed: bool) -> None:
     path = fill(tmp_path / "store", 8, sealed=sealed)
     assert run("verify", path)[0] == 0
     spoil(path, "e2", 1)
@@ -101,11 +101,11 @@ def test_verify_names_what_is_lost_and_repair_sets_it_aside_once(run: Run, tmp_p
     assert finding["chunks"] == [{"episode": "e2", "index": 1, "first_step": 4, "steps": 4}]
     assert run("repair", path, "--dry-run")[0] == 1 and not (path / "quarantine").exists()
     status, text = run("repair", path)
-    assert status == 0 and "e2, chunk 1, steps 4 to 7" in text and "set aside: 1 places, 1 copies" in text
+    assert status == 0 and "e2, chunk 1, steps 4 to 7" in text and "quarantined: 1 ranges, 1 copies" in text
     assert len(list((path / "quarantine").iterdir())) == 1
     assert {file: file.read_bytes() for file in path.glob("*.seg")} == before
     status, text = run("verify", path)
-    assert status == 0 and "nothing is damaged" in text
+    assert status == 0 and "no damage found" in text
     assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
     assert run("stats", path)[0] == run("inspect", path)[0] == 0
     with StoreWriter.open(path) as writer:
@@ -115,15 +115,15 @@ def test_verify_names_what_is_lost_and_repair_sets_it_aside_once(run: Run, tmp_p
     assert run("compact", path)[0] == 0 and "lacks" not in run("verify", path)[1]
 
 
-def test_verify_says_what_a_damaged_record_without_an_index_was(run: Run, tmp_path: Path) -> None:
+def test_verify_identifies_damaged_record_without_index(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 2)
     spoil(path, "e1", 0)
     status, text = run("verify", path)
-    assert status == 1 and "by its own word" in text and "e1 lacks steps 0 to 3" in text
+    assert status == 1 and "by its header" in text and "e1 lacks steps 0 to 3" in text
 
 
 def cut_off(path: Path, kept: int) -> tuple[list[tuple[str, int]], Path]:
-    """Cuts off a sealed segment of 60 chunks, six of each episode, after `kept` and half a chunk; what is lost."""
+    """Truncates a sealed segment of 60 chunks, six per episode, in the chunk after `kept`; returns the losses."""
     with StoreWriter.open(path) as writer:
         for number in range(10):
             for index in range(6):
@@ -141,13 +141,13 @@ def cut_off(path: Path, kept: int) -> tuple[list[tuple[str, int]], Path]:
 
 
 @pytest.mark.parametrize("kept", [56, 44, 2])
-def test_verify_names_all_that_a_sealed_segment_has_lost_with_its_end(run: Run, tmp_path: Path, kept: int) -> None:
+def test_verify_lists_losses_of_truncated_sealed_segment(run: Run, tmp_path: Path, kept: int) -> None:
     lost, _ = cut_off(tmp_path / "store", kept)
     status, text = run("verify", tmp_path / "store")
-    assert status == 1 and f"{kept} to 59" in text and "is cut off at byte" in text
+    assert status == 1 and f"{kept} to 59" in text and "ends at byte" in text
     named = [f"e{number // 6}, chunk {number % 6}, steps" in text for number in range(kept, 60)]
     assert named == [True] * min(20, len(lost)) + [False] * (len(lost) - 20)
-    assert ("more chunks, which --json names" in text) is (len(lost) > 20)
+    assert ("more chunks; --json lists all" in text) is (len(lost) > 20)
     verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
     assert [(each["episode"], each["index"]) for each in verdict["findings"][0]["chunks"]] == lost
     hit = {each["episode"]: each["what"] for each in verdict["episodes_hit"]}
@@ -161,7 +161,7 @@ def test_verify_names_all_that_a_sealed_segment_has_lost_with_its_end(run: Run, 
         assert len(reader.index.chunks) == kept + 1
 
 
-def test_verify_names_what_a_missing_segment_held(run: Run, tmp_path: Path) -> None:
+def test_verify_lists_losses_of_missing_segment(run: Run, tmp_path: Path) -> None:
     _, file = cut_off(tmp_path / "store", 59)
     file.unlink()
     verdict = json.loads(run("verify", tmp_path / "store", "--json")[1])
@@ -170,7 +170,7 @@ def test_verify_names_what_a_missing_segment_held(run: Run, tmp_path: Path) -> N
     assert [each["what"] for each in verdict["episodes_hit"]] == ["gone"] * 10
 
 
-def test_verify_names_the_lost_records_also_if_what_said_their_content_is_lost(run: Run, tmp_path: Path) -> None:
+def test_verify_lists_record_range_without_footer_copy(run: Run, tmp_path: Path) -> None:
     _, file = cut_off(tmp_path / "store", 44)
     file.with_suffix(".footer").write_bytes(b"torn")
     status, text = run("verify", tmp_path / "store")
@@ -179,7 +179,7 @@ def test_verify_names_the_lost_records_also_if_what_said_their_content_is_lost(r
     assert run("verify", tmp_path / "store")[0] == 0
 
 
-def test_copies_of_footers_go_with_their_segments(run: Run, tmp_path: Path) -> None:
+def test_footer_copies_are_deleted_with_their_segments(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 8, sealed=True)
     assert len(list(path.glob("*.footer"))) == len(list(path.glob("*.seg"))) - 1
     run("label", path, "e1", "--delete")
@@ -188,12 +188,12 @@ def test_copies_of_footers_go_with_their_segments(run: Run, tmp_path: Path) -> N
     assert {file.stem for file in path.glob("*.footer")} <= sealed
 
 
-def test_verify_of_nothing_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_verify_without_store_is_an_error(run: Run, tmp_path: Path) -> None:
     status, text = run("verify", tmp_path)
-    assert status == 2 and "is no store" in text and text.count("\n") == 1
+    assert status == 2 and "is not a store" in text and text.count("\n") == 1
 
 
-def test_labels_change_what_readers_see(run: Run, tmp_path: Path) -> None:
+def test_labels_change_index_columns(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store")
     assert run("label", path, "e0", "e2", "--success", "no", "--note", "dropped it", "--by", "ada")[0] == 0
     assert run("label", path, "e1", "--reward", "2.5", "--phase", "recovery", "--steps", "4-6")[0] == 0
@@ -208,7 +208,7 @@ def test_labels_change_what_readers_see(run: Run, tmp_path: Path) -> None:
     assert not index_of(path).index.episodes.deleted.any()
 
 
-def test_a_corrected_verdict_is_taken_back_and_survives_compaction_merge_and_export(run: Run, tmp_path: Path) -> None:
+def test_undone_success_label_survives_compaction_merge_and_export(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 4, sealed=True)
     recorded = last_rewards(path)
     assert run("label", path, "e2", "--success", "no")[0] == 0
@@ -220,16 +220,16 @@ def test_a_corrected_verdict_is_taken_back_and_survives_compaction_merge_and_exp
     remaining = {name: reward for name, reward in corrected.items() if name != "e3"}
     assert last_rewards(path) == last_rewards(tmp_path / "all") == remaining
     assert float(EpisodeReader(index_of(tmp_path / "all")).read("e2").columns["reward"][-1]) == 0.0
-    assert "(taken back)" not in run("inspect", path, "--episode", "e2")[1]
+    assert "(undone)" not in run("inspect", path, "--episode", "e2")[1]
     assert run("label", path, "e2", "--undo")[0] == 0
     assert last_rewards(path)["e2"] == recorded["e2"] and index_of(path).episodes()[2].success is True
-    assert "(taken back)" in run("inspect", path, "--episode", "e2")[1]
+    assert "(undone)" in run("inspect", path, "--episode", "e2")[1]
     status, text = run("label", path, "e2", "--undo")
-    assert status == 2 and "no label to take back" in text
+    assert status == 2 and "no label to undo" in text
 
 
 def last_rewards(path: Path) -> dict[str, float]:
-    """Of each complete episode that is stored: the reward of its last step, as a learner gets it."""
+    """Reward of the last step of each complete stored episode, as read by a learner."""
     index = index_of(path).index
     rows = np.flatnonzero(index.is_last(np.arange(len(index.steps))) & index.steps.alive)
     names = [index.episodes.ids.names[row] for row in index.episode_of(rows)]
@@ -239,21 +239,21 @@ def last_rewards(path: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("e0", "--undo", "--success", "no"), "a command of their own"),
-        (("e0", "--keep-reward", "--reward", "1"), "--keep-reward goes with --success"),
+        (("e0", "--undo", "--success", "no"), "use two commands"),
+        (("e0", "--keep-reward", "--reward", "1"), "--keep-reward requires --success"),
         (("zz", "--delete"), "no episode 'zz'"),
-        (("e0",), "nothing to say"),
+        (("e0",), "no label given"),
         (("e0", "--reward", "1", "--steps", "10-90"), "e0 has steps 0 to 11"),
-        (("e0", "--delete", "--steps", "1-2"), "--steps goes with"),
+        (("e0", "--delete", "--steps", "1-2"), "--steps requires"),
     ],
 )
-def test_what_cannot_be_labelled_is_one_line(run: Run, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
+def test_invalid_label_options_are_an_error(run: Run, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
     status, text = run("label", fill(tmp_path / "store"), *argv)
     assert status == 2 and said in text and text.count("\n") == 1
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "1e39", "much"])
-def test_a_reward_that_no_learner_could_use_is_refused(
+def test_non_finite_reward_is_refused(
     run: Run, tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = fill(tmp_path / "store")
@@ -263,7 +263,7 @@ def test_a_reward_that_no_learner_could_use_is_refused(
     assert not index_of(path).index.labels("e0")
 
 
-def test_a_label_that_could_not_be_read_again_is_never_stored(tmp_path: Path) -> None:
+def test_undecodable_label_is_never_stored(tmp_path: Path) -> None:
     path = fill(tmp_path / "store")
     spoilt = RewardLabel(episode="e0", labeller="ada", at_unix_ns=1, first_step=0, rewards=(1.0, float("nan")))
     with pytest.raises(WireError, match="not a label"):
@@ -274,7 +274,7 @@ def test_a_label_that_could_not_be_read_again_is_never_stored(tmp_path: Path) ->
     assert not reader.damaged and not reader.index.labels("e0") and not queued_files(path)
 
 
-def test_inspect_goes_on_where_segments_were_rewritten_and_counts_what_is_chosen(run: Run, tmp_path: Path) -> None:
+def test_inspect_after_rewrite_counts_filtered_episodes(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 8, sealed=True)
     run("label", path, "e1", "--delete")
     assert run("compact", path)[0] == 0 and any("-" in file.name for file in path.glob("*.seg"))
@@ -285,18 +285,18 @@ def test_inspect_goes_on_where_segments_were_rewritten_and_counts_what_is_chosen
     status, text = run("inspect", path, "--episode", "e0", "--episode", "zz")
     assert status == 2 and "no episode 'zz'" in text
     status, text = run("inspect", path, "--pictures", tmp_path / "drawn", "--json")
-    assert status == 2 and "--json goes with neither" in text and not (tmp_path / "drawn").exists()
+    assert status == 2 and "--json cannot be combined" in text and not (tmp_path / "drawn").exists()
 
 
-def test_damage_in_an_unsealed_segment_is_told_by_each_verb_and_outlives_a_compaction(run: Run, tmp_path: Path) -> None:
+def test_damage_in_unsealed_segment_is_reported_by_each_verb(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 4)
     spoil(path, "e2", 2)
     assert run("inspect", path, "--episode", "e2")[0] == 1
     status, text = run("merge", path, "--into", tmp_path / "all")
-    assert status == 1 and "11 chunks" in text and "1 chunks are damaged" in text
+    assert status == 1 and "11 chunks" in text and "1 damaged chunks were skipped" in text
     run("label", path, "e1", "--delete")
     status, text = run("compact", path)
-    assert status == 1 and "repair first" in text
+    assert status == 1 and "user-sys store repair" in text
     status, text = run("verify", path)
     assert status == 1 and "e2, chunk 2, steps 8 to 11" in text
     assert run("repair", path)[0] == 0 and len(list((path / "quarantine").iterdir())) == 1
@@ -304,7 +304,7 @@ def test_damage_in_an_unsealed_segment_is_told_by_each_verb_and_outlives_a_compa
     assert {each.episode for each in index_of(path).episodes()} == {"e0", "e2", "e3"}
 
 
-def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) -> None:
+def test_gateway_stores_queued_labels(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store")
     stop = threading.Event()
 
@@ -331,7 +331,7 @@ def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) ->
         assert status == 0 and "by the process that writes the store" in text
         assert [file.name for file in queued_files(path)] == ["00-nonsense.labels"]
         status, text = run("repair", path)
-        assert status == 0 and "nothing is damaged" in text
+        assert status == 0 and "no damage found" in text
         status, text = run("compact", path)
         assert status == 2 and "is being written by process" in text
         status, text = run("compact", path, "--max-bytes", "10kB", "--keep", "demo", "--dry-run")
@@ -343,7 +343,7 @@ def test_a_gateway_takes_the_labels_while_it_writes(run: Run, tmp_path: Path) ->
     assert len(labels) == 1 and isinstance(labels[0], SuccessLabel) and labels[0].success
 
 
-def test_stats_count_measure_and_say_what_takes_the_space(run: Run, tmp_path: Path) -> None:
+def test_stats_reports_counts_ranges_and_disk_usage(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 5)
     run("label", path, "e4", "--delete")
     found = json.loads(run("stats", path, "--json")[1])
@@ -361,7 +361,7 @@ def test_stats_count_measure_and_say_what_takes_the_space(run: Run, tmp_path: Pa
     assert run("stats", path)[0] == 1
 
 
-def test_compaction_says_what_would_go_and_then_gives_it_back(run: Run, tmp_path: Path) -> None:
+def test_compact_dry_run_lists_what_compact_frees(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 12, sealed=True)
     run("label", path, "e5", "--delete")
     before = sum(file.stat().st_size for file in path.glob("*.seg"))
@@ -371,21 +371,21 @@ def test_compaction_says_what_would_go_and_then_gives_it_back(run: Run, tmp_path
     report = json.loads(run("compact", path, "--max-bytes", f"{before // 2}", "--keep", "demo", "--json")[1])
     assert report["freed_bytes"] > before / 2 and "e1" in report["dropped"] and "e0" not in report["dropped"]
     status, text = run("compact", path, "--max-bytes", "1kB", "--keep", "demo")
-    assert status == 0 and "above the bound remain" in text
+    assert status == 0 and "above the limit remain" in text
     assert run("compact", path, "--keep", "demo")[0] == 2
 
 
-def test_a_damaged_segment_is_compacted_once_it_is_repaired(run: Run, tmp_path: Path) -> None:
+def test_damaged_segment_is_compacted_after_repair(run: Run, tmp_path: Path) -> None:
     path = fill(tmp_path / "store", 8, sealed=True)
     run("label", path, "e1", "--delete")
     spoil(path, "e2", 0)
     status, text = run("compact", path)
-    assert status == 1 and "repair first" in text
+    assert status == 1 and "user-sys store repair" in text
     assert run("repair", path)[0] == 0 and run("compact", path)[0] == 0
     assert {each.episode for each in index_of(path).episodes()} == {f"e{n}" for n in range(8) if n != 1}
 
 
-def test_stores_are_merged_and_unlike_episodes_of_one_name_stay_apart(run: Run, tmp_path: Path) -> None:
+def test_merge_renames_different_episodes_with_equal_ids(run: Run, tmp_path: Path) -> None:
     a, b, into = fill(tmp_path / "a", 3), tmp_path / "b", tmp_path / "into"
     with StoreWriter.open(b) as writer:
         made = chunk("e1", end=True)
@@ -397,6 +397,6 @@ def test_stores_are_merged_and_unlike_episodes_of_one_name_stay_apart(run: Run, 
     known = {(each.robot, each.episode.partition(".")[0]): each for each in index_of(into).episodes()}
     assert len(known) == 4 and known["panda-1", "e1"].success is False and known["panda-0", "e1"].steps == 12
     status, text = run("merge", a, b, "--into", into)
-    assert status == 0 and "0 chunks and 0 labels added, 10 were there already" in text
+    assert status == 0 and "0 chunks and 0 labels added, 10 already existed" in text
     assert run("merge", a, "--into", a)[0] == 2
     assert run("merge", tmp_path / "none", "--into", tmp_path / "new")[0] == 2 and not (tmp_path / "new").exists()

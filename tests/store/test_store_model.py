@@ -1,4 +1,4 @@
-"""A store against a simple model of it: appends, sampling, labels, retention, compaction, crashes, in any order."""
+"""A store against a simple model: appends, sampling, labels, retention, compaction and crashes in any order."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Key = tuple[str, int]
 
 
 class MortalDisk(Files):
-    """A disk whose machine can lose power: what was written to a file's end and not synced is then lost in part.
+    """A disk that can lose power: unsynced appends are then lost in part.
 
-    Nothing works after that; a new machine has a `MortalDisk` of its own.
+    It is unusable afterwards; each machine has its own `MortalDisk`.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def packet(episode: str, index: int) -> bytes:
 
 
 class Model:
-    """What must be stored. `unsure` came after the last sync, in order, and may be lost from a point on."""
+    """Expected content. `unsure` records came after the last sync, in order; a suffix of them may be lost."""
 
     def __init__(self) -> None:
         self.records: list[Key | Label] = []
@@ -141,11 +141,11 @@ class Model:
         return {r[1] for r in self.records if isinstance(r, tuple) and r[0] == episode}
 
     def deleted(self, episode: str) -> bool:
-        said = [label.deleted for label in self.labels(episode) if isinstance(label, DeleteLabel)]
-        return bool(said) and said[-1]
+        acknowledged = [label.deleted for label in self.labels(episode) if isinstance(label, DeleteLabel)]
+        return bool(acknowledged) and acknowledged[-1]
 
     def steps(self, episode: str) -> dict[int, tuple[float, int]]:
-        """Step number -> reward and phase."""
+        """Step number to reward and phase."""
         known = {
             n: (r, 0) for i in self.chunks(episode) for n, r in zip(range(i * STEPS, 99), rewards(i), strict=False)
         }
@@ -161,12 +161,12 @@ class Model:
         return known
 
     def success(self, episode: str) -> bool | None:
-        said = [label.success for label in self.labels(episode) if isinstance(label, SuccessLabel)]
-        return said[-1] if said else (True if CHUNKS - 1 in self.chunks(episode) else None)
+        acknowledged = [label.success for label in self.labels(episode) if isinstance(label, SuccessLabel)]
+        return acknowledged[-1] if acknowledged else (True if CHUNKS - 1 in self.chunks(episode) else None)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store and its model; after each step a reader that follows and one that comes new agree with the model."""
+    """The store and its model; after each step an old and a new reader agree with the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 99), cache_bytes=st.sampled_from([2_500, 100_000]))
     def sample(self, seed: int, cache_bytes: int) -> None:
-        """What a learner draws now are steps of the model, each followed by the next one of its episode."""
+        """Drawn transitions exist in the model."""
         self.writer.flush()
         with (
             StoreReader.open(self.path) as reader,
@@ -286,14 +286,14 @@ class StoreMachine(RuleBasedStateMachine):
                     assert batch.reward[n] == self.model.steps(name)[step][0]
 
     def stored(self, reader: StoreReader, record: Key | Label) -> bool:
-        """Whether an unsure record, written only once, is there."""
+        """Whether an unsure record, written only once, is stored."""
         index = reader.index
         if isinstance(record, tuple):
             row = index.episodes.find(record[0])
             return bool(((index.chunks.episode == row) & (index.chunks.index == record[1])).any())
-        said = len(index.labels(record.episode))
+        acknowledged = len(index.labels(record.episode))
         of_episode = [r for r in self.model.records if not isinstance(r, tuple) and r.episode == record.episode]
-        return next(n for n, r in enumerate(of_episode) if r is record) < said
+        return next(n for n, r in enumerate(of_episode) if r is record) < acknowledged
 
     @precondition(lambda self: hasattr(self, "reader"))
     @invariant()
@@ -318,8 +318,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def compare_episode(self, reader: StoreReader, name: str, row: int, rows: np.ndarray) -> None:
         index, expected = reader.index, self.model.steps(name)
-        said = zip(index.steps.reward[rows].tolist(), index.steps.phase[rows].tolist(), strict=True)
-        assert dict(zip(index.step_of(rows).tolist(), said, strict=True)) == expected and len(rows) == len(expected)
+        acknowledged = zip(index.steps.reward[rows].tolist(), index.steps.phase[rows].tolist(), strict=True)
+        assert dict(zip(index.step_of(rows).tolist(), acknowledged, strict=True)) == expected and len(rows) == len(
+            expected
+        )
         if not expected:
             return
         assert index.episodes.success[row] == {None: -1, True: 1, False: 0}[self.model.success(name)]

@@ -1,4 +1,4 @@
-"""What ``user-sys store inspect`` draws of a recorded episode."""
+"""Pictures and videos of ``user-sys store inspect``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def write(path: Path, episode: str, *, cameras: bool = True, embodiment: str = "e1") -> None:
-    """A grey camera with JPEG files that misses every other frame, a square raw one; a person corrects at the end."""
+    """A grey JPEG camera that misses every other frame, a square raw one, and a correction at the end."""
     pictures = [np.full((32, 48, 3), 20 * n, np.uint8) for n in range(STEPS)]
     jpeg = [encode_jpeg(picture) if n % 2 == 0 else None for n, picture in enumerate(pictures)]
     raw = [np.full((24, 24, 3), 250 - 20 * n, np.uint8) for n in range(STEPS)]
@@ -58,7 +58,7 @@ def share_of(picture: Path, colour: str) -> float:
     return float((pixels == wanted).all(axis=2).mean())
 
 
-def test_an_episode_is_drawn_with_who_was_in_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_shows_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for episode in ("a", "b"):
         write(tmp_path / "store", episode)
     assert main(["store", "inspect", str(tmp_path / "store"), "--pictures", str(tmp_path / "out")]) == 0
@@ -71,13 +71,13 @@ def test_an_episode_is_drawn_with_who_was_in_control(tmp_path: Path, capsys: pyt
     assert (tmp_path / "out/a.png").stat().st_size < 200_000
 
 
-def test_an_episode_without_cameras_has_its_curves(tmp_path: Path) -> None:
+def test_picture_without_cameras_shows_curves(tmp_path: Path) -> None:
     write(tmp_path / "store", "a", cameras=False)
     assert main(["store", "inspect", str(tmp_path / "store"), "--pictures", str(tmp_path / "out")]) == 0
     assert share_of(tmp_path / "out/a.png", "#2e7d5b") > 0.001  # the reward
 
 
-def test_a_video_shows_each_step_once(tmp_path: Path) -> None:
+def test_video_has_one_frame_per_step(tmp_path: Path) -> None:
     write(tmp_path / "store", "a")
     assert main(["store", "inspect", str(tmp_path / "store"), "--episode", "a", "--video", str(tmp_path / "out")]) == 0
     video = VideoReader(tmp_path / "out/a.mp4")
@@ -90,7 +90,7 @@ def test_a_video_shows_each_step_once(tmp_path: Path) -> None:
     assert frames[0][1, 300, 2] > frames[0][1, 300, 0] and frames[-1][1, 300, 0] > frames[-1][1, 300, 2]
 
 
-def test_a_video_has_the_rate_of_the_robot_where_its_spec_is_known(tmp_path: Path) -> None:
+def test_video_uses_rate_of_robot_spec(tmp_path: Path) -> None:
     action = ArraySpec(name="action", labels=("x",), units=("m",), low=(-1.0,), high=(1.0,))
     spec = RobotSpec(model="fast", rate_hz=4.0, observation=(), action=action, cameras=())
     save_robot_record(tmp_path / "store/robots", "panda-0", spec)
@@ -101,7 +101,7 @@ def test_a_video_has_the_rate_of_the_robot_where_its_spec_is_known(tmp_path: Pat
     video.close()
 
 
-def test_a_video_needs_a_camera(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_video_without_camera_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "store", "a", cameras=False)
     assert main(["store", "inspect", str(tmp_path / "store"), "--video", str(tmp_path / "out")]) == 2
     assert "no camera" in capsys.readouterr().err

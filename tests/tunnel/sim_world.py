@@ -29,7 +29,7 @@ from user_sys.errors import StoreError
 from user_sys.gateway import ingest
 from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import PROTOCOL_VERSION, ChunkAck, ChunkOffer, ChunkRefusal, Hello
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND, StoreReader, StoreWriter
 from user_sys.tunnel import client, flow_control, server, session
 from user_sys.tunnel import connection as connection_module

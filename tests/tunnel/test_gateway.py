@@ -141,7 +141,9 @@ def test_no_robot_writes_into_an_episode_of_another_also_after_a_restart(
     assert stored(run) == [("mine", 0), ("its-own", 0), ("mine", 1)]
     assert len(list((run / "rogue" / "refused").iterdir())) == 3 and not (run / "honest" / "refused").exists()
     reasons = [record.getMessage() for record in caplog.records if "outbox.refused" in record.getMessage()]
-    assert len(reasons) == 3 and all("mine is panda-0's; panda-1 cannot write to it" in reason for reason in reasons)
+    assert len(reasons) == 3 and all(
+        "mine belongs to panda-0; panda-1 cannot write to it" in reason for reason in reasons
+    )
 
 
 def test_a_lease_goes_to_one_session_and_the_refusal_names_the_holder(run: Path) -> None:

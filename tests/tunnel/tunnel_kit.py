@@ -22,7 +22,7 @@ from user_sys.episode import Chunk, ChunkHeader, EpisodeSource, decode_chunk
 from user_sys.gateway import Gateway, GatewayConfig
 from user_sys.gateway.gateway import GatewayAddress, read_gateway_address
 from user_sys.messages import PROTOCOL_VERSION, Hello
-from user_sys.store.log import LogReader
+from user_sys.store.log_reader import LogReader
 from user_sys.store.store import CHUNK_KIND
 from user_sys.tunnel.client import TunnelClient
 from user_sys.tunnel.keys import KeyPair, Keyring, Role, load_keypair, new_keypair, save_keypair

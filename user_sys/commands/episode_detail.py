@@ -1,7 +1,4 @@
-"""What a chunk's columns are called and measured in.
-
-One episode of a store in detail.
-"""
+"""Details of one episode, for `inspect` and for pictures."""
 
 from __future__ import annotations
 
@@ -18,8 +15,9 @@ from hal.motion_limits import SafetyReason
 from hal.spec import ACTION, ArraySpec, RobotSpec
 from user_sys.codec import Array
 from user_sys.commands.output import print_line, size_text
-from user_sys.episode import FRAME_SUFFIXES, IMAGE_PREFIX, Phase
+from user_sys.episode import Phase
 from user_sys.errors import StoreCorrupt, StoreRecordGone
+from user_sys.interchange.episodes import is_camera_column
 from user_sys.store.damage_report import MissingChunks, find_missing_chunks
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.labels import (
@@ -34,21 +32,11 @@ from user_sys.store.labels import (
 )
 from user_sys.store.store import StoreReader
 
-VECTORS = (ACTION, "observation.")  # what the names of a robot's vectors begin with
-
-
-def is_camera_column(name: str) -> bool:
-    """Whether a column holds a camera's frames, or what belongs to them."""
-    return name.startswith(IMAGE_PREFIX)
-
-
-def is_camera(name: str) -> bool:
-    """Whether a column holds a camera's frames."""
-    return name.startswith(IMAGE_PREFIX) and not name.endswith(FRAME_SUFFIXES)
+VECTORS = (ACTION, "observation.")  # prefixes of vector names
 
 
 def element_names(feature: str, size: int, spec: RobotSpec | None) -> tuple[Sequence[str], Sequence[str]]:
-    """Names and units of a vector's `size` elements; numbers where no spec tells."""
+    """Names and units of a vector's `size` elements; numbers without a matching spec."""
     described: ArraySpec | None = None
     if spec is not None:
         known = {each.name: each for each in (*spec.observation, spec.action)}
@@ -59,7 +47,7 @@ def element_names(feature: str, size: int, spec: RobotSpec | None) -> tuple[Sequ
 
 
 class ChunkLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of the episode and where it lies. `state`: ``whole``, ``damaged``, or ``gone`` where it was dropped."""
+    """Location of a chunk. `state`: ``whole``, ``damaged``, or ``gone`` if it was dropped."""
 
     index: int
     first_step: int
@@ -79,14 +67,14 @@ class PhaseSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode, all that is known of it but its arrays.
+    """All metadata of an episode.
 
     Attributes:
-        rate_hz: of its steps, from the median of the times between them; 0 where there are none.
+        rate_hz: of its steps, from the median of their distances; 0 without any.
         longest_pause_s: between two steps.
-        columns: name, dtype and shape of each column of its first chunk that can be read.
+        columns: name, dtype and shape of each column of its first readable chunk.
         limited: steps in which the safety kernel changed the action, by reason.
-        missing: chunks that are not there.
+        missing: missing chunks.
     """
 
     summary: EpisodeSummary
@@ -106,13 +94,13 @@ def describe_episode(reader: StoreReader, summary: EpisodeSummary) -> EpisodeDet
     """Reads all of the episode's chunks. Raises StoreError: its file cannot be read."""
     index = reader.index
     row = index.episodes.find(summary.episode)
-    mine = np.flatnonzero(index.chunks.episode == row)
-    mine = mine[np.argsort(index.chunks.index[mine], kind="stable")]
-    counts = index.chunks.steps[mine]
+    rows = np.flatnonzero(index.chunks.episode == row)
+    rows = rows[np.argsort(index.chunks.index[rows], kind="stable")]
+    counts = index.chunks.steps[rows]
     steps = np.concatenate(
-        [np.arange(n) + first for first, n in zip(index.chunks.first_row[mine], counts, strict=True)]
+        [np.arange(n) + first for first, n in zip(index.chunks.first_row[rows], counts, strict=True)]
     )
-    chunks, columns = _chunks(reader, mine)
+    chunks, columns = _chunks(reader, rows)
     pauses = np.diff(np.sort(index.steps.time_unix_ns[steps])) / 1e9
     return EpisodeDetail(
         summary=summary,
@@ -122,7 +110,7 @@ def describe_episode(reader: StoreReader, summary: EpisodeSummary) -> EpisodeDet
         longest_pause_s=float(pauses.max()) if len(pauses) else 0.0,
         columns=columns,
         phases=tuple(phase_spans(index.steps.phase[steps], index.step_of(steps))),
-        limited=_limited(index.steps.safety[steps]),
+        limited=_limited_steps(index.steps.safety[steps]),
         labels=index.labels(summary.episode),
         chunks=chunks,
         missing=tuple(gap for gap in find_missing_chunks(index) if gap.episode == summary.episode),
@@ -164,22 +152,22 @@ def phase_name(phase: int) -> str:
     return known.get(phase, f"phase {phase}")
 
 
-def _limited(safety: Array) -> dict[str, int]:
+def _limited_steps(safety: Array) -> dict[str, int]:
     counts = {reason.name: int(((safety & reason) != 0).sum()) for reason in SafetyReason if reason.name}
     return {name.lower(): n for name, n in counts.items() if name and n}
 
 
 def show_episode(detail: EpisodeDetail) -> None:
-    """Prints it for a person."""
+    """Prints the details."""
     summary = detail.summary
     table = Table(show_header=False, box=None, title=Text(summary.episode), title_justify="left")
     for name, text in _facts(detail):
         table.add_row(name, Text(text))
     Console().print(table)
     valid = effective_labels(detail.labels)
-    for said in detail.labels:
-        undone = "" if said in valid or isinstance(said, UndoLabel) else " (taken back)"
-        print_line(f"label: {_words(said)}{undone}")
+    for label in detail.labels:
+        undone = "" if label in valid or isinstance(label, UndoLabel) else " (undone)"
+        print_line(f"label: {_label_text(label)}{undone}")
     for gap in detail.missing:
         print_line(f"missing: steps {gap.first_step} to {gap.first_step + gap.steps - 1}")
     Console().print(_chunk_table(detail.chunks))
@@ -192,7 +180,7 @@ def _facts(detail: EpisodeDetail) -> Iterator[tuple[str, str]]:
     yield "task", f"{summary.task}: {detail.sentence}" if detail.sentence else summary.task
     yield "source", f"{summary.source}, started {started}, seed {detail.seed}"
     verdict = {True: "succeeded", False: "failed", None: "success unknown"}[summary.success]
-    by = f" (says {summary.labelled_by})" if summary.labelled_by else ""
+    by = f" (label by {summary.labelled_by})" if summary.labelled_by else ""
     state = "deleted" if summary.deleted else "complete" if summary.complete else "not ended"
     yield "outcome", f"{verdict}{by}, {state}, return {summary.episode_return:.3g}"
     yield "steps", f"{summary.steps} at {detail.rate_hz:.3g} Hz; longest pause {detail.longest_pause_s:.3g} s"
@@ -214,23 +202,23 @@ def _vectors(detail: EpisodeDetail) -> list[tuple[str, str, tuple[int, ...]]]:
     return [each for each in detail.columns if len(each[2]) == 2 and not is_camera_column(each[0])]
 
 
-def _words(said: Label) -> str:
-    match said:
+def _label_text(label: Label) -> str:
+    match label:
         case SuccessLabel():
-            what = {True: "succeeded", False: "failed", None: "success unknown"}[said.success]
-            what += ", reward kept" if said.keep_reward else ""
+            what = {True: "succeeded", False: "failed", None: "success unknown"}[label.success]
+            what += ", reward kept" if label.keep_reward else ""
         case RewardLabel():
-            what = f"rewards of steps {said.first_step} to {said.first_step + len(said.rewards) - 1}"
+            what = f"rewards of steps {label.first_step} to {label.first_step + len(label.rewards) - 1}"
         case PhaseLabel():
-            what = f"{said.phase.name.lower()} in steps {said.first_step} to {said.first_step + said.steps - 1}"
+            what = f"{label.phase.name.lower()} in steps {label.first_step} to {label.first_step + label.steps - 1}"
         case DeleteLabel():
-            what = "deleted" if said.deleted else "restored"
+            what = "deleted" if label.deleted else "restored"
         case NoteLabel():
             what = "note"
         case UndoLabel():
-            what = "takes labels back"
-    at = datetime.datetime.fromtimestamp(said.at_unix_ns / 1e9).isoformat(" ", "seconds")
-    return f"{what}, by {said.labeller}, {at}" + (f": {said.note}" if said.note else "")
+            what = "undo"
+    at = datetime.datetime.fromtimestamp(label.at_unix_ns / 1e9).isoformat(" ", "seconds")
+    return f"{what}, by {label.labeller}, {at}" + (f": {label.note}" if label.note else "")
 
 
 def _chunk_table(chunks: Sequence[ChunkLocation]) -> Table:

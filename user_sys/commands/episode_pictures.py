@@ -1,6 +1,7 @@
-"""Pictures of episodes: frames with who was in control on their borders, and curves of rewards and actions.
+"""Pictures and videos of episodes.
 
-An episode as a video: its cameras side by side, who was in control on the border, how far it is below.
+A picture has frames with the phase as border colour, rewards, and each element of the action. A video has the
+cameras side by side, the phase as border colour, and a progress bar.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ if TYPE_CHECKING:
 
 PHASE_COLOURS = {"policy": "#1f5fa8", "teleop": "#d9662b", "correction": "#c0392b", "recovery": "#7d3c98"}
 OTHER_COLOUR = "#6b7280"
-FRAMES = 8  # across
-MAX_ELEMENTS = 16  # of an action; more would not be read
+FRAMES = 8  # per row of pictures
+MAX_ELEMENTS = 16  # of an action; more would be illegible
 WIDTH_IN, FRAME_IN, CURVE_IN, HEAD_IN = 13.0, 1.72, 1.25, 0.75
 DPI = 100
+HEIGHT, BORDER, BAR = 240, 6, 6  # pixels
+MAX_RATE_HZ = 60.0
+DEFAULT_RATE_HZ = 10.0
 
 
 def draw_episode(summary: EpisodeSummary, episode: StoredEpisode, spec: RobotSpec | None, folder: Path) -> Path:
     """Writes ``<episode>.png`` into `folder`: frames of every camera, rewards, and each element of the action.
 
     Raises:
-        DataSetError: a frame is no picture.
+        DataSetError: a frame cannot be decoded.
         OSError: the folder cannot be written.
     """
     cameras = {name: frames for name, frames in episode.frames.items() if any(f is not None for f in frames)}
@@ -68,12 +72,12 @@ def draw_episode(summary: EpisodeSummary, episode: StoredEpisode, spec: RobotSpe
         pair = grid[len(cameras) + 1 + n // 2, :].subgridspec(1, 2, wspace=0.1)
         axes = figure.add_subplot(pair[0, n % 2])
         _element(axes, episode, action[:, n], applied[:, n], f"{names[n]} {units[n]}".strip(), legend=n == 0)
-    _head(figure, summary, episode)
+    _title(figure, summary, episode)
     return _save(figure, folder / f"{summary.episode}.png")
 
 
 def draw_overview(episodes: Sequence[tuple[EpisodeSummary, StoredEpisode]], folder: Path) -> Path | None:
-    """Writes ``episodes.png``: a row of frames for each episode, of its first camera; None where none has a camera.
+    """Writes ``episodes.png``: one row of frames per episode, of its first camera; None if no episode has a camera.
 
     Raises as `draw_episode`.
     """
@@ -89,8 +93,8 @@ def draw_overview(episodes: Sequence[tuple[EpisodeSummary, StoredEpisode]], fold
         places = [figure.add_subplot(grid[row, n]) for n in range(FRAMES)]
         _strip(places, frames, _phases(episode), "")
         places[0].text(
-            0, 1.24, f"{summary.episode}   {summary.source}, {_verdict(summary)}, camera {camera}",
-            transform=places[0].transAxes, fontsize=9, color=_verdict_colour(summary), weight="bold",
+            0, 1.24, f"{summary.episode}   {summary.source}, {_outcome(summary)}, camera {camera}",
+            transform=places[0].transAxes, fontsize=9, color=_outcome_colour(summary), weight="bold",
         )  # fmt: skip
     phases = {name for _, episode, *_ in rows for name in map(phase_name, np.unique(_phases(episode)).tolist())}
     _legend(figure, phases)
@@ -105,7 +109,7 @@ def _first_camera(episode: StoredEpisode) -> tuple[str, list[Frame | None]] | No
 
 
 def displayed_frames(frames: Sequence[Frame | None]) -> Iterator[Frame | None]:
-    """The frame that was to be seen at each step; None before the first one."""
+    """The newest frame at each step; None before the first one."""
     last: Frame | None = None
     for frame in frames:
         last = frame if frame is not None else last
@@ -121,7 +125,7 @@ def _phases(episode: StoredEpisode) -> Array:
 
 
 def _strip(places: Sequence[Axes], frames: Sequence[Frame | None], phase: Array, name: str) -> None:
-    """Frames at even distances, the first and the last among them."""
+    """Draws evenly spaced frames, including the first and the last."""
     seen = list(displayed_frames(frames))
     steps = np.unique(np.linspace(0, len(seen) - 1, len(places)).round().astype(int)).tolist()
     for axes in places:
@@ -146,23 +150,23 @@ def _rewards(axes: Axes, episode: StoredEpisode) -> None:
     steps = np.arange(episode.steps)
     axes.bar(steps, reward, width=0.9, color="#2e7d5b", label="reward")
     axes.plot(steps, np.cumsum(reward), color="#111827", lw=1.2, drawstyle="steps-mid", label="sum so far")
-    _bands(axes, episode)
+    _phase_bands(axes, episode)
     axes.set_ylabel("reward", fontsize=8)
     axes.legend(fontsize=7, loc="upper left", frameon=False, ncols=2)
 
 
-def _element(axes: Axes, episode: StoredEpisode, asked: Array, applied: Array, name: str, *, legend: bool) -> None:
+def _element(axes: Axes, episode: StoredEpisode, requested: Array, applied: Array, name: str, *, legend: bool) -> None:
     steps = np.arange(episode.steps)
-    axes.plot(steps, asked, color="#9ca3af", lw=2.2, drawstyle="steps-mid", label="asked")
+    axes.plot(steps, requested, color="#9ca3af", lw=2.2, drawstyle="steps-mid", label="requested")
     axes.plot(steps, applied, color="#111827", lw=0.9, drawstyle="steps-mid", label="applied")
-    _bands(axes, episode)
+    _phase_bands(axes, episode)
     axes.set_title(name, fontsize=8, pad=2, loc="left", color="#374151")
     if legend:
         axes.legend(fontsize=7, loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 0.96), borderpad=0)
 
 
-def _bands(axes: Axes, episode: StoredEpisode) -> None:
-    """Who was in control, behind the curves."""
+def _phase_bands(axes: Axes, episode: StoredEpisode) -> None:
+    """Marks the phases behind the curves."""
     phase = _phases(episode)
     for stretch in phase_spans(phase, np.arange(episode.steps)):
         colour = PHASE_COLOURS.get(stretch.phase, OTHER_COLOUR)
@@ -174,17 +178,17 @@ def _bands(axes: Axes, episode: StoredEpisode) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _head(figure: Figure, summary: EpisodeSummary, episode: StoredEpisode) -> None:
+def _title(figure: Figure, summary: EpisodeSummary, episode: StoredEpisode) -> None:
     height = figure.get_figheight()
-    said = episode.header.sentence or summary.task
+    sentence = episode.header.sentence or summary.task
     figure.text(0.06, 1 - 0.22 / height, summary.episode, fontsize=11, weight="bold", va="center")
     figure.text(
-        0.06, 1 - 0.45 / height, f"{summary.robot}: {said}   {summary.source}, {summary.steps} steps",
+        0.06, 1 - 0.45 / height, f"{summary.robot}: {sentence}   {summary.source}, {summary.steps} steps",
         fontsize=9, va="center", color="#374151",
     )  # fmt: skip
     figure.text(
-        0.985, 1 - 0.22 / height, _verdict(summary),
-        fontsize=11, weight="bold", va="center", ha="right", color=_verdict_colour(summary),
+        0.985, 1 - 0.22 / height, _outcome(summary),
+        fontsize=11, weight="bold", va="center", ha="right", color=_outcome_colour(summary),
     )  # fmt: skip
     _legend(figure, {phase_name(int(phase)) for phase in np.unique(_phases(episode))})
 
@@ -200,7 +204,7 @@ def _legend(figure: Figure, phases: set[str]) -> None:
     )  # fmt: skip
 
 
-def _verdict(summary: EpisodeSummary) -> str:
+def _outcome(summary: EpisodeSummary) -> str:
     verdict = {True: "succeeded", False: "failed", None: "success unknown"}[summary.success]
     deleted = ", deleted" if summary.deleted else ""
     return f"{verdict}, return {summary.episode_return:.3g}{deleted}" + (
@@ -208,7 +212,7 @@ def _verdict(summary: EpisodeSummary) -> str:
     )
 
 
-def _verdict_colour(summary: EpisodeSummary) -> str:
+def _outcome_colour(summary: EpisodeSummary) -> str:
     return {True: "#2e7d5b", False: "#c0392b", None: OTHER_COLOUR}[summary.success]
 
 
@@ -227,24 +231,20 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
-HEIGHT, BORDER, BAR = 240, 6, 6  # pixels
-MAX_RATE_HZ = 60.0
-DEFAULT_RATE_HZ = 10.0
-
-
 def write_episode_video(summary: EpisodeSummary, episode: StoredEpisode, spec: RobotSpec | None, folder: Path) -> Path:
-    """Writes ``<episode>.mp4`` into `folder`, a frame a step. At the control rate, since a simulated clock may run
-    faster. Where no `spec` tells the rate it is that of the recorded times.
+    """Writes ``<episode>.mp4`` into `folder`, one frame per step at the control rate of `spec`.
+
+    Without a `spec` the rate comes from the recorded times. A simulated clock may run faster than either.
 
     Raises:
-        DataSetError: it has no camera, a frame is no picture, or the encoder refuses.
+        DataSetError: there is no camera, a frame cannot be decoded, or the encoder fails.
         OSError: the folder cannot be written.
     """
     from user_sys.interchange.video import VideoWriter
 
     cameras = [list(displayed_frames(frames)) for frames in episode.frames.values()]
     if not cameras:
-        raise DataSetError(f"episode {summary.episode} has no camera to make a video of")
+        raise DataSetError(f"episode {summary.episode} has no camera for a video")
     phase = episode.columns.get("phase", np.full(episode.steps, Phase.POLICY, np.uint8))
     widths = [_width(frames) for frames in cameras]
     size = (HEIGHT + 2 * BORDER + BAR, _even(sum(widths) + 2 * BORDER))
@@ -263,7 +263,7 @@ def write_episode_video(summary: EpisodeSummary, episode: StoredEpisode, spec: R
 
 
 def _rate_hz(episode: StoredEpisode, spec: RobotSpec | None) -> float:
-    """In bounds that players take."""
+    """The video's rate, within limits that players support."""
     if spec is not None:
         return min(MAX_RATE_HZ, max(1.0, spec.rate_hz))
     times = episode.columns.get("t_capture_ns")
@@ -281,7 +281,7 @@ def _width(frames: list[Frame | None]) -> int:
 
 
 def _scaled(frame: Frame | None, width: int) -> Array:
-    """uint8 (HEIGHT, width, 3); black where there is no frame yet."""
+    """uint8 (HEIGHT, width, 3); black before the first frame."""
     from PIL import Image
 
     if frame is None:

@@ -1,4 +1,4 @@
-"""How the verbs talk: sizes, shares, bars and a line at a time."""
+"""Terminal output of the commands: sizes, lines, JSON, progress bars."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 EXIT_DAMAGED = 1
+SUCCESS = {"yes": True, "no": False, "unknown": None}  # values of --success
 Advance = Callable[[int], object]
 
 
@@ -33,27 +36,36 @@ def size_text(n_bytes: float) -> str:
 
 
 def print_line(text: str) -> None:
-    """Prints for a person, on standard output; names in it are not taken for markup."""
+    """Prints text on standard output without interpreting markup."""
     Console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """Prints for a program: one line."""
+    """Prints one line of JSON for other programs."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
 
 
 @contextmanager
 def bytes_bar(what: str, total: int | None) -> Iterator[Advance]:
-    """Shows a bar of bytes and their speed on standard error while the body runs, which says how many more are done."""
+    """Shows a progress bar of bytes on standard error; the body calls the yielded function with each increment."""
     with _bar(what, total, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as advance:
         yield advance
 
 
 @contextmanager
 def count_bar(what: str, total: int | None) -> Iterator[Advance]:
-    """As `bytes_bar`, for things that are counted."""
+    """As `bytes_bar`, for a count."""
     with _bar(what, total, TextColumn("{task.completed:.0f}"), TimeRemainingColumn()) as advance:
         yield advance
+
+
+@contextmanager
+def step_bar(what: str, steps: int) -> Iterator[Advance]:
+    """As `bytes_bar`, for steps; the bar stays on the terminal afterwards."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda done: progress.advance(task, done)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``user-sys store inspect PATH``: what a store holds, for a person or, with ``--json``, for another program."""
+"""``user-sys store inspect PATH``: contents of a store, for a person or, with ``--json``, for a program."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from user_sys.episode import EpisodeSource
 from user_sys.errors import StoreError
 from user_sys.interchange.episodes import ControlledBy, EpisodeFilter, EpisodeReader, load_robot_specs
 from user_sys.store.index import EpisodeSummary
-from user_sys.store.log import segment_numbers
 from user_sys.store.maintenance import disk_bytes
-from user_sys.store.record_format import Damage
+from user_sys.store.record_format import Damage, segment_numbers
 from user_sys.store.store import StoreReader
 
 WIDE_COLUMNS = 120
@@ -30,9 +29,9 @@ EVERYTHING = EpisodeFilter(incomplete=True)
 
 
 class StoreSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A store in numbers; `last` are the newest episodes, oldest first.
+    """Totals of a store; `last` are the newest episodes, oldest first.
 
-    `segments`, `size_bytes` and `damaged` are those of the whole store, the others of the episodes that were chosen.
+    `segments`, `size_bytes` and `damaged` describe the whole store, the other fields the filtered episodes.
     """
 
     path: str
@@ -51,8 +50,8 @@ class StoreSummary(msgspec.Struct, frozen=True, kw_only=True):
     last: list[EpisodeSummary]
 
 
-def summarise_store(path: Path, last: int = LAST_EPISODES, selection: EpisodeFilter = EVERYTHING) -> StoreSummary:
-    """What the store at `path` holds, which another process may be writing; `last` are of those that `selection` takes.
+def summarise_store(path: Path, last: int = LAST_EPISODES, episode_filter: EpisodeFilter = EVERYTHING) -> StoreSummary:
+    """Summary of the store at `path`, which another process may be writing; `last` are the newest matching episodes.
 
     Raises:
         StoreError: there is no store at `path`, it cannot be read, or has no such episode.
@@ -60,8 +59,8 @@ def summarise_store(path: Path, last: int = LAST_EPISODES, selection: EpisodeFil
     with StoreReader.open(path) as reader:
         reader.refresh()
         episodes, damaged = reader.episodes(), reader.damaged
-    _require_named(episodes, path, selection)
-    episodes = [episode for episode in episodes if selection.matches(episode)]
+    _require_named(episodes, path, episode_filter)
+    episodes = [episode for episode in episodes if episode_filter.matches(episode)]
     return StoreSummary(
         path=str(path),
         episodes=len(episodes),
@@ -99,7 +98,7 @@ def _totals(summary: StoreSummary) -> Table:
 
 
 def _episodes(episodes: Sequence[EpisodeSummary], wide: bool) -> Table:
-    """One row each; a terminal that is not `wide` gets what people look for first."""
+    """One row per episode; a narrow terminal gets fewer columns."""
     columns = ["episode", "source", "steps", "success", "by hand", "state"]
     columns += ["task", "return", "policy versions", "robot"] if wide else []
     table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, header_style="bold")
@@ -127,7 +126,7 @@ def _row(episode: EpisodeSummary) -> dict[str, str]:
 
 
 def _damage(damaged: Sequence[Damage]) -> Table:
-    table = Table("segment", "offset", "bytes", "what is wrong", title="damaged", title_justify="left")
+    table = Table("segment", "offset", "bytes", "reason", title="damaged", title_justify="left")
     for each in damaged:
         table.add_row(str(each.segment), str(each.offset), str(each.length), Text(each.reason))
     return table
@@ -148,20 +147,20 @@ def _show(summary: StoreSummary, console: Console) -> None:
 
 
 def inspect_main(args: argparse.Namespace) -> int:
-    """Runs ``render_store``; status 1 where something is damaged.
+    """Runs ``inspect``; status 1 if there is damage.
 
     Raises:
-        StoreError: there is no store, it cannot be read, or has no such episode; or the options contradict each other.
+        StoreError: there is no store, it cannot be read, has no such episode, or the options conflict.
         DataSetError: a frame cannot be drawn.
     """
     if args.json and (args.pictures or args.video):
-        raise StoreError("--json goes with neither --pictures nor --video, which draw into a folder")
-    selection = chosen(args)
+        raise StoreError("--json cannot be combined with --pictures or --video")
+    episode_filter = filter_from_args(args, incomplete=True)
     if args.pictures or args.video:
-        return _draw(args, selection)
+        return _draw(args, episode_filter)
     if len(args.episode) == 1:
-        return _detail(args, selection)
-    summary = summarise_store(args.path, args.last or LAST_EPISODES, selection)
+        return _detail(args, episode_filter)
+    summary = summarise_store(args.path, args.last or LAST_EPISODES, episode_filter)
     if args.json:
         print_json(summary)
     else:
@@ -169,38 +168,38 @@ def inspect_main(args: argparse.Namespace) -> int:
     return EXIT_DAMAGED if summary.damaged else 0
 
 
-def chosen(args: argparse.Namespace) -> EpisodeFilter:
-    """The episodes that the options choose."""
+def filter_from_args(args: argparse.Namespace, *, incomplete: bool) -> EpisodeFilter:
+    """The filter of the options; `incomplete` includes episodes that never ended."""
     return EpisodeFilter(
         episodes=tuple(args.episode),
         sources=tuple(EpisodeSource(each) for each in args.source),
         tasks=tuple(args.task),
         driven=tuple(ControlledBy(each) for each in args.driven),
         success=None if args.success is None else args.success == "yes",
-        incomplete=True,
+        incomplete=incomplete,
     )
 
 
-def _taken(reader: StoreReader, path: Path, selection: EpisodeFilter) -> list[EpisodeSummary]:
-    """Raises StoreError: nothing is chosen, or an episode that is named is not there."""
-    known = reader.episodes()
-    _require_named(known, path, selection)
-    taken = [episode for episode in known if selection.matches(episode)]
-    if not taken:
-        raise StoreError(f"none of the {len(known)} episodes of {path} is chosen; loosen the filters")
-    return taken
+def _matching(reader: StoreReader, path: Path, episode_filter: EpisodeFilter) -> list[EpisodeSummary]:
+    """The filtered episodes. Raises StoreError: there are none, or a named one is unknown."""
+    episodes = reader.episodes()
+    _require_named(episodes, path, episode_filter)
+    matching = [episode for episode in episodes if episode_filter.matches(episode)]
+    if not matching:
+        raise StoreError(f"none of the {len(episodes)} episodes of {path} matches; change the filters")
+    return matching
 
 
-def _require_named(known: Sequence[EpisodeSummary], path: Path, selection: EpisodeFilter) -> None:
-    missing = set(selection.episodes) - {episode.episode for episode in known}
+def _require_named(known: Sequence[EpisodeSummary], path: Path, episode_filter: EpisodeFilter) -> None:
+    missing = set(episode_filter.episodes) - {episode.episode for episode in known}
     if missing:
         raise StoreError(f"{path} has no episode {min(missing)!r}; `user-sys store inspect {path}` lists them")
 
 
-def _detail(args: argparse.Namespace, selection: EpisodeFilter) -> int:
+def _detail(args: argparse.Namespace, episode_filter: EpisodeFilter) -> int:
     with StoreReader.open(args.path) as reader:
         reader.refresh()
-        found = episode_detail.describe_episode(reader, _taken(reader, args.path, selection)[0])
+        found = episode_detail.describe_episode(reader, _matching(reader, args.path, episode_filter)[0])
         damaged = bool(reader.damaged) or any(chunk.state == "damaged" for chunk in found.chunks)
     if args.json:
         print_json(found)
@@ -209,14 +208,14 @@ def _detail(args: argparse.Namespace, selection: EpisodeFilter) -> int:
     return EXIT_DAMAGED if damaged else 0
 
 
-def _draw(args: argparse.Namespace, selection: EpisodeFilter) -> int:
+def _draw(args: argparse.Namespace, episode_filter: EpisodeFilter) -> int:
     from user_sys.commands.episode_pictures import draw_episode, draw_overview, write_episode_video
 
     specs = load_robot_specs(args.path)
     with StoreReader.open(args.path) as store:
         reader = EpisodeReader(store)
-        taken = _taken(store, args.path, selection)[-(args.last or LAST_PICTURES) :]
-        episodes = [each for each in taken if reader.steps(each.episode)]
+        matching = _matching(store, args.path, episode_filter)[-(args.last or LAST_PICTURES) :]
+        episodes = [each for each in matching if reader.steps(each.episode)]
         with count_bar("drawing episodes", len(episodes)) as advance:
             for each in episodes:
                 steps = reader.read(each.episode)

@@ -1,11 +1,4 @@
-"""``user-sys store verify`` and ``repair``.
-
-``user-sys store label``.
-
-``user-sys store compact``.
-
-``user-sys store merge``.
-"""
+"""``user-sys store verify``, ``repair``, ``label``, ``compact`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -23,8 +16,17 @@ from rich.text import Text
 
 from hal.audit import audit_operator_action
 from hal.registry import operator_name
-from user_sys.commands.output import EXIT_DAMAGED, Advance, bytes_bar, count_bar, print_json, print_line, size_text
-from user_sys.commands.store import INTERVENTIONS, NOTHING
+from user_sys.commands.output import (
+    EXIT_DAMAGED,
+    SUCCESS,
+    Advance,
+    bytes_bar,
+    count_bar,
+    print_json,
+    print_line,
+    size_text,
+)
+from user_sys.commands.store import INTERVENTIONS, NO_PROTECTION
 from user_sys.episode import EpisodeSource, Phase
 from user_sys.errors import StoreCorrupt, StoreError, StoreLocked
 from user_sys.robot_records import copy_robot_records, robot_records_of_store
@@ -69,17 +71,18 @@ from user_sys.store.store import StoreReader
 from user_sys.store.verify import QUARANTINE, quarantine_damage, verify_log
 
 MAX_LINES = 20
+STORE_TIMEOUT_S = 30.0  # a gateway polls every few seconds
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading all of a store found.
+    """Result of reading all of a store.
 
     Attributes:
-        episodes, chunks, steps: that can be read.
-        findings: damage that is not quarantined, in order of place.
-        episodes_hit: what the findings took from each episode.
-        gaps: chunks that are missing in the middle of episodes, whether damage took them or they never came.
-        copies: where `repair` put what it set aside.
+        episodes, chunks, steps: readable ones.
+        findings: damage that is not quarantined, in order of position.
+        episodes_hit: losses of each episode.
+        gaps: missing chunks within episodes, lost or never received.
+        copies: files that `repair` wrote to quarantine.
     """
 
     path: str
@@ -95,11 +98,11 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damage]]:
-    """Reads all of the store at `path`, which another process may be writing; what it says, and the damage itself.
+    """Reads all of the store at `path`, which another process may be writing; returns the report and the damage.
 
     Raises:
         StoreError: there is no store, or it cannot be read.
-        StoreVersion: another format version wrote it.
+        StoreVersionMismatch: it has another format version.
     """
     started = time.monotonic()
     found = verify_log(path, advance=advance)
@@ -107,7 +110,7 @@ def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damag
     with StoreReader.open(path) as reader:
         reader.refresh()
         index = reader.index
-        found += _meaningless(path, reader.damaged, found)
+        found += _undecodable(path, reader.damaged, found)
         findings = report_damage(path, index, found)
         hit = episode_losses(index, findings)
         lost = {chunk for each in findings if each.surely and each.length for chunk in each.chunks}
@@ -126,12 +129,12 @@ def verify_store(path: Path, advance: Advance) -> tuple[VerifyReport, list[Damag
     return verdict, found
 
 
-def _meaningless(path: Path, damaged: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
-    """Records that are whole, as far as the log can tell, and do not decode; unless they are quarantined."""
+def _undecodable(path: Path, damaged: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
+    """Records that are valid for the log and do not decode, unless they are quarantined."""
     try:
         known = manifest.load(OS_FILES, path)
     except StoreCorrupt:
-        known = None  # `verify` has named it
+        known = None  # `verify_log` has reported it
     quarantined = known.quarantined if known is not None else ()
     generations = {name.number: name.generation for name in resolve_generations(list_segments(path))[0]}
     places = {(each.segment, each.offset) for each in found}
@@ -146,21 +149,21 @@ def _meaningless(path: Path, damaged: Sequence[Damage], found: Sequence[Damage])
 
 
 def verify_main(args: argparse.Namespace) -> int:
-    """Runs ``verify``; status 1 where there is damage. Raises as `verify_store`."""
-    verdict, _ = _examined(args.path)
+    """Runs ``verify``; status 1 if there is damage. Raises as `verify_store`."""
+    verdict, _ = _verify_with_bar(args.path)
     if args.json:
         print_json(verdict)
     else:
         _show_report(verdict)
         if verdict.findings:
-            print_line(f"`user-sys store repair {args.path}` sets it aside; the records beside it stay as they are")
+            print_line(f"`user-sys store repair {args.path}` quarantines it; other records stay unchanged")
     return EXIT_DAMAGED if verdict.findings else 0
 
 
-def _examined(path: Path) -> tuple[VerifyReport, list[Damage]]:
+def _verify_with_bar(path: Path) -> tuple[VerifyReport, list[Damage]]:
     logger = logging.getLogger("user_sys.store")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what it would warn of is about to be told
+    logger.setLevel(logging.ERROR)  # the report covers its warnings
     try:
         with bytes_bar("reading", disk_bytes(path)) as advance:
             return verify_store(path, advance)
@@ -169,15 +172,15 @@ def _examined(path: Path) -> tuple[VerifyReport, list[Damage]]:
 
 
 def repair_main(args: argparse.Namespace) -> int:
-    """Runs ``repair``; status 1 only where a dry run found damage.
+    """Runs ``repair``; status 1 only if a dry run found damage.
 
     Raises:
         StoreLocked: another process writes the store.
-        StoreFull, StoreError: as `quarantine`.
+        StoreFull, StoreError: as `quarantine_damage`.
     """
     if args.dry_run:
         return verify_main(args)
-    verdict, found = _examined(args.path)
+    verdict, found = _verify_with_bar(args.path)
     if found:
         copies = quarantine_damage(args.path, found)
         verdict = msgspec.structs.replace(verdict, copies=tuple(str(copy) for copy in copies))
@@ -186,7 +189,7 @@ def repair_main(args: argparse.Namespace) -> int:
         return 0
     _show_report(verdict)
     if found:
-        print_line(f"set aside: {len(found)} places, {len(verdict.copies)} copies in {args.path / QUARANTINE}")
+        print_line(f"quarantined: {len(found)} ranges, {len(verdict.copies)} copies in {args.path / QUARANTINE}")
     return 0
 
 
@@ -197,7 +200,7 @@ def _show_report(verdict: VerifyReport) -> None:
         f"{verdict.episodes} episodes, {verdict.chunks} chunks, {verdict.steps} steps"
     )
     if not verdict.findings:
-        print_line("nothing is damaged")
+        print_line("no damage found")
     else:
         Console().print(_table(verdict.findings))
         for line in _first_lines([str(loss) for loss in verdict.episodes_hit], "episodes"):
@@ -205,15 +208,15 @@ def _show_report(verdict: VerifyReport) -> None:
     named = {chunk.episode for finding in verdict.findings for chunk in finding.chunks}
     for gap in verdict.gaps:
         last = gap.first_step + gap.steps - 1
-        cause = "" if gap.episode in named else " (never came, or lost before)"
+        cause = "" if gap.episode in named else " (never received, or lost before)"
         print_line(f"{gap.episode} lacks steps {gap.first_step} to {last}{cause}")
 
 
 def _table(findings: Sequence[DamageReport]) -> Table:
     columns = [Column(name, no_wrap=True) for name in ("segment", "offset", "bytes", "record")]
-    table = Table(*columns, "what is wrong, and what it held", box=None, header_style="bold")
+    table = Table(*columns, "reason and lost chunks", box=None, header_style="bold")
     for each in findings:
-        held = [f"{chunk}{'' if each.surely else ' (by its own word)'}" for chunk in each.chunks]
+        held = [f"{chunk}{'' if each.surely else ' (by its header)'}" for chunk in each.chunks]
         last = f" to {each.last_sequence}" if each.last_sequence > each.sequence else ""
         table.add_row(
             "manifest" if each.segment < 0 else str(each.segment),
@@ -226,110 +229,106 @@ def _table(findings: Sequence[DamageReport]) -> Table:
 
 
 def _first_lines(lines: list[str], what: str) -> list[str]:
-    """The first `MAX_LINES`, and how many there are more."""
+    """The first `MAX_LINES` lines, and the number of the others."""
     more = len(lines) - MAX_LINES
-    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more {what}, which --json names"]
-
-
-STORE_TIMEOUT_S = 30.0  # a gateway looks every few seconds
-_SUCCESS = {"yes": True, "no": False, "unknown": None}
+    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more {what}; --json lists all"]
 
 
 def label_main(args: argparse.Namespace) -> int:
     """Runs ``label``.
 
     Raises:
-        StoreError: no such store, episode or steps, or nothing to say.
+        StoreError: the store, an episode or the steps do not exist, or no label option was given.
     """
     with StoreReader.open(args.path) as reader:
         reader.refresh()
         _check_label_options(args)
-        labels = [said for name in args.episodes for said in _labels(args, name, reader.index)]
-        open_ended = [] if args.success is None or args.keep_reward else _open_ended(reader.index, args.episodes)
+        labels = [options for name in args.episodes for options in _labels(args, name, reader.index)]
+        open_ended = [] if args.success is None or args.keep_reward else _without_end(reader.index, args.episodes)
     if not labels:
-        raise StoreError("nothing to say: give --success, --reward, --phase, --delete, --restore, --note or --undo")
-    by_gateway = _store(args.path, labels)
+        raise StoreError("no label given: use --success, --reward, --phase, --delete, --restore, --note or --undo")
+    by_gateway = _store_labels(args.path, labels)
     count = len(args.episodes)
     episodes = f"{count} episodes" if count > 1 else args.episodes[0]
     print_line(
         f"{episodes}: {len(labels)} labels stored" + (" by the process that writes the store" if by_gateway else "")
     )
-    run, said = args.path.resolve().parent, ", ".join(f"{key} {value}" for key, value in _said(args))
+    run, options = args.path.resolve().parent, ", ".join(f"{key} {value}" for key, value in _given_options(args))
     for name in args.episodes:
-        order = f"label {name}: {said}"
+        order = f"label {name}: {options}"
         audit_operator_action(operator_name(args.by), order, run=run if (run / "config.yaml").exists() else None)
     for name in open_ended:
-        print_line(f"{name}: its end is not stored; the last reward changes once it is")
+        print_line(f"{name}: its end is not stored yet; the last reward changes when it arrives")
     return 0
 
 
 def _check_label_options(args: argparse.Namespace) -> None:
-    """Raises StoreError: orders that contradict one another."""
+    """Raises StoreError: options conflict."""
     if args.keep_reward and args.success is None:
-        raise StoreError("--keep-reward goes with --success")
+        raise StoreError("--keep-reward requires --success")
     if args.undo and (
         args.success or args.reward is not None or args.phase or args.delete or args.restore or args.steps
     ):
-        raise StoreError("--undo takes back the newest labels; give new ones in a command of their own")
+        raise StoreError("--undo cannot be combined with other labels; use two commands")
 
 
 def _labels(args: argparse.Namespace, episode: str, index: Index) -> list[Label]:
     steps, labels = _steps(index, episode, args), list[Label]()
-    said = {"episode": episode, "labeller": operator_name(args.by), "at_unix_ns": time.time_ns(), "note": args.note}
+    common = {"episode": episode, "labeller": operator_name(args.by), "at_unix_ns": time.time_ns(), "note": args.note}
     if args.undo:
-        return [UndoLabel(undone_at_unix_ns=_newest(index, episode), **said)]
+        return [UndoLabel(undone_at_unix_ns=_newest_label_time(index, episode), **common)]
     if args.success is not None:
-        labels.append(SuccessLabel(success=_SUCCESS[args.success], keep_reward=args.keep_reward, **said))
+        labels.append(SuccessLabel(success=SUCCESS[args.success], keep_reward=args.keep_reward, **common))
     if args.reward is not None:
-        labels.append(RewardLabel(first_step=steps.start, rewards=(args.reward,) * len(steps), **said))
+        labels.append(RewardLabel(first_step=steps.start, rewards=(args.reward,) * len(steps), **common))
     if args.phase is not None:
-        labels.append(PhaseLabel(first_step=steps.start, steps=len(steps), phase=Phase[args.phase.upper()], **said))
+        labels.append(PhaseLabel(first_step=steps.start, steps=len(steps), phase=Phase[args.phase.upper()], **common))
     if args.delete or args.restore:
-        labels.append(DeleteLabel(deleted=args.delete, **said))
-    return labels or ([NoteLabel(**said)] if args.note else [])
+        labels.append(DeleteLabel(deleted=args.delete, **common))
+    return labels or ([NoteLabel(**common)] if args.note else [])
 
 
-def _said(args: argparse.Namespace) -> list[tuple[str, object]]:
-    """What was asked for, as option and value."""
+def _given_options(args: argparse.Namespace) -> list[tuple[str, object]]:
+    """The given label options with their values."""
     names = ("success", "keep_reward", "reward", "phase", "steps", "delete", "restore", "undo", "note")
     given = {name: getattr(args, name) for name in names}
     return [(name, value) for name, value in given.items() if value not in (None, False, "")]
 
 
-def _newest(index: Index, episode: str) -> int:
-    """When the labels that --undo takes back were given. Raises StoreError: there are none."""
+def _newest_label_time(index: Index, episode: str) -> int:
+    """Time of the labels that --undo reverts. Raises StoreError: there are none."""
     valid = [label for label in effective_labels(index.labels(episode)) if label.labeller != RETENTION_LABELLER]
     if not valid:
-        raise StoreError(f"{episode} has no label to take back; `user-sys store inspect --episode` shows its labels")
+        raise StoreError(f"{episode} has no label to undo; `user-sys store inspect --episode` shows its labels")
     return valid[-1].at_unix_ns
 
 
-def _open_ended(index: Index, episodes: Sequence[str]) -> list[str]:
+def _without_end(index: Index, episodes: Sequence[str]) -> list[str]:
     return [name for name in episodes if index.episodes.end_index[index.episodes.find(name)] < 0]
 
 
 def _steps(index: Index, episode: str, args: argparse.Namespace) -> range:
-    """The steps that are meant. Raises StoreError: the store has no such episode, or it no such steps."""
+    """The steps of the option. Raises StoreError: the store has no such episode or steps."""
     row = index.episodes.find(episode)
     if row < 0:
         raise StoreError(f"{args.path} has no episode {episode!r}; `user-sys store inspect {args.path}` lists them")
-    mine = index.chunks.episode == row
-    total = int((index.chunks.first_step[mine] + index.chunks.steps[mine]).max())
+    own = index.chunks.episode == row
+    total = int((index.chunks.first_step[own] + index.chunks.steps[own]).max())
     if args.steps is None:
         return range(total)
     if args.reward is None and args.phase is None:
-        raise StoreError("--steps goes with --reward or --phase; success, deletion and notes are an episode's")
+        raise StoreError("--steps requires --reward or --phase; other labels cover the episode")
     if args.steps.stop > total:
-        raise StoreError(f"{episode} has steps 0 to {total - 1}; {args.steps.start}-{args.steps.stop - 1} goes beyond")
+        raise StoreError(f"{episode} has steps 0 to {total - 1}; {args.steps.start}-{args.steps.stop - 1} exceeds that")
     steps: range = args.steps
     return steps
 
 
-def _store(path: Path, labels: Sequence[Label]) -> bool:
-    """Stores `labels` durably; True where the process that writes the store did so.
+def _store_labels(path: Path, labels: Sequence[Label]) -> bool:
+    """Stores `labels` durably; True if the process that writes the store did so.
 
     Raises:
-        StoreError: that process does not take them; they stay posted.
+        StoreError: that process does not take them in time; they stay queued.
     """
     try:
         add_labels(path, labels)
@@ -337,14 +336,14 @@ def _store(path: Path, labels: Sequence[Label]) -> bool:
         if wait_until_stored(queue_labels(path, labels), STORE_TIMEOUT_S):
             return True
         raise StoreError(
-            f"{locked}. It takes no labels, so it is no gateway, or a stopped one; "
-            f"they wait in {path / 'inbox'} for the next gateway"
+            f"{locked}. It does not store labels, so it may not be a running gateway; "
+            f"they stay queued in {path / 'inbox'} for the next gateway"
         ) from None
     return False
 
 
 class EvictedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that retention would give up, and why that one."""
+    """An episode that retention would evict, and the reason."""
 
     episode: str
     source: EpisodeSource
@@ -354,12 +353,12 @@ class EvictedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompactionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a compaction would do.
+    """Effect of a compaction.
 
     Attributes:
-        deleted_bytes: what episodes take that labels delete already.
-        leaving: in the order in which they would go.
-        shortfall_bytes: what would have to go besides, had it not to be kept.
+        deleted_bytes: size of episodes that labels already delete.
+        leaving: episodes to evict, in order.
+        shortfall_bytes: excess that remains because the rest is protected.
     """
 
     size_bytes: int
@@ -370,14 +369,14 @@ class CompactionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_compaction(path: Path, retention: Retention) -> CompactionPlan:
-    """Looks, and changes nothing; another process may be writing. Raises StoreError: there is no store."""
+    """Changes nothing; another process may be writing. Raises StoreError: there is no store."""
     size = disk_bytes(path)
     with StoreReader.open(path) as reader:
         reader.refresh()
         index, choice = reader.index, plan_eviction(reader.index, retention, size)
         dead = ~index.chunks.alive & ~index.chunks.gone
         deleted = int(record_bytes_of(index)[dead].sum())
-        leaving = _leaving(choice, reader.episodes())
+        leaving = _evicted(choice, reader.episodes())
     return CompactionPlan(
         size_bytes=size,
         deleted_bytes=deleted,
@@ -387,7 +386,7 @@ def plan_compaction(path: Path, retention: Retention) -> CompactionPlan:
     )
 
 
-def _leaving(choice: EvictionPlan, episodes: Sequence[EpisodeSummary]) -> tuple[EvictedEpisode, ...]:
+def _evicted(choice: EvictionPlan, episodes: Sequence[EpisodeSummary]) -> tuple[EvictedEpisode, ...]:
     known = {episode.episode: episode for episode in episodes}
     return tuple(
         EvictedEpisode(
@@ -395,23 +394,23 @@ def _leaving(choice: EvictionPlan, episodes: Sequence[EpisodeSummary]) -> tuple[
             source=known[name].source,
             steps=known[name].steps,
             size_bytes=known[name].size_bytes,
-            why=_why(known[name]),
+            why=_reason(known[name]),
         )
         for name in choice.episodes
     )
 
 
-def _why(episode: EpisodeSummary) -> str:
+def _reason(episode: EpisodeSummary) -> str:
     if episode.source is EpisodeSource.EVALUATION:
         return "an evaluation"
     if not episode.complete:
-        return "it broke off"
+        return "never ended"
     verdict = {True: "successful", False: "unsuccessful", None: "of unknown success"}[episode.success]
     return verdict
 
 
 def compact_main(args: argparse.Namespace) -> int:
-    """Runs ``compact``; status 1 where damage kept a segment from being rewritten. Raises as `compact`."""
+    """Runs ``compact``; status 1 if damage prevented a rewrite. Raises as `compact_store`."""
     retention = _retention(args.max_bytes, args.keep)
     if args.dry_run:
         planned = plan_compaction(args.path, retention)
@@ -433,41 +432,41 @@ def _compacted(path: Path, retention: Retention, advance: Advance) -> Compaction
     try:
         return compact_store(path, retention, advance=advance)
     except StoreLocked as locked:
-        advice = "a gateway compacts by itself, every gateway.upkeep_s and to gateway.retention.max_bytes"
-        raise StoreLocked(f"{locked}, or leave it: {advice}; --dry-run works meanwhile") from None
+        advice = "a gateway compacts every gateway.upkeep_s, to gateway.retention.max_bytes"
+        raise StoreLocked(f"{locked}, or wait: {advice}; --dry-run works while it writes") from None
 
 
 def _retention(max_bytes: int, keep: Sequence[str] | None) -> Retention:
     if keep is None:
         return Retention(max_bytes=max_bytes)
     if not max_bytes:
-        raise StoreError("--keep says what --max-bytes may not give up: give --max-bytes, such as 20GB")
-    if NOTHING in keep and len(keep) > 1:
-        raise StoreError("--keep nothing goes with no other --keep")
-    sources = tuple(EpisodeSource(name) for name in keep if name not in (INTERVENTIONS, NOTHING))
+        raise StoreError("--keep requires --max-bytes, such as --max-bytes 20GB")
+    if NO_PROTECTION in keep and len(keep) > 1:
+        raise StoreError("--keep nothing excludes other --keep options")
+    sources = tuple(EpisodeSource(name) for name in keep if name not in (INTERVENTIONS, NO_PROTECTION))
     return Retention(max_bytes=max_bytes, keep_sources=sources, keep_interventions=INTERVENTIONS in keep)
 
 
 def _show_plan(planned: CompactionPlan, retention: Retention) -> None:
     if planned.leaving:
-        columns = (Column(name, no_wrap=True) for name in ("would go", "source", "steps", "bytes", "why"))
+        columns = (Column(name, no_wrap=True) for name in ("to evict", "source", "steps", "bytes", "why"))
         table = Table(*columns, box=None, header_style="bold")
         for each in planned.leaving:
             size = size_text(each.size_bytes)
             table.add_row(Text(each.episode), str(each.source), str(each.steps), size, each.why)
         Console().print(table)
-    bound = f"; the bound is {size_text(retention.max_bytes)}" if retention.max_bytes else ""
+    bound = f"; the limit is {size_text(retention.max_bytes)}" if retention.max_bytes else ""
     print_line(f"the store takes {size_text(planned.size_bytes)}{bound}")
-    print_line(f"deleted episodes take {size_text(planned.deleted_bytes)} of that; compacting gives it back")
+    print_line(f"deleted episodes take {size_text(planned.deleted_bytes)} of that; compaction frees it")
     if retention.max_bytes:
-        print_line(f"{len(planned.leaving)} more episodes would go, {size_text(planned.leaving_bytes)}")
+        print_line(f"{len(planned.leaving)} more episodes would be evicted,  {size_text(planned.leaving_bytes)}")
     _show_shortfall(planned.shortfall_bytes)
 
 
 def _show_compaction(report: CompactionReport, path: Path) -> None:
-    gone = f"{len(report.dropped)} episodes given up, " if report.dropped else ""
+    evicted = f"{len(report.dropped)} episodes evicted, " if report.dropped else ""
     change = f"{size_text(report.freed_bytes)} freed" if report.freed_bytes > 0 else "nothing to free"
-    print_line(f"{path}: {gone}{change}; it takes {size_text(report.size_bytes)} now")
+    print_line(f"{path}: {evicted}{change}; it takes {size_text(report.size_bytes)} now")
     _show_shortfall(report.shortfall_bytes)
     for reason in report.damaged:
         print_line(f"not rewritten: {reason}")
@@ -475,11 +474,11 @@ def _show_compaction(report: CompactionReport, path: Path) -> None:
 
 def _show_shortfall(missing: int) -> None:
     if missing:
-        print_line(f"{size_text(missing)} above the bound remain: all that is left is to be kept (--keep says what)")
+        print_line(f"{size_text(missing)} above the limit remain, because all other episodes are protected (--keep)")
 
 
 def merge_main(args: argparse.Namespace) -> int:
-    """Runs ``merge``; status 1 where something damaged was left out. Raises as `merge`."""
+    """Runs ``merge``; status 1 if damaged chunks were skipped. Raises as `merge_stores`."""
     for path in args.paths:
         require_store(path)
     with count_bar("merging chunks", None) as advance:
@@ -488,10 +487,10 @@ def merge_main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        known = f", {report.duplicates} were there already" if report.duplicates else ""
+        known = f", {report.duplicates} already existed" if report.duplicates else ""
         print_line(f"{args.into}: {report.chunks} chunks and {report.labels} labels added{known}")
         for name in report.renamed:
-            print_line(f"{name}: renamed, since another episode has the name")
+            print_line(f"{name}: renamed, because another episode has that id")
         if report.damaged:
-            print_line(f"{report.damaged} chunks are damaged and were left out; `user-sys store verify` names them")
+            print_line(f"{report.damaged} damaged chunks were skipped; `user-sys store verify` lists them")
     return EXIT_DAMAGED if report.damaged else 0

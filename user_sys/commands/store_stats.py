@@ -1,4 +1,4 @@
-"""``user-sys store stats``: a store in numbers."""
+"""``user-sys store stats``: statistics of a store."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rich.text import Text
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
-from user_sys.commands.episode_detail import VECTORS, element_names, is_camera_column
+from user_sys.commands.episode_detail import VECTORS, element_names
 from user_sys.commands.output import EXIT_DAMAGED, Advance, bytes_bar, print_json, print_line, size_text
 from user_sys.episode import Chunk, EpisodeSource
 from user_sys.errors import StoreCorrupt, StoreRecordGone
-from user_sys.interchange.episodes import load_robot_specs
+from user_sys.interchange.episodes import is_camera_column, load_robot_specs
 from user_sys.interchange.statistics import RunningStatistics, column_statistics
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.maintenance import disk_bytes, record_bytes_of
 from user_sys.store.store import StoreReader
 from user_sys.store.verify import QUARANTINE
 
-PERIODS = 10  # into which the online episodes are cut to show how interventions change
+PERIODS = 10  # parts of the online episodes for the trend of interventions
 WIDE_COLUMNS = 110
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The episodes of one task, source and robot, deleted ones left out.
+    """The episodes of one task, source and robot, without deleted ones.
 
     Attributes:
-        judged: episodes of which it is known whether they succeeded.
-        steps_min, steps_mean, steps_max, return_mean: of complete episodes; 0 where there are none.
+        judged: episodes with known success.
+        steps_min, steps_mean, steps_max, return_mean: of complete episodes; 0 without any.
     """
 
     task: str
@@ -56,7 +56,7 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ElementRange(msgspec.Struct, frozen=True, kw_only=True):
-    """One element of a vector, over all steps of an embodiment; `name` is the spec's, or the element's number."""
+    """One element of a vector over all steps of an embodiment; `name` is the spec's, or its number."""
 
     embodiment: str
     feature: str
@@ -69,7 +69,7 @@ class ElementRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the space, in bytes; `rest` are the log's own headers, footers and labels."""
+    """Disk use in bytes; `rest` is the log's own headers, footers and labels."""
 
     frames: int
     columns: int
@@ -79,12 +79,12 @@ class DiskUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A store in numbers.
+    """Statistics of a store.
 
     Attributes:
-        intervention_share: of the steps of online episodes, by tenths of them in the order in which they started.
-        disk: None, like `ranges` empty, where not all was to be read.
-        unreadable: chunks that are damaged and left out of ranges and disk.
+        intervention_share: share of the steps in online episodes, per tenth of these episodes in order of start.
+        disk: None, with `ranges` empty, unless all chunks were read.
+        unreadable: damaged chunks, not included in ranges and disk.
     """
 
     path: str
@@ -98,7 +98,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_episodes(path: Path, episodes: Sequence[EpisodeSummary]) -> StoreStats:
-    """What the index alone says."""
+    """Statistics from the index alone."""
     alive = [episode for episode in episodes if not episode.deleted]
     groups: dict[tuple[str, EpisodeSource, str], list[EpisodeSummary]] = {}
     for episode in alive:
@@ -141,7 +141,7 @@ def _interventions(episodes: Sequence[EpisodeSummary]) -> tuple[float, ...]:
 
 
 class _ChunkStatistics:
-    """What is only known once every chunk was read."""
+    """Statistics that need every chunk."""
 
     def __init__(self, specs: Mapping[str, RobotSpec]) -> None:
         self.frames = self.unreadable = 0
@@ -154,7 +154,7 @@ class _ChunkStatistics:
             try:
                 self._take(reader.read_packed(row).unpack())
             except StoreRecordGone:
-                continue  # dropped meanwhile by whoever writes the store
+                continue  # dropped by the store's writer in the meantime
             except StoreCorrupt:
                 self.unreadable += 1
             finally:
@@ -192,7 +192,7 @@ def _elements(embodiment: str, feature: str, found: Mapping[str, Array], spec: R
 
 
 def stats_main(args: argparse.Namespace) -> int:
-    """Runs ``stats``; status 1 where a chunk is damaged.
+    """Runs ``stats``; status 1 if a chunk is damaged.
 
     Raises:
         StoreError: there is no store, or it cannot be read.
@@ -201,18 +201,18 @@ def stats_main(args: argparse.Namespace) -> int:
         reader.refresh()
         found = count_episodes(args.path, reader.episodes())
         if not args.no_ranges:
-            found = _measured(found, reader, args.path)
+            found = _with_ranges(found, reader, args.path)
         damaged = bool(reader.damaged or found.unreadable)
     if args.json:
         print_json(found)
     else:
         _show(found)
         if damaged:
-            print_line(f"some of it is damaged; `user-sys store verify {args.path}` names it")
+            print_line(f"the store has damage; `user-sys store verify {args.path}` lists it")
     return EXIT_DAMAGED if damaged else 0
 
 
-def _measured(found: StoreStats, reader: StoreReader, path: Path) -> StoreStats:
+def _with_ranges(found: StoreStats, reader: StoreReader, path: Path) -> StoreStats:
     chunks, reading = reader.index.chunks, _ChunkStatistics(load_robot_specs(path))
     with bytes_bar("reading", int(chunks.length[chunks.alive].sum())) as advance:
         reading.read(reader, advance)
@@ -230,13 +230,13 @@ def _measured(found: StoreStats, reader: StoreReader, path: Path) -> StoreStats:
 
 def _show(found: StoreStats) -> None:
     console = Console()
-    deleted = f" ({found.deleted} more are deleted)" if found.deleted else ""
+    deleted = f" ({found.deleted} more deleted)" if found.deleted else ""
     print_line(f"{found.path}: {found.episodes} episodes{deleted}")
     console.print(_groups(found.groups, wide=console.width >= WIDE_COLUMNS))
     if found.intervention_share:
         bars = "".join(_BLOCKS[min(8, int(np.ceil(8 * share)))] for share in found.intervention_share)
         first, last = found.intervention_share[0], found.intervention_share[-1]
-        print_line(f"steps by a person in online episodes, over time: |{bars}| {first:.0%} at first, {last:.0%} lately")
+        print_line(f"steps by a person in online episodes, over time: |{bars}| {first:.0%} first, {last:.0%} last")
     if found.disk is not None:
         print_line(
             "disk: "
@@ -246,7 +246,7 @@ def _show(found: StoreStats) -> None:
 
 
 def _groups(groups: Sequence[GroupStats], wide: bool) -> Table:
-    """One row each; a terminal that is not `wide` gets what people look for first."""
+    """One row per group; a narrow terminal gets fewer columns."""
     columns = ["task", "source", "robot", "episodes", "success", "length", "return"]
     columns += ["steps", "by hand", "size"] if wide else []
     table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, header_style="bold")

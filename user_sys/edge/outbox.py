@@ -39,9 +39,10 @@ from user_sys.codec import decode_packet
 from user_sys.episode import ChunkHeader, EpisodeSource, Phase, parse_chunk
 from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreFull, WireError, disk_full_message
 from user_sys.store.files import NO_SPACE_ERRNOS, OS_FILES, Files, free_bytes, replace_durably, write_all
-from user_sys.store.log import LogReader, LogWriter, RecordRef
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.manifest import SegmentEntry
-from user_sys.store.record_format import list_segments, resolve_generations
+from user_sys.store.record_format import RecordRef, list_segments, resolve_generations
 from user_sys.tunnel.connection import PendingChunk
 from user_sys.tunnel.limits import MAX_CHUNK_BYTES
 

@@ -24,8 +24,8 @@ from user_sys.gateway.config import GatewayConfig
 from user_sys.messages import ChunkAck, ChunkOffer, ChunkRefusal
 from user_sys.store.files import free_bytes
 from user_sys.store.labels import Label, queued_files, read_queued_labels, remove_queued
-from user_sys.store.log import SyncPoint
 from user_sys.store.maintenance import DEAD_SHARE, Retention, deletion_labels, disk_bytes, plan_eviction, reclaim_space
+from user_sys.store.segment_writer import SyncPoint
 from user_sys.store.store import StoreReader, StoreWriter
 from user_sys.tunnel.protocol import Payload
 from user_sys.tunnel.server import Peer

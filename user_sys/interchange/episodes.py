@@ -1,20 +1,14 @@
-"""A progress bar over steps, for exports and imports.
-
-Whole episodes out of a store: which are chosen, what they hold, one in memory at a time.
-"""
+"""Reads whole episodes from a store, one in memory at a time, and filters them."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hal.spec import RobotSpec
 from user_sys.codec import Array
@@ -25,20 +19,9 @@ from user_sys.robot_records import robot_records_of_store
 from user_sys.store.index import LABELLED_COLUMNS, EpisodeSummary
 from user_sys.store.store import StoreReader
 
-Advance = Callable[[int], object]  # told how many more steps are done
-
-
-@contextmanager
-def step_bar(what: str, steps: int) -> Iterator[Advance]:
-    """Shows a bar on standard error while the body runs; where that is no terminal, nothing moves."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=steps)
-        yield lambda done: progress.advance(task, done)
-
 
 class ControlledBy(enum.StrEnum):
-    """Who drove an episode, by its steps' phases: in TELEOP and CORRECTION a person did, or the scripted expert."""
+    """Who controlled an episode, by its steps' phases. TELEOP and CORRECTION mean a person or the scripted expert."""
 
     POLICY = "policy"
     PERSON = "person"
@@ -52,10 +35,10 @@ class ControlledBy(enum.StrEnum):
 
 
 class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which episodes leave the store; an empty tuple, or None, does not choose.
+    """Which episodes to export; an empty tuple, or None, does not restrict.
 
     Attributes:
-        incomplete: take also episodes that never ended, up to their first missing chunk.
+        incomplete: include episodes that never ended, up to their first missing chunk.
     """
 
     episodes: tuple[str, ...] = ()
@@ -77,10 +60,10 @@ class EpisodeFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLayout(msgspec.Struct, frozen=True):
-    """What each step of an episode holds.
+    """Contents of each step of an episode.
 
     Attributes:
-        columns: name, dtype and shape a step.
+        columns: name, dtype and shape per step.
         cameras: feature name, height and width in pixels.
     """
 
@@ -90,15 +73,15 @@ class StepLayout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StoredEpisode:
-    """An episode of T steps, whole in memory.
+    """An episode of T steps in memory.
 
     Attributes:
-        header: of its last chunk, so that ``header.end`` is set where the episode is complete.
-        chunk_steps: how many steps each of its chunks had.
-        columns: (T, ...) each; cameras left out.
-        final: the observation after the last step; empty where the episode never ended.
-        frames: a camera's feature name to T frames, None where the frame before still stands.
-        captured_ns: a camera's feature name to int64 (T,): when the frame that stands was captured; 0 where none does.
+        header: of its last chunk; ``header.end`` is set if the episode is complete.
+        chunk_steps: number of steps of each chunk.
+        columns: (T, ...) each, without cameras.
+        final: the observation after the last step; empty if the episode never ended.
+        frames: a camera's feature name to T frames; None repeats the previous frame.
+        captured_ns: a camera's feature name to int64 (T,), capture time of the shown frame; 0 without one.
     """
 
     header: ChunkHeader
@@ -114,7 +97,7 @@ class StoredEpisode:
 
 
 class EpisodeReader:
-    """The episodes of a store as it was when this was made, with what labels say of them. One thread uses it."""
+    """The labelled episodes of a store as of construction. Not thread-safe."""
 
     def __init__(self, store: StoreReader) -> None:
         store.refresh()
@@ -124,41 +107,45 @@ class EpisodeReader:
         self._starts = np.searchsorted(chunks.episode[self._order], np.arange(len(self._index.episodes) + 1))
 
     def select(self, selection: EpisodeFilter) -> list[EpisodeSummary]:
-        """What `selection` takes, in the order of storage.
+        """The matching episodes in storage order.
 
         Raises:
-            DataSetError: an episode that is named does not exist, or nothing is left.
+            DataSetError: a named episode does not exist, or no episode matches.
         """
         known = [episode for episode in self._store.episodes() if not episode.deleted]
         missing = set(selection.episodes) - {episode.episode for episode in known}
         if missing:
-            raise DataSetError(f"the store has no episode {min(missing)!r}; `user-sys store inspect` lists what it has")
+            raise DataSetError(
+                f"the store has no episode {min(missing)!r}; `user-sys store inspect` lists its episodes"
+            )
         chosen = [episode for episode in known if selection.matches(episode) and self.steps(episode.episode)]
         if not chosen:
-            raise DataSetError(f"none of the store's {len(known)} episodes is chosen; loosen the filters")
+            raise DataSetError(f"none of the store's {len(known)} episodes matches; change the filters")
         return chosen
 
     def steps(self, episode: str) -> int:
-        """How many steps `read` gives."""
-        return int(self._index.chunks.steps[self._whole(episode)].sum())
+        """Number of steps that `read` returns."""
+        return int(self._index.chunks.steps[self._complete_chunks(episode)].sum())
 
     def sentence(self, episode: str) -> str:
-        """What the robot was told to do; the task's name where there were no words."""
+        """The episode's instruction, or the task's name without one."""
         episodes = self._index.episodes
         row = episodes.find(episode)
-        said: str = episodes.sentences.names[episodes.sentence[row]] or episodes.tasks.names[episodes.task[row]]
-        return said
+        text: str = episodes.sentences.names[episodes.sentence[row]] or episodes.tasks.names[episodes.task[row]]
+        return text
 
     def layout(self, episode: str) -> StepLayout:
-        """What a step of `episode` holds; reads no further than the first frame of each camera."""
+        """Contents of a step of `episode`; reads up to the first frame of each camera."""
         cameras: dict[str, tuple[int, int]] = {}
         columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-        for row in self._whole(episode):
+        for row in self._complete_chunks(episode):
             chunk = self._store.read(row)
             columns = columns or tuple(
-                (name, array.dtype.name, array.shape[1:]) for name, array in chunk.columns.items() if not _visual(name)
+                (name, array.dtype.name, array.shape[1:])
+                for name, array in chunk.columns.items()
+                if not is_camera_column(name)
             )
-            names = [name for name in chunk.columns if _camera(name)]
+            names = [name for name in chunk.columns if is_camera(name)]
             for name in names:
                 first = next((frame for frame in frames_of(chunk, name) if frame is not None), None)
                 if name not in cameras and first is not None:
@@ -171,15 +158,15 @@ class EpisodeReader:
         """All of `episode` up to its first missing chunk.
 
         Raises:
-            DataSetError: its chunks hold unlike columns.
+            DataSetError: its chunks have different columns.
             StoreError: it can no longer be read.
         """
-        rows = self._whole(episode)
+        rows = self._complete_chunks(episode)
         chunks = [self._store.read(row) for row in rows]
-        names = [name for name in chunks[0].columns if not _visual(name)]
-        cameras = [name for name in chunks[0].columns if _camera(name)]
+        names = [name for name in chunks[0].columns if not is_camera_column(name)]
+        cameras = [name for name in chunks[0].columns if is_camera(name)]
         if any(chunk.columns.keys() != chunks[0].columns.keys() for chunk in chunks):
-            raise DataSetError(f"episode {episode}: its columns change on the way, which a data set cannot express")
+            raise DataSetError(f"episode {episode}: its chunks have different columns, which a dataset cannot store")
         columns = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
         return StoredEpisode(
             header=chunks[-1].header,
@@ -199,24 +186,26 @@ class EpisodeReader:
         rows = np.concatenate([np.arange(start, start + n) for start, n in zip(first, count, strict=True)])
         return {name: getattr(steps, name)[rows] for name in LABELLED_COLUMNS if name in columns}
 
-    def _whole(self, episode: str) -> Array:
-        """The rows of the chunks before the first one that is missing."""
+    def _complete_chunks(self, episode: str) -> Array:
+        """Rows of the chunks before the first missing one."""
         row = self._index.episodes.find(episode)
         rows = self._order[self._starts[row] : self._starts[row + 1]]
         chunks = self._index.chunks
-        there = (chunks.index[rows] == np.arange(len(rows))) & ~chunks.gone[rows]
-        whole: Array = rows[np.logical_and.accumulate(there)]
-        return whole
+        present = (chunks.index[rows] == np.arange(len(rows))) & ~chunks.gone[rows]
+        prefix: Array = rows[np.logical_and.accumulate(present)]
+        return prefix
 
 
-def _visual(name: str) -> bool:
+def is_camera_column(name: str) -> bool:
+    """Whether a column holds a camera's frames or their metadata."""
     return name.startswith(IMAGE_PREFIX)
 
 
-def _camera(name: str) -> bool:
-    return _visual(name) and not name.endswith(FRAME_SUFFIXES)
+def is_camera(name: str) -> bool:
+    """Whether a column holds a camera's frames."""
+    return is_camera_column(name) and not name.endswith(FRAME_SUFFIXES)
 
 
 def load_robot_specs(store: Path) -> dict[str, RobotSpec]:
-    """The specs of the robots that are known beside `store`, by embodiment."""
+    """Robot specs stored beside `store`, by embodiment."""
     return {card.spec.embodiment: card.spec for card in robot_records_of_store(store)}

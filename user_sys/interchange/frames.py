@@ -1,4 +1,4 @@
-"""Camera frames between the store's columns and picture files."""
+"""Converts camera frames between the store's columns and image files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error,
 
 
 def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
-    """Each step's frame of one camera; None where the frame before still stands."""
+    """Each step's frame of one camera; None repeats the previous frame."""
     joined, lengths = chunk.columns[feature], chunk.columns[feature + LENGTH_SUFFIX]
     if joined.ndim == 4:
         pictures = iter(joined)
@@ -29,10 +29,10 @@ def frames_of(chunk: Chunk, feature: str) -> list[Frame | None]:
 
 
 def frame_size(frame: Frame) -> tuple[int, int]:
-    """Height and width in pixels, without decoding the picture.
+    """Height and width in pixels, without decoding.
 
     Raises:
-        DataSetError: a JPEG file is damaged, or claims more than `user_sys.codec.MAX_JPEG_PIXELS`.
+        DataSetError: a JPEG file is damaged, or declares more than `user_sys.jpeg.MAX_PIXELS`.
     """
     if not isinstance(frame, bytes):
         return frame.shape[0], frame.shape[1]
@@ -43,7 +43,7 @@ def frame_size(frame: Frame) -> tuple[int, int]:
 
 
 def decode_frame(frame: Frame) -> Array:
-    """uint8 (h, w, 3), RGB. Raises as `frame_size`, before memory is taken for the picture."""
+    """uint8 (h, w, 3), RGB. Raises as `frame_size`, before it allocates the picture."""
     import simplejpeg
 
     if not isinstance(frame, bytes):
@@ -52,7 +52,7 @@ def decode_frame(frame: Frame) -> Array:
     try:
         picture: Array = simplejpeg.decode_jpeg(frame, colorspace="RGB")
     except ValueError as error:
-        raise DataSetError(f"a frame is no JPEG file: {error}") from None
+        raise DataSetError(f"a frame is not a JPEG file: {error}") from None
     return picture
 
 
@@ -64,7 +64,7 @@ def encode_jpeg(picture: Array) -> bytes:
 
 
 def encode_png(picture: Array) -> bytes:
-    """`picture`, uint8 (h, w, 3) RGB, as a PNG file: nothing is lost."""
+    """`picture`, uint8 (h, w, 3) RGB, as a lossless PNG file."""
     from PIL import Image
 
     target = io.BytesIO()
@@ -73,11 +73,10 @@ def encode_png(picture: Array) -> bytes:
 
 
 def decode_image_file(content: bytes) -> Frame:
-    """The frame in a picture file: a colour JPEG stays as it is, anything else becomes uint8 (h, w, 3).
+    """The frame in an image file: a colour JPEG stays a file, other images become uint8 (h, w, 3).
 
     Raises:
-        DataSetError: neither a JPEG nor a PNG file, a damaged one, or one of more than
-            `user_sys.codec.MAX_JPEG_PIXELS`.
+        DataSetError: it is not a valid JPEG or PNG file, or has more than `user_sys.jpeg.MAX_PIXELS`.
     """
     from PIL import Image
 
@@ -88,11 +87,11 @@ def decode_image_file(content: bytes) -> Frame:
                 return content
             return np.asarray(picture.convert("RGB"))
     except (*_BROKEN, WireError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataSetError(f"a frame is no picture: {error}") from None
+        raise DataSetError(f"a frame is not a valid image: {error}") from None
 
 
 def same_frame(a: Frame, b: Frame) -> bool:
-    """Whether both are the same file, or the same picture pixel by pixel."""
+    """Whether both are equal files, or equal pictures pixel by pixel."""
     if a is b:
         return True
     if isinstance(a, bytes) or isinstance(b, bytes):

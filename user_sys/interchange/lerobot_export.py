@@ -1,18 +1,15 @@
-"""One file of a LeRobot data set with what belongs to it: its steps, its videos, its rows of the episodes' table.
+"""Exports a store as LeRobot datasets, one per embodiment.
 
-A store as LeRobot data sets, one for each embodiment.
-
-What is to be done is written down first (`ExportPlan`): which episode goes into which file. Each file is then written
-aside and put in its place whole, its row in the episodes' table last, so that an export that was killed goes on behind
-the last file that is whole and ends with the same bytes as one that was not. ``meta/info.json`` comes at the very end:
-a data set without it is unfinished, and no reader takes it.
+The plan (`ExportPlan`) is written first and assigns episodes to files. Each file is written under a temporary name
+and renamed, its rows of the episodes table last. A killed export continues after the last whole file and ends with
+the same bytes. ``meta/info.json`` is written last; readers refuse a dataset without it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +26,6 @@ from user_sys.codec import Array
 from user_sys.errors import DataSetError
 from user_sys.interchange import statistics
 from user_sys.interchange.episodes import (
-    Advance,
     EpisodeFilter,
     EpisodeReader,
     StepLayout,
@@ -66,11 +62,11 @@ from user_sys.interchange.video import ENCODERS, VideoWriter
 from user_sys.store.index import EpisodeSummary
 from user_sys.store.store import StoreReader
 
-ROWS_HELD = 64  # of the episodes' table, before they are written
+ROWS_HELD = 64  # of the episodes table, written together
 
-_UNFINISHED = ".unfinished"  # added to the name of a file that is being written
+_UNFINISHED = ".unfinished"  # suffix of a file until it is complete
 
-_OUR_COLUMNS = {
+_USER_COLUMNS = {
     "episode": pa.string(),
     "task": pa.string(),
     "sentence": pa.string(),
@@ -82,15 +78,16 @@ _OUR_COLUMNS = {
     "reward_source": pa.string(),
     "chunk_steps": pa.list_(pa.int64()),
 }
+PLAN = "export.json"
 
 
 def statistics_name(feature: str, statistic: str) -> str:
-    """The column of the episodes' table that holds it."""
+    """Column of the episodes table with that statistic."""
     return f"stats/{feature}/{statistic}"
 
 
 class DatasetFileWriter:
-    """Writes file number `number` of a data set; leaving the context without an error puts it in its place."""
+    """Writes file number `number` of a dataset; the file gets its name when the context exits without an error."""
 
     def __init__(
         self,
@@ -128,18 +125,18 @@ class DatasetFileWriter:
         return self._root / file_path(VIDEO_PATH, self._number, name)
 
     def start(self, episode: int, row: int) -> None:
-        """Says which numbers the part's first episode and first step have in the data set."""
+        """Sets the dataset numbers of the file's first episode and first step."""
         self._episode, self._row = episode, row
 
     def add(self, episode: StoredEpisode, steps: int) -> None:
-        """Adds a whole episode, of which `steps` are expected.
+        """Adds a whole episode of `steps` steps.
 
         Raises:
-            DataSetError: it has another number of steps, or frames of another size.
+            DataSetError: the number of steps or a frame size differs.
         """
         if episode.steps != steps:
             raise DataSetError(
-                f"episode {episode.header.episode} has {episode.steps} steps, not {steps} as at the start; export anew"
+                f"episode {episode.header.episode} has {episode.steps} steps, not {steps} as planned; export again"
             )
         columns = self._numeric(episode)
         self._writer.write_table(self._table(episode, columns))
@@ -208,7 +205,7 @@ class DatasetFileWriter:
             row |= {f"videos/{name}/chunk_index": chunk, f"videos/{name}/file_index": file}
             row[f"videos/{name}/from_timestamp"] = self._video_steps / self._fps
             row[f"videos/{name}/to_timestamp"] = (self._video_steps + episode.steps) / self._fps
-        return row | _our_row(episode)
+        return row | _user_columns(episode)
 
     def __enter__(self) -> Self:
         return self
@@ -221,17 +218,17 @@ class DatasetFileWriter:
         for video in self._videos.values():
             video.close() if error is None else video.abort()
         if error is None:
-            self._put_in_place()
+            self._finish_files()
 
-    def _put_in_place(self) -> None:
-        """The episodes' rows last: where they are, the rest is whole."""
+    def _finish_files(self) -> None:
+        """Renames all files, the episodes table last: its existence shows that the others are whole."""
         for path in (self._data, *map(self._video_path, self._videos)):
             _finish_file(path)
         _finish_file(self._episodes)
 
 
 def data_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
-    """The columns of a data file: every feature but videos."""
+    """Columns of a data file: every feature except videos."""
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     fields: list[tuple[str, Any]] = []
     for name, feature in features.items():
@@ -252,7 +249,7 @@ def _vector(column: Array) -> pa.Array:
 def _displayed_frames(
     episode: StoredEpisode, features: Mapping[str, DatasetFeature]
 ) -> Iterator[tuple[str, list[Frame]]]:
-    """Each camera with a frame for every step: the newest there was, and black before the first."""
+    """Each camera's frame at every step: the newest one, and black before the first."""
     for name, feature in features.items():
         if feature.is_visual:
             standing: Frame = np.zeros(feature.shape, np.uint8)
@@ -273,7 +270,7 @@ def _images(frames: Sequence[Frame]) -> pa.Array:
     return pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(paths)], ["bytes", "path"])
 
 
-def _our_row(episode: StoredEpisode) -> dict[str, object]:
+def _user_columns(episode: StoredEpisode) -> dict[str, object]:
     header = episode.header
     end = header.end
     ours: dict[str, object] = {
@@ -301,7 +298,7 @@ def _flat_statistics(stats: Mapping[str, statistics.Statistics | None]) -> dict[
 
 
 def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
-    """The columns of the episodes' table."""
+    """Columns of the episodes table."""
     whole, text, vector = pa.int64(), pa.string(), pa.list_(pa.float64())
     counters = ("length", *(f"{kind}_index" for kind in ("data/chunk", "data/file", "dataset_from", "dataset_to")))
     fields: list[tuple[str, Any]] = [("episode_index", whole), ("tasks", pa.list_(text))]
@@ -310,7 +307,7 @@ def episodes_schema(features: Mapping[str, DatasetFeature]) -> pa.Schema:
         if feature.dtype == "video":
             fields += [(f"videos/{name}/{kind}_index", whole) for kind in ("chunk", "file")]
             fields += [(f"videos/{name}/{kind}_timestamp", pa.float64()) for kind in ("from", "to")]
-    fields += [(USER_PREFIX + name, kind) for name, kind in _OUR_COLUMNS.items()]
+    fields += [(USER_PREFIX + name, kind) for name, kind in _USER_COLUMNS.items()]
     fields += [(FINAL_PREFIX + n, pa.list_(pa.float32())) for n, f in features.items() if _observed(n, f)]
     for name, feature in features.items():
         if feature.dtype != "string":
@@ -329,7 +326,7 @@ def _unfinished_path(path: Path) -> Path:
 
 
 def _finish_file(path: Path) -> None:
-    """Puts what was written aside in its place, durably."""
+    """Renames the temporary file, durably."""
     aside = _unfinished_path(path)
     with aside.open("rb") as file:
         os.fsync(file.fileno())
@@ -337,16 +334,13 @@ def _finish_file(path: Path) -> None:
     sync_folder(path.parent)
 
 
-PLAN = "export.json"
-
-
 class LerobotExportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to export.
+    """Export options.
 
     Attributes:
-        codec: ``h264`` or ``av1`` for video; None keeps each frame as an image: its own JPEG file, or PNG if it is raw.
-        fps: control rate of the robots in Hz; None: as their specs or, failing that, the recorded times say.
-        file_mb: about how much experience goes into one file.
+        codec: ``h264`` or ``av1`` for video; None stores images (JPEG files unchanged, raw frames as PNG).
+        fps: control rate in Hz; None takes it from the specs or, without these, from the recorded times.
+        file_mb: approximate size of the experience per file.
     """
 
     selection: EpisodeFilter = EpisodeFilter()
@@ -361,7 +355,7 @@ class PlannedEpisode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DatasetPlan(msgspec.Struct, frozen=True):
-    """One data set: `parts` are its files, each with the episodes that it holds, in order."""
+    """One dataset: `parts` are its files, each a list of episodes in order."""
 
     folder: str
     embodiment: str
@@ -381,7 +375,7 @@ class DatasetPlan(msgspec.Struct, frozen=True):
 
 
 class ExportPlan(msgspec.Struct, frozen=True):
-    """What an export was asked for and how it is divided; ``export.json`` in the output folder."""
+    """Options of an export and its division into datasets; ``export.json`` in the output folder."""
 
     store: str
     options: LerobotExportOptions
@@ -393,10 +387,10 @@ class ExportPlan(msgspec.Struct, frozen=True):
 
 
 def open_plan(store: Path, output: Path, options: LerobotExportOptions) -> ExportPlan:
-    """The plan that `output` has from an earlier, interrupted run; otherwise a new one, which is written down.
+    """The plan of an interrupted export in `output`, or a new one, which is written.
 
     Raises:
-        DataSetError: `output` holds something else, or nothing is chosen.
+        DataSetError: `output` has other content, or no episode matches.
         StoreError: the store cannot be read.
     """
     if options.codec not in (None, *ENCODERS):
@@ -405,7 +399,7 @@ def open_plan(store: Path, output: Path, options: LerobotExportOptions) -> Expor
     if path.exists():
         return _earlier_plan(path, store, options)
     if output.exists() and any(output.iterdir()):
-        raise DataSetError(f"{output} is not empty and holds no export to go on with; choose another --output")
+        raise DataSetError(f"{output} is not empty and holds no export to continue; choose another --output")
     with StoreReader.open(store) as reader:
         plan = make_plan(EpisodeReader(reader), store, options, load_robot_specs(store))
     replace_durably(path, msgspec.json.encode(plan))
@@ -416,7 +410,7 @@ def _earlier_plan(path: Path, store: Path, options: LerobotExportOptions) -> Exp
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=ExportPlan)
     except DECODE_ERRORS as error:
-        raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export anew") from None
+        raise DataSetError(f"{path} is damaged ({error}); remove {path.parent} and export again") from None
     if plan.options != options or plan.store != str(store.resolve()):
         raise DataSetError(
             f"{path.parent} holds an export of {plan.store} with other options; choose another --output, or remove it"
@@ -427,7 +421,7 @@ def _earlier_plan(path: Path, store: Path, options: LerobotExportOptions) -> Exp
 def make_plan(
     reader: EpisodeReader, store: Path, options: LerobotExportOptions, specs: Mapping[str, RobotSpec]
 ) -> ExportPlan:
-    """Divides what is chosen into data sets of one embodiment and one layout, and those into files."""
+    """Divides the filtered episodes into datasets of one embodiment and layout, and these into files."""
     groups: dict[tuple[str, StepLayout], list[EpisodeSummary]] = {}
     for episode in reader.select(options.selection):
         groups.setdefault((episode.embodiment, reader.layout(episode.episode)), []).append(episode)
@@ -443,7 +437,7 @@ def make_plan(
 
 
 def _folders(embodiments: list[str]) -> list[str]:
-    """A folder each, named by the embodiment; the output folder itself where there is but one data set."""
+    """One folder per dataset, named by the embodiment; the output folder itself for a single dataset."""
     if len(embodiments) == 1:
         return [""]
     seen: dict[str, int] = {}
@@ -475,7 +469,7 @@ def _plan_data_set(
 
 
 def _recorded_rate(reader: EpisodeReader, episode: str) -> float:
-    """Steps a second, rounded to whole ones, by the times of capture; 1 where nothing tells."""
+    """Steps per second by capture times, rounded to integers; 1 if unknown."""
     times = reader.read(episode).columns.get("t_capture_ns")
     if times is None or len(times) < 2:
         return 1.0
@@ -495,13 +489,13 @@ def _parts(reader: EpisodeReader, episodes: list[EpisodeSummary], part_bytes: fl
     yield part
 
 
-def export_lerobot(plan: ExportPlan, output: Path, advance: Advance) -> None:
-    """Carries `plan` out in `output`, going on behind what is there whole; never more than an episode in memory.
+def export_lerobot(plan: ExportPlan, output: Path, advance: Callable[[int], object]) -> None:
+    """Executes `plan` in `output`, skipping whole files; holds at most one episode in memory.
 
-    `advance` is told the steps that are done, those of earlier runs included.
+    `advance` is called with the number of finished steps, including those of earlier runs.
 
     Raises:
-        DataSetError: an episode does not fit, or is no longer what it was.
+        DataSetError: an episode does not fit, or changed since the plan.
         StoreError: the store cannot be read. OSError: the output cannot be written.
     """
     with StoreReader.open(Path(plan.store)) as store:
@@ -515,7 +509,9 @@ def export_lerobot(plan: ExportPlan, output: Path, advance: Advance) -> None:
             _finish(data_set, root)
 
 
-def _write_parts(reader: EpisodeReader, data_set: DatasetPlan, root: Path, codec: str | None, advance: Advance) -> None:
+def _write_parts(
+    reader: EpisodeReader, data_set: DatasetPlan, root: Path, codec: str | None, advance: Callable[[int], object]
+) -> None:
     first_episode = first_row = 0
     for number, part in enumerate(data_set.parts):
         steps = sum(each.steps for each in part)
@@ -532,7 +528,7 @@ def _write_parts(reader: EpisodeReader, data_set: DatasetPlan, root: Path, codec
 
 
 def _finish(data_set: DatasetPlan, root: Path) -> None:
-    """Statistics over all episodes, tasks, and at last the file that makes the folder a data set."""
+    """Writes statistics and tasks, and ``meta/info.json`` last."""
     statistics = _merged(data_set.features, (root / file_path(EPISODES_PATH, n) for n in range(len(data_set.parts))))
     replace_durably(root / STATS, json.dumps(statistics, indent=1).encode())
     sink = pa.BufferOutputStream()
@@ -551,7 +547,7 @@ def _finish(data_set: DatasetPlan, root: Path) -> None:
     )
     fields = msgspec.to_builtins(info)
     for feature in fields["features"].values():
-        feature.setdefault("names", None)  # LeRobot wants it told
+        feature.setdefault("names", None)  # LeRobot requires the key
     if not video:
         fields["video_path"] = None
     replace_durably(root / INFO, json.dumps(fields, indent=1).encode())

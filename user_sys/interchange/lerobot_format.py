@@ -1,17 +1,16 @@
-"""LeRobot's data set format v3.0: where its files lie, what its features are called, and its records.
+"""LeRobot's dataset format v3.0: paths, feature names and records.
 
-A data set is a folder::
+A dataset is a folder::
 
     meta/info.json                                    features, frame rate, totals; written last
     meta/stats.json                                   statistics of each feature over all episodes
-    meta/tasks.parquet                                the tasks' sentences and their numbers
-    meta/episodes/chunk-000/file-000.parquet          a row an episode: where its data lies, and its statistics
-    data/chunk-000/file-000.parquet                   a row a step
-    videos/<feature>/chunk-000/file-000.mp4           frames, where they are kept as video
+    meta/tasks.parquet                                task sentences and their numbers
+    meta/episodes/chunk-000/file-000.parquet          one row per episode: location of its data, statistics
+    data/chunk-000/file-000.parquet                   one row per step
+    videos/<feature>/chunk-000/file-000.mp4           frames, if stored as video
 
-What a store knows and the format has no place for stands in further features (`LEROBOT_NAMES`, `TEXT_FEATURES`,
-``next.success``), and in further columns of the episodes' table, which begin with `USER_PREFIX`. LeRobot's own reader
-passes over the latter.
+Store data without a place in the format goes into extra features (`LEROBOT_NAMES`, `TEXT_FEATURES`,
+``next.success``) and into extra columns of the episodes table with the prefix `USER_PREFIX`, which LeRobot ignores.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-TASK_INDEX_NAME = "__index_level_0__"  # what pandas calls a nameless index in Parquet
+TASK_INDEX_NAME = "__index_level_0__"  # pandas' name for an unnamed index in Parquet
 
-# Our columns under LeRobot's names, where it has one. An applied action must not begin with "action": its policies
-# would take it for one more thing to predict.
+# LeRobot's names of store columns. The name of the applied action must not begin with "action", because policies
+# would predict it too.
 LEROBOT_NAMES: Mapping[str, str] = {
     "reward": "next.reward",
     "terminated": "next.terminated",
@@ -91,42 +90,42 @@ class DatasetInfo(msgspec.Struct, frozen=True):
 
 
 def file_path(template: str, number: int, video_key: str = "") -> Path:
-    """The path, within the data set, of the file with running number `number`."""
+    """Path, within the dataset, of the file with running number `number`."""
     chunk, file = divmod(number, FILES_PER_CHUNK)
     return Path(template.format(chunk_index=chunk, file_index=file, video_key=video_key))
 
 
 def capture_feature(camera: str) -> str:
-    """The feature that tells when the frames of `camera`, ``observation.images.<camera>``, were captured.
+    """The feature with the capture times of ``observation.images.<camera>``.
 
-    Its name must not begin with "observation": policies would take it for something to look at.
+    Its name must not begin with "observation", because policies would use it as an input.
     """
     return "t_capture_ns." + camera.removeprefix(IMAGE_PREFIX)
 
 
 def features_of(layout: StepLayout, codec: str | None, fps: float, spec: RobotSpec | None) -> dict[str, DatasetFeature]:
-    """The features of a data set whose steps look like `layout`.
+    """The features of a dataset with steps of `layout`.
 
     Args:
-        codec: of the video; None where frames are kept as images.
-        spec: names the elements, where it is known.
+        codec: of the video; None stores frames as images.
+        spec: names the elements, if known.
 
     Raises:
-        DataSetError: a column holds a matrix a step.
+        DataSetError: a column has a matrix per step.
     """
     labels = _labels(spec)
     features = {}
     for name, dtype, shape in layout.columns:
         if len(shape) > 1:
-            raise DataSetError(f"column {name!r} holds {shape} a step; a data set takes numbers and vectors")
+            raise DataSetError(f"column {name!r} holds {shape} a step; a dataset takes scalars and vectors")
         features[LEROBOT_NAMES.get(name, name)] = DatasetFeature(dtype, shape or (1,), labels.get(name))
     features |= {name: DatasetFeature("bool", (1,)) for name in (DONE, SUCCESS)}
     features |= {name: DatasetFeature("string", (1,)) for name in TEXT_FEATURES}
     features |= {capture_feature(name): DatasetFeature("int64", (1,)) for name, _, _ in layout.cameras}
     for name, height, width in layout.cameras:
-        told = None if codec is None else _video_info(codec, height, width, fps)
+        video = None if codec is None else _video_info(codec, height, width, fps)
         dtype = "image" if codec is None else "video"
-        features[name] = DatasetFeature(dtype, (height, width, 3), ("height", "width", "channels"), told)
+        features[name] = DatasetFeature(dtype, (height, width, 3), ("height", "width", "channels"), video)
     return features | {name: DatasetFeature(dtype, (1,)) for name, dtype in INDEX_FEATURES.items()}
 
 

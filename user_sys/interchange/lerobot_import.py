@@ -1,17 +1,15 @@
-"""Reads LeRobot data sets v3, ours and others', an episode at a time.
+"""Reads LeRobot datasets v3 and imports them into a store, one episode at a time.
 
-A LeRobot data set into a store.
-
-What we exported comes back step by step as it was, under the same names. A foreign data set becomes demonstrations:
-what it does not say is filled in as `ImportOptions` tells. An episode's identifier is the one it had, or is made of its
-content; so importing again, or going on after a kill, adds nothing twice.
+Our own datasets are restored step by step under the same names. Foreign datasets become demonstrations;
+`ImportOptions` supplies missing values. An episode keeps its id, or gets one derived from its content, so repeated
+and resumed imports add nothing twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -37,7 +35,6 @@ from user_sys.episode import (
     frame_columns,
 )
 from user_sys.errors import DataSetError
-from user_sys.interchange.episodes import Advance
 from user_sys.interchange.frames import Frame, decode_frame, decode_image_file, encode_jpeg, frame_size, same_frame
 from user_sys.interchange.lerobot_format import (
     DONE,
@@ -56,18 +53,21 @@ from user_sys.interchange.lerobot_format import (
 from user_sys.interchange.video import VideoReader
 from user_sys.store.store import StoreReader, StoreWriter
 
-READ_ROWS = 256  # decoded from Parquet at a time
-_BROKEN = (pa.ArrowException, OSError)  # what pyarrow raises
-_NUMBER = re.compile(r"(0?\d?d)?")  # how a path may write a number: a width of many digits would fill the memory
+READ_ROWS = 256  # decoded from Parquet at once
+_BROKEN = (pa.ArrowException, OSError)  # pyarrow's exceptions
+_NUMBER = re.compile(r"(0?\d?d)?")  # number format in a path; a large width would fill the memory
+CHUNK_STEPS = 32  # of episodes without a recorded division
+# Defaults of columns that a dataset lacks; otherwise 0.
+UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}
 
 
 @dataclass(frozen=True)
 class LerobotEpisode:
-    """An episode of T steps as the data set has it.
+    """An episode of T steps in a dataset.
 
     Attributes:
-        metadata: its row of the episodes' table, statistics left out.
-        columns: numeric features, (T,) where one number is declared, otherwise (T, ...).
+        metadata: its row of the episodes table, without statistics.
+        columns: numeric features, (T,) for scalars, otherwise (T, ...).
         texts: text features, T each.
         sentence: its task.
     """
@@ -88,12 +88,12 @@ class LerobotEpisode:
         return int(self.metadata["episode_index"])
 
     def frames(self, feature: str) -> Iterator[Frame]:
-        """T frames of a camera, each decoded only when it is drawn; JPEG files stay files. Raises DataSetError."""
+        """T frames of a camera, each decoded on demand; JPEG files stay files. Raises DataSetError."""
         return self._source.frames(feature, self._table, self.metadata)
 
 
 class LerobotDataset:
-    """A data set in the folder `root`. One thread reads it, from the first episode to the last."""
+    """The dataset in folder `root`. One thread reads it, in order of the episodes."""
 
     def __init__(self, root: Path, info: DatasetInfo, tasks: Mapping[int, str]) -> None:
         self._root, self.info, self._tasks = root, info, tasks
@@ -102,15 +102,15 @@ class LerobotDataset:
 
     @classmethod
     def open(cls, root: Path) -> LerobotDataset:
-        """Reads what the data set says of itself.
+        """Reads the metadata.
 
         Raises:
-            DataSetError: `root` is no data set, or of another version.
+            DataSetError: `root` is not a dataset, or has another version.
         """
         info = _read_info(root)
         if not info.codebase_version.startswith("v3."):
             raise DataSetError(
-                f"{root} is a LeRobot data set {info.codebase_version}, and v3 is needed; LeRobot converts it: "
+                f"{root} is a LeRobot dataset {info.codebase_version}; v3 is required. Convert it with "
                 "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
             )
         if info.fps <= 0:
@@ -123,10 +123,10 @@ class LerobotDataset:
         return [name for name, feature in self.info.features.items() if feature.is_visual]
 
     def episodes(self) -> Iterator[LerobotEpisode]:
-        """Every episode in order, each valid until the next is drawn.
+        """Every episode in order, each valid until the next.
 
         Raises:
-            DataSetError: a file is missing or broken, or does not hold what ``meta/info.json`` says.
+            DataSetError: a file is missing or broken, or contradicts ``meta/info.json``.
         """
         for facts in self._facts():
             table = self._rows_of(facts)
@@ -148,7 +148,7 @@ class LerobotDataset:
     def _facts(self) -> Iterator[dict[str, Any]]:
         files = sorted((self._root / "meta/episodes").glob("*/*.parquet"))
         if not files:
-            raise DataSetError(f"{self._root / 'meta/episodes'} has no file; the data set is not whole")
+            raise DataSetError(f"{self._root / 'meta/episodes'} has no file; the dataset is incomplete")
         for path in files:
             try:
                 names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
@@ -158,7 +158,7 @@ class LerobotDataset:
             for row in rows:
                 missing = {"episode_index", "length", "data/chunk_index", "data/file_index"} - row.keys()
                 if missing:
-                    raise DataSetError(f"{path} has no column {min(missing)!r}; the data set is not v3 or not whole")
+                    raise DataSetError(f"{path} has no column {min(missing)!r}; the dataset is not v3 or incomplete")
                 if not row["length"] or row["length"] < 1:
                     raise DataSetError(f"{path}: episode {row['episode_index']} has {row['length']} steps")
                 yield row
@@ -200,7 +200,7 @@ class LerobotDataset:
             if frame is not known and frame_size(frame) != declared.shape[:2]:
                 raise DataSetError(
                     f"episode {facts['episode_index']}: {feature!r} has a frame of {frame_size(frame)}; "
-                    f"meta/info.json says {declared.shape[:2]}"
+                    f"meta/info.json declares {declared.shape[:2]}"
                 )
             known = frame
             yield frame
@@ -220,18 +220,18 @@ class LerobotDataset:
         return known[1].read(start_s, count, self.info.fps)
 
     def _inside(self, template: str, fields: Mapping[str, Any]) -> Path:
-        """The file that `template` names. Raises DataSetError: it would not lie in the data set."""
+        """The file that `template` names. Raises DataSetError: it lies outside the dataset."""
         try:
             path = Path(template.format(**fields))
         except (ValueError, TypeError) as error:
-            raise DataSetError(f"{self._root / INFO}: {template!r} names no file for {fields}: {error}") from None
+            raise DataSetError(f"{self._root / INFO}: {template!r} is no valid path for {fields}: {error}") from None
         if path.is_absolute() or ".." in path.parts or "\0" in str(path):
-            raise DataSetError(f"{self._root / INFO}: {str(path)!r} lies outside the data set")
+            raise DataSetError(f"{self._root / INFO}: {str(path)!r} is outside the dataset")
         return self._root / path
 
 
 class _RowReader:
-    """The rows of one data file, in order; holds little more than the episode that is asked for."""
+    """The rows of one data file in order; holds little more than one episode."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path = path
@@ -246,7 +246,7 @@ class _RowReader:
         self._left: pa.Table | None = None
 
     def take(self, episode: int, steps: int) -> pa.Table:
-        """The next `steps` rows of `episode`; rows of episodes before it are passed over."""
+        """The next `steps` rows of `episode`; skips rows of earlier episodes."""
         found: list[pa.Table] = []
         missing = steps
         while missing:
@@ -255,7 +255,7 @@ class _RowReader:
             start = int(np.argmax(numbers == episode)) if (numbers == episode).any() else len(numbers)
             taken = rows.slice(start, missing)
             if (taken["episode_index"].to_numpy() != episode).any():
-                raise DataSetError(f"{self.path} holds fewer than the {steps} steps that episode {episode} should have")
+                raise DataSetError(f"{self.path} holds fewer than the {steps} steps of episode {episode}")
             found.append(taken)
             missing -= taken.num_rows
             self._left = rows.slice(start + taken.num_rows)
@@ -267,7 +267,7 @@ class _RowReader:
         try:
             return pa.Table.from_batches([next(self._batches)])
         except StopIteration:
-            raise DataSetError(f"{self.path} ends before the steps that meta/episodes promises") from None
+            raise DataSetError(f"{self.path} has fewer steps than meta/episodes declares") from None
         except _BROKEN as error:
             raise _broken(self.path, error) from None
 
@@ -281,18 +281,18 @@ def _read_info(root: Path) -> DatasetInfo:
         return msgspec.json.decode(path.read_bytes(), type=DatasetInfo)
     except FileNotFoundError:
         inside = sorted(each.parent.parent.name for each in root.glob(f"*/{INFO}"))
-        hint = f"; it holds the data sets {', '.join(inside)}: import each" if inside else ""
-        raise DataSetError(f"{root} is no LeRobot data set, or an unfinished one: it has no {INFO}{hint}") from None
+        hint = f"; it holds the datasets {', '.join(inside)}: import each" if inside else ""
+        raise DataSetError(f"{root} is not a LeRobot dataset, or an unfinished one: it has no {INFO}{hint}") from None
     except DECODE_ERRORS as error:
-        raise DataSetError(f"{path} is not what LeRobot v3 writes: {error}") from None
+        raise DataSetError(f"{path} is not valid for LeRobot v3: {error}") from None
 
 
 def _require_template(root: Path, template: str) -> None:
-    """Raises DataSetError: more than plain numbers and names stands in the braces."""
+    """Raises DataSetError: a path template has unknown fields."""
     try:
         parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise DataSetError(f"{root / INFO}: the path {template!r} is none: {error}") from None
+        raise DataSetError(f"{root / INFO}: the path {template!r} is invalid: {error}") from None
     for field, form, conversion in parts:
         if field not in ("chunk_index", "file_index", "video_key") or conversion or not _NUMBER.fullmatch(form or ""):
             raise DataSetError(f"{root / INFO}: the path {template!r} has an unknown field {field!r}")
@@ -310,7 +310,7 @@ def _read_tasks(path: Path) -> dict[int, str]:
 
 def _broken(path: Path, error: Exception) -> DataSetError:
     reason = "it is missing" if isinstance(error, FileNotFoundError) else error
-    return DataSetError(f"{path} cannot be read: {reason}; fetch or export the data set again")
+    return DataSetError(f"{path} cannot be read: {reason}; download or export the dataset again")
 
 
 def _numeric(name: str, feature: DatasetFeature, column: pa.ChunkedArray) -> Array:
@@ -320,20 +320,20 @@ def _numeric(name: str, feature: DatasetFeature, column: pa.ChunkedArray) -> Arr
     if array.null_count:
         raise DataSetError(f"feature {name!r} has missing values")
     if feature.dtype not in DTYPES:
-        raise DataSetError(f"feature {name!r} has the dtype {feature.dtype!r}; a store takes {sorted(DTYPES)}")
+        raise DataSetError(f"feature {name!r} has the dtype {feature.dtype!r}; a store accepts {sorted(DTYPES)}")
     shape = (len(column),) if feature.shape == (1,) else (len(column), *feature.shape)
     try:
         return np.asarray(array.to_numpy(zero_copy_only=False), feature.dtype).reshape(shape)
     except (ValueError, TypeError):
         raise DataSetError(
-            f"feature {name!r} does not hold {feature.dtype} {feature.shape} a step, as meta/info.json says"
+            f"feature {name!r} does not hold {feature.dtype} {feature.shape} per step, as meta/info.json declares"
         ) from None
 
 
 def _images(feature: str, column: pa.ChunkedArray) -> Iterator[Frame]:
     files = pc.struct_field(column, "bytes").to_pylist() if pa.types.is_struct(column.type) else []
     if len(files) != len(column) or None in files:
-        raise DataSetError(f"feature {feature!r} does not hold its pictures; LeRobot embeds them when it saves")
+        raise DataSetError(f"feature {feature!r} has no embedded images; save the dataset with LeRobot again")
     known = b""
     frame: Frame = b""
     for content in files:
@@ -342,21 +342,15 @@ def _images(feature: str, column: pa.ChunkedArray) -> Iterator[Frame]:
         yield frame
 
 
-CHUNK_STEPS = 32  # of episodes that do not say how they were divided
-
-# What stands in for a column that a data set does not have and nothing else says; 0 otherwise.
-UNKNOWN: Mapping[str, float] = {"policy_version": -1, "log_prob": float("nan")}
-
-
 class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to make of a data set.
+    """Values for missing data.
 
     Attributes:
-        source: of every episode; None: as recorded, and ``demo`` where it is not.
-        robot, task, embodiment: names where the data set has none; empty: made from what it says.
-        success: whether episodes succeeded that do not say so; None: nobody knows.
-        frames: ``auto`` keeps JPEG files, makes JPEG of videos and raw frames of lossless images; ``jpeg`` and ``raw``
-            make all frames the one or the other, save that JPEG files stay.
+        source: of every episode; None as recorded, or ``demo``.
+        robot, task, embodiment: names for datasets without them; empty derives them.
+        success: of episodes without it; None is unknown.
+        frames: ``auto`` keeps JPEG files, stores videos as JPEG and lossless images raw; ``jpeg`` and ``raw`` force
+            one form, except that JPEG files stay.
     """
 
     source: EpisodeSource | None = None
@@ -368,7 +362,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImportReport(msgspec.Struct, kw_only=True):
-    """What an import did; `skipped_features` are features that a store has no column for."""
+    """Result of an import; `skipped_features` have no column in a store."""
 
     episodes: int = 0
     steps: int = 0
@@ -377,13 +371,13 @@ class ImportReport(msgspec.Struct, kw_only=True):
 
 
 def import_lerobot(
-    data_set: LerobotDataset, root: Path, store: Path, options: ImportOptions, advance: Advance
+    data_set: LerobotDataset, root: Path, store: Path, options: ImportOptions, advance: Callable[[int], object]
 ) -> ImportReport:
-    """Adds the episodes of `data_set`, which lies in `root`, to the store at `store`, each durable before the next.
+    """Adds the episodes of `data_set` in `root` to the store at `store`, each durable before the next.
 
     Raises:
-        DataSetError: the data set is broken; what came before stays in the store, and a later call goes on behind it.
-        WireError: it claims an episode that the store has of another robot.
+        DataSetError: the dataset is broken; earlier episodes stay in the store, and a later call continues after them.
+        WireError: an episode belongs to another robot in the store.
         StoreError: the store cannot be written.
     """
     convert = _Converter(data_set.info, options, (root / INFO).stat().st_mtime_ns)
@@ -411,27 +405,30 @@ def _complete_episodes(store: Path) -> set[str]:
 
 
 class _Converter:
-    """Makes chunks of a data set's episodes."""
+    """Converts a dataset's episodes into chunks."""
 
     def __init__(self, info: DatasetInfo, options: ImportOptions, written_unix_ns: int) -> None:
         self._info, self._options, self._written_unix_ns = info, options, written_unix_ns
         described = {name: [f.dtype, f.shape] for name, f in info.features.items() if name not in INDEX_FEATURES}
-        told = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
-        self._fingerprint = hashlib.blake2b(told, digest_size=8).hexdigest()
-        self._ours = info.features.keys() >= {*TEXT_FEATURES, "phase"}  # otherwise such names may mean anything
+        description = msgspec.json.encode([info.robot_type, info.fps, described], order="deterministic")
+        self._fingerprint = hashlib.blake2b(description, digest_size=8).hexdigest()
+        self._is_our_export = info.features.keys() >= {
+            *TEXT_FEATURES,
+            "phase",
+        }  # in foreign datasets these names have other meanings
         kept = {SUCCESS, DONE, *INDEX_FEATURES, *STORE_NAMES, "reward", "action"}
         self._observations = [n for n, f in info.features.items() if n.startswith("observation.") and not f.is_visual]
         self._cameras = {n: IMAGE_PREFIX + _camera_name(n) for n, f in info.features.items() if f.is_visual}
-        if self._ours:
+        if self._is_our_export:
             kept |= {*TEXT_FEATURES, *SCALAR_DTYPES, *map(capture_feature, self._cameras.values())}
         self.left_out = tuple(n for n in info.features if n not in {*kept, *self._observations, *self._cameras})
         if "action" not in info.features:
-            raise DataSetError("the data set has no feature 'action'; a store's steps need one")
+            raise DataSetError("the dataset has no feature 'action', which a store requires")
 
     def header(self, episode: LerobotEpisode) -> ChunkHeader:
         """The header of the episode's first chunk."""
         facts, options = episode.metadata, self._options
-        texts = episode.texts if self._ours else {}
+        texts = episode.texts if self._is_our_export else {}
         robot = _first(texts, "robot") or _name(options.robot or self._info.robot_type or "imported")
         return ChunkHeader(
             episode=facts.get(USER_PREFIX + "episode") or f"{robot}-{episode.index:06d}-{_digest(episode)}",
@@ -449,12 +446,12 @@ class _Converter:
         )
 
     def chunks(self, episode: LerobotEpisode, header: ChunkHeader) -> Iterator[Chunk]:
-        """The episode as chunks, divided as it was recorded or else into `CHUNK_STEPS`."""
+        """The episode as chunks, divided as recorded or into `CHUNK_STEPS`."""
         end = self._end(episode)
         columns = self._columns(episode, end, header.source)
         frames = {ours: self._frames(episode, theirs) for theirs, ours in self._cameras.items()}
         captured_ns = {ours: self._captured_ns(episode, ours, columns) for ours in frames}
-        division = episode.metadata.get(USER_PREFIX + "chunk_steps") or _even(episode.steps)
+        division = episode.metadata.get(USER_PREFIX + "chunk_steps") or _even_division(episode.steps)
         if sum(division) != episode.steps:
             raise DataSetError(f"episode {episode.index}: its chunks {division} do not add up to {episode.steps} steps")
         first = 0
@@ -463,7 +460,7 @@ class _Converter:
             last = index == len(division) - 1
             part = {name: column[rows] for name, column in columns.items()}
             for name, all_frames in frames.items():
-                part |= frame_columns(name, _new_ones(all_frames[rows]), captured_ns[name][rows])
+                part |= frame_columns(name, _without_repeats(all_frames[rows]), captured_ns[name][rows])
             yield Chunk(
                 msgspec.structs.replace(header, index=index, first_step=first, steps=steps, end=end if last else None),
                 part,
@@ -481,15 +478,15 @@ class _Converter:
                 success=facts[USER_PREFIX + "success"],
                 reward_source=facts[USER_PREFIX + "reward_source"],
             )
-        told = episode.columns.get(SUCCESS)
-        success = self._options.success if told is None else bool(told.any())
+        recorded = episode.columns.get(SUCCESS)
+        success = self._options.success if recorded is None else bool(recorded.any())
         return EpisodeEnd(steps=episode.steps, success=success, reward_source="import")
 
     def _columns(self, episode: LerobotEpisode, end: EpisodeEnd | None, source: EpisodeSource) -> dict[str, Array]:
         found = {STORE_NAMES.get(n, n): column for n, column in episode.columns.items() if n not in self.left_out}
         columns = {name: _as_vectors(found[name]) for name in (*self._observations, "action")}
         columns[APPLIED_ACTION] = _as_vectors(found.get(APPLIED_ACTION, found["action"]))
-        known = _filled_in(episode, found, end, source)
+        known = _defaults(episode, found, end, source)
         for name, dtype in SCALAR_DTYPES.items():
             column = found.get(name, known.get(name))
             if column is None:
@@ -498,33 +495,33 @@ class _Converter:
         return columns
 
     def _final(self, episode: LerobotEpisode) -> dict[str, Array]:
-        """The observation after the last step; where the data set has none, the last one stands in."""
-        told = {n: v for n, v in episode.metadata.items() if n.startswith(FINAL_PREFIX) and v is not None}
-        if told:
-            return {name.removeprefix(FINAL_PREFIX): np.array(value, np.float32) for name, value in told.items()}
+        """The observation after the last step; without one, the last observation."""
+        recorded = {n: v for n, v in episode.metadata.items() if n.startswith(FINAL_PREFIX) and v is not None}
+        if recorded:
+            return {name.removeprefix(FINAL_PREFIX): np.array(value, np.float32) for name, value in recorded.items()}
         return {name: _as_vectors(episode.columns[name])[-1] for name in self._observations}
 
     def _captured_ns(self, episode: LerobotEpisode, camera: str, columns: Mapping[str, Array]) -> Array:
-        """When the frames were captured: with the rest of the observation, where the data set does not say."""
-        told = episode.columns.get(capture_feature(camera)) if self._ours else None
-        return columns["t_capture_ns"] if told is None else told
+        """Capture times of the frames; without these, the times of the observations."""
+        recorded = episode.columns.get(capture_feature(camera)) if self._is_our_export else None
+        return columns["t_capture_ns"] if recorded is None else recorded
 
     def _frames(self, episode: LerobotEpisode, feature: str) -> list[Frame]:
-        wanted = self._options.frames
-        if wanted == "auto":
-            wanted = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
-        if wanted == "jpeg":
+        form = self._options.frames
+        if form == "auto":
+            form = "jpeg" if self._info.features[feature].dtype == "video" else "raw"
+        if form == "jpeg":
             return [_as_jpeg(frame) for frame in episode.frames(feature)]
         frames = list(episode.frames(feature))
         if any(isinstance(frame, bytes) for frame in frames) and not all(isinstance(f, bytes) for f in frames):
-            return [decode_frame(frame) for frame in frames]  # a camera is of one kind
+            return [decode_frame(frame) for frame in frames]  # all frames of a camera have one form
         return frames
 
 
-def _filled_in(
+def _defaults(
     episode: LerobotEpisode, found: Mapping[str, Array], end: EpisodeEnd | None, source: EpisodeSource
 ) -> dict[str, Array]:
-    """What follows for a foreign data set: times by its frame rate, an end, a reward for a success at the end."""
+    """Defaults for a foreign dataset: times by its frame rate, an end, a reward for a success at the end."""
     last = np.arange(episode.steps) == episode.steps - 1
     success = end is not None and end.success is True
     times = np.round(found["timestamp"].astype(np.float64) * 1e9) if "timestamp" in found else np.zeros(episode.steps)
@@ -550,12 +547,12 @@ def _source(text: str) -> EpisodeSource:
         return EpisodeSource(text)
     except ValueError:
         raise DataSetError(
-            f"the data set says its source is {text!r}; give --source {'|'.join(EpisodeSource)}"
+            f"the dataset has the unknown source {text!r}; give --source {'|'.join(EpisodeSource)}"
         ) from None
 
 
 def _name(text: str) -> str:
-    """`text` as a name that a store takes: letters, digits and hyphens."""
+    """`text` as a valid name: letters, digits and hyphens."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:60] or "imported"
 
 
@@ -564,7 +561,7 @@ def _camera_name(feature: str) -> str:
 
 
 def _digest(episode: LerobotEpisode) -> str:
-    """Of what the episode holds, wherever it lies and whatever number its steps have."""
+    """Digest of the episode's content, independent of its path and step numbers."""
     content = hashlib.blake2b(episode.sentence.encode(), digest_size=6)
     for name, column in sorted(episode.columns.items()):
         if name not in INDEX_FEATURES:
@@ -581,10 +578,10 @@ def _as_jpeg(frame: Frame) -> Frame:
     return frame if isinstance(frame, bytes) else encode_jpeg(frame)
 
 
-def _even(steps: int) -> list[int]:
+def _even_division(steps: int) -> list[int]:
     return [min(CHUNK_STEPS, steps - first) for first in range(0, steps, CHUNK_STEPS)]
 
 
-def _new_ones(frames: Sequence[Frame]) -> list[Frame | None]:
-    """A chunk's frames; None in place of one that only repeats the frame before."""
+def _without_repeats(frames: Sequence[Frame]) -> list[Frame | None]:
+    """A chunk's frames; None replaces a repeated frame."""
     return [None if n and same_frame(frame, frames[n - 1]) else frame for n, frame in enumerate(frames)]

@@ -1,15 +1,15 @@
-"""Episodes as MCAP recordings, which Foxglove and other viewers of robot logs open.
+"""Exports episodes as MCAP recordings, for Foxglove and other viewers of robot logs.
 
-A file an episode, ``<robot>/<episode>.mcap``, with these topics, on Unix time:
+One file per episode, ``<robot>/<episode>.mcap``, with these topics, in Unix time:
 
 =================================== =====================================================================
-``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): new frames, stamped when captured
-``/<robot>/<feature>``              JSON: an observation or action, its elements by name where they are known
-``/<robot>/step``                   JSON: the numbers of a step: reward, phase, policy version, delays, ...
+``/<robot>/<feature>``              `foxglove.CompressedImage` (protobuf): new frames with capture times
+``/<robot>/<feature>``              JSON: an observation or action, elements by name if known
+``/<robot>/step``                   JSON: numbers of a step: reward, phase, policy version, delays, ...
 ``/<robot>/events``                 `foxglove.Log` (protobuf): start, changes of control, end
 =================================== =====================================================================
 
-A file is written aside and put in its place whole; an export that was killed redoes what is missing.
+A file is written under a temporary name and renamed; a killed export repeats missing files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from hal.durable import sync_folder
 from hal.spec import RobotSpec
 from user_sys.codec import Array
 from user_sys.episode import APPLIED_ACTION, IMAGE_PREFIX, Phase
-from user_sys.interchange.episodes import Advance, EpisodeReader, StoredEpisode
+from user_sys.interchange.episodes import EpisodeReader, StoredEpisode
 from user_sys.interchange.frames import Frame, encode_png
 from user_sys.store.index import EpisodeSummary
 
@@ -45,9 +45,9 @@ def export_mcap(
     episodes: Sequence[EpisodeSummary],
     output: Path,
     specs: Mapping[str, RobotSpec],
-    advance: Advance,
+    advance: Callable[[int], object],
 ) -> int:
-    """Writes each of `episodes` that `output` does not have yet; returns how many those were.
+    """Writes the missing files of `episodes`; returns their number.
 
     Raises:
         StoreError: the store cannot be read. OSError: the output cannot be written.
@@ -64,7 +64,7 @@ def export_mcap(
 
 
 def write_mcap(episode: StoredEpisode, spec: RobotSpec | None, path: Path) -> None:
-    """Writes `episode` to `path`, which then holds all of it, durably."""
+    """Writes `episode` to `path` durably."""
     aside = path.with_name(path.name + _UNFINISHED)
     with aside.open("wb") as file:
         writer = Writer(file, compression=CompressionType.ZSTD)
@@ -96,7 +96,7 @@ def _episode_metadata(episode: StoredEpisode) -> dict[str, str]:
 
 
 class _EpisodeWriter:
-    """Registers the channels of one episode and writes its messages in the order of time."""
+    """Registers the channels of one episode and writes its messages in order of time."""
 
     def __init__(self, writer: Writer, episode: StoredEpisode, spec: RobotSpec | None) -> None:
         self._writer, self._episode = writer, episode
@@ -121,7 +121,7 @@ class _EpisodeWriter:
         self._messages()
 
     def _step_fields(self) -> dict[str, Array]:
-        """The numbers of a step; times become delays behind the capture, in milliseconds."""
+        """The numbers of a step; times become delays after the capture, in milliseconds."""
         fields = {n: c for n, c in self._scalars.items() if not n.startswith("t_")}
         captured = self._scalars.get("t_capture_ns")
         for name, column in self._scalars.items():
@@ -179,15 +179,15 @@ class _EpisodeWriter:
         self._channels[name] = self._writer.register_channel(topic, encoding, schema)
 
     def _add_json(self, name: str, at_ns: int, fields: Mapping[str, float]) -> None:
-        told = {key: value for key, value in fields.items() if math.isfinite(value)}  # JSON has no NaN
-        self._add(name, at_ns, json.dumps(told).encode())
+        finite = {key: value for key, value in fields.items() if math.isfinite(value)}  # JSON has no NaN
+        self._add(name, at_ns, json.dumps(finite).encode())
 
     def _add(self, name: str, at_ns: int, content: bytes) -> None:
         self._writer.add_message(self._channels[name], log_time=at_ns, publish_time=at_ns, data=content)
 
 
 def _unix_times_ns(episode: StoredEpisode) -> list[int]:
-    """When each step was captured, 1970 at the earliest (MCAP knows no time before); else the episode's start."""
+    """Capture time of each step, at least 0 because MCAP times are unsigned; without them, the episode's start."""
     captured, header = episode.columns.get("t_capture_ns"), episode.header
     if captured is None:
         return [max(0, header.started_unix_ns)] * episode.steps

@@ -1,8 +1,8 @@
-"""Statistics of features, an episode at a time, as LeRobot's data sets carry them.
+"""Per-episode statistics of features, as in LeRobot datasets.
 
-Of each feature: ``min``, ``max``, ``mean``, ``std``, ``count`` and quantiles ``q01`` to ``q99``, element by element;
-of frames, by colour, scaled to 0..1 and of shape (3, 1, 1). Over several episodes the quantiles are the episodes' means
-weighted by their counts, which is how LeRobot merges them; everything else is exact.
+For each feature: ``min``, ``max``, ``mean``, ``std``, ``count`` and quantiles ``q01`` to ``q99``, per element; for
+frames per colour channel, scaled to 0..1, with shape (3, 1, 1). Quantiles of several episodes are count-weighted
+means, as in LeRobot; the other statistics are exact.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from user_sys.interchange.frames import Frame, decode_frame
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 STATISTIC_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
-MAX_FRAMES = 24  # looked at in an episode
-MAX_PIXELS = 96  # looked at along a side of a frame
+MAX_FRAMES = 24  # per episode
+MAX_PIXELS = 96  # per side of a frame
 
 Statistics = Mapping[str, Array]
 
 
 def column_statistics(column: Array) -> Statistics | None:
-    """Of a column (T, d) or (T,); None where it holds something that is not finite, as a log-probability may."""
-    values = np.ascontiguousarray(column.reshape(len(column), -1).T, np.float64)  # sums run along memory
+    """Of a column (T, d) or (T,); None if a value is not finite, such as a missing log-probability."""
+    values = np.ascontiguousarray(column.reshape(len(column), -1).T, np.float64)  # contiguous sums
     if not np.isfinite(values).all():
         return None
     quantiles = np.quantile(values, list(QUANTILES.values()), axis=1)
@@ -39,7 +39,7 @@ def column_statistics(column: Array) -> Statistics | None:
 
 
 def frame_statistics(frames: Sequence[Frame]) -> Statistics:
-    """Of some of `frames`, evenly spread over the episode and thinned out; at least one is needed."""
+    """Of evenly spaced, subsampled `frames`; needs at least one."""
     chosen = np.unique(np.linspace(0, len(frames) - 1, MAX_FRAMES).round().astype(int))
     thinned = []
     for number in chosen:
@@ -53,7 +53,7 @@ def frame_statistics(frames: Sequence[Frame]) -> Statistics:
 
 
 class RunningStatistics:
-    """One feature's statistics over many episodes; the result depends on their order in the last bits only."""
+    """One feature's statistics over many episodes; their order affects only the last bits."""
 
     def __init__(self) -> None:
         self._count = 0

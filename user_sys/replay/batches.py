@@ -1,14 +1,8 @@
-"""What the learner wants of each observation and action.
+"""Batches: the features of a step, the numbering of observations, batch arrays, and the builders that fill them.
 
-How the steps of a store follow one another, and numbers for its observations.
-
-An episode of T steps has T + 1 observations: one before each step and the final one. Observations are numbered in order
-of storage, chunk by chunk, a chunk's final observation after those of its steps. So "the observation after step r" is a
-number too, no frame is kept twice, and numbers that follow one another were stored together.
-
-The batches that samplers fill: arrays that are allocated once and filled again and again.
-
-What a sample is, from the row that it starts at: n steps of transition, a chunk of actions, a stretch of steps.
+An episode of T steps has T + 1 observations: one before each step and the final one. Observations are numbered in
+storage order, chunk by chunk, with a chunk's final observation after those of its steps. So the observation after
+step r also has a number, no frame is stored twice, and consecutive numbers were stored together.
 """
 
 from __future__ import annotations
@@ -21,20 +15,19 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from hal.spec import RobotSpec
+from hal.spec import ACTION, RobotSpec
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 from user_sys.store.index import Index
 
-ACTION = "action"  # the name under which the applied action stands beside observation vectors
-
 Allocate = Callable[[tuple[int, ...], str], Array]
 """Makes an uninitialised C-contiguous array of a shape and dtype."""
+NO_OBSERVATION = -1
 
 
 @dataclass(frozen=True)
 class ObservationFeatures:
-    """What the learner wants of each step.
+    """The features that a learner uses.
 
     Attributes:
         vectors: observation feature to its length; float32.
@@ -48,7 +41,7 @@ class ObservationFeatures:
 
     @classmethod
     def of(cls, spec: RobotSpec, cameras: tuple[str, ...] = ()) -> Self:
-        """All vectors of `spec`, and the cameras named.
+        """All vectors of `spec`, and the named cameras.
 
         Raises:
             ConfigError: the robot has no camera of that name.
@@ -69,20 +62,17 @@ class ObservationFeatures:
         return {name: allocate((rows, size), "float32") for name, size in sizes.items()}
 
     def frame_tables(self, rows: int, allocate: Allocate = np.empty) -> dict[str, Array]:
-        """Uninitialised uint8 columns of `rows` rows, one for each camera."""
+        """Uninitialised uint8 columns of `rows` rows, one per camera."""
         return {name: allocate((rows, *shape), "uint8") for name, shape in self.cameras.items()}
 
     def observations(self, lead: tuple[int, ...], allocate: Allocate = np.empty) -> dict[str, Array]:
-        """Uninitialised arrays for observations, `lead` being their first axes."""
+        """Uninitialised arrays for observations with leading axes `lead`."""
         vectors = {name: allocate((*lead, size), "float32") for name, size in self.vectors.items()}
         return vectors | {name: allocate((*lead, *shape), "uint8") for name, shape in self.cameras.items()}
 
 
-NO_OBSERVATION = -1
-
-
 class ObservationLocation(NamedTuple):
-    """Where observations are stored: the chunk's row, and the step within it; its count of steps for the final one."""
+    """Location of observations: the chunk's row, and the step within it; its number of steps for the final one."""
 
     chunk: Array
     step: Array
@@ -91,41 +81,41 @@ class ObservationLocation(NamedTuple):
 class ObservationIndex:
     """An index and the numbers of its observations. The thread that refreshes the index calls `extend`.
 
-    `locate` may be called by any thread, for numbers that it was told of.
+    `locate` is thread-safe for numbers that the caller has been given.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._behind = np.zeros(1024, np.int64)
-        self._first = self._behind[:1]  # a chunk's first observation; behind the last chunk: how many there are
+        self._array = np.zeros(1024, np.int64)
+        self._first = self._array[:1]  # first observation of each chunk, then the total
         self.extend()
 
     @property
     def observation_count(self) -> int:
-        """How many observations are stored; their numbers lie below."""
+        """Number of stored observations; their numbers are below it."""
         return int(self._first[-1])
 
     def extend(self) -> None:
-        """Numbers the observations of chunks that are new in the index."""
+        """Numbers the observations of new chunks."""
         chunks, known = self.index.chunks, len(self._first) - 1
         if len(chunks) == known:
             return
-        if len(chunks) >= len(self._behind):
+        if len(chunks) >= len(self._array):
             grown = np.empty(2 * len(chunks), np.int64)
             grown[: known + 1] = self._first
-            self._behind = grown
+            self._array = grown
         counts = chunks.steps[known:].astype(np.int64) + chunks.has_final[known:]
-        self._behind[known + 1 : len(chunks) + 1] = self._first[-1] + np.cumsum(counts)
-        self._first = self._behind[: len(chunks) + 1]
+        self._array[known + 1 : len(chunks) + 1] = self._first[-1] + np.cumsum(counts)
+        self._first = self._array[: len(chunks) + 1]
 
     def observation_before(self, rows: Array) -> Array:
-        """The number of the observation before each step, int64."""
+        """Number of the observation before each step, int64."""
         chunk = self.index.steps.chunk[rows]
         found: Array = self._first[chunk] + (rows - self.index.chunks.first_row[chunk])
         return found
 
     def observation_after(self, rows: Array) -> Array:
-        """The number of the observation after each step, int64; -1 where none is stored (yet)."""
+        """Number of the observation after each step, int64; -1 if it is not stored (yet)."""
         chunks, chunk = self.index.chunks, self.index.steps.chunk[rows]
         step = rows - chunks.first_row[chunk]
         within = (step < chunks.steps[chunk] - 1) | chunks.has_final[chunk]
@@ -134,31 +124,31 @@ class ObservationIndex:
         return np.where(within, self._first[chunk] + step + 1, after)
 
     def successor(self, rows: Array) -> Array:
-        """The row of the next step of the same episode, int64; -1 where none is stored (yet)."""
+        """Row of the next step of the same episode, int64; -1 if it is not stored (yet)."""
         return self.index.successor(rows)
 
     def locate(self, numbers: Array) -> ObservationLocation:
-        """Where observations are stored."""
+        """Locations of observations."""
         first = self._first
         chunk = np.searchsorted(first, numbers, "right") - 1
         return ObservationLocation(chunk, numbers - first[chunk])
 
     def observation_range(self, chunk: int) -> range:
-        """The numbers of a chunk's observations."""
+        """Numbers of a chunk's observations."""
         return range(int(self._first[chunk]), int(self._first[chunk + 1]))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`n` samples, column by column; every array is C-contiguous and its first axis is n.
+    """`n` samples as columns; every array is C-contiguous with first axis n.
 
     Attributes:
-        row: int64 (n,): the step's row in the store's index, where the sample starts.
-        group: int32 (n,): the part of the chooser that chose it, for its `feedback`.
-        weight: float32 (n,): by what its loss is to be multiplied; 1 where the chooser corrects nothing.
-        observation: feature to float32 (n, d), or uint8 (n, height, width, 3) for a camera: before the step.
+        row: int64 (n,): row of the sample's first step in the store's index.
+        group: int32 (n,): part of the selector that selected it, for its `feedback`.
+        weight: float32 (n,): factor of its loss; 1 if the selector corrects nothing.
+        observation: feature to float32 (n, d), or uint8 (n, height, width, 3) for a camera, before the step.
         phase: uint8 (n,): `user_sys.episode.Phase` of the step.
-        policy_version: int64 (n,): the weights that acted; -1 where none did.
+        policy_version: int64 (n,): version of the policy that acted; -1 if none did.
     """
 
     row: Array
@@ -188,10 +178,10 @@ class TransitionBatch(Batch):
     """Transitions of one or more steps.
 
     Attributes:
-        next_observation: as `observation`, after the last of the steps.
-        action: float32 (n, a): the first action that was applied, in the action spec's units.
-        reward: float32 (n,): of the steps, discounted to the first.
-        discount: float32 (n,): what a value of `next_observation` is to be multiplied by, `terminated` left aside.
+        next_observation: as `observation`, after the last step.
+        action: float32 (n, a): the first applied action, in the action spec's units.
+        reward: float32 (n,): discounted sum over the steps.
+        discount: float32 (n,): factor of the value of `next_observation`, regardless of `terminated`.
         terminated: bool (n,): do not bootstrap from `next_observation`.
     """
 
@@ -204,10 +194,10 @@ class TransitionBatch(Batch):
 
 @dataclass(frozen=True)
 class ActionChunkBatch(Batch):
-    """An observation and the H actions that were applied from there on.
+    """An observation and the H actions applied from there on.
 
     Attributes:
-        action: float32 (n, H, a); after the episode's end the last one is repeated.
+        action: float32 (n, H, a); the last action repeats after the episode's end.
         mask: bool (n, H): which of them were applied.
     """
 
@@ -217,13 +207,13 @@ class ActionChunkBatch(Batch):
 
 @dataclass(frozen=True)
 class SequenceBatch(Batch):
-    """Stretches of L steps; `observation` is (n, L, ...). After the episode's end the last step is repeated.
+    """Sequences of L steps; `observation` is (n, L, ...). The last step repeats after the episode's end.
 
     Attributes:
         action: float32 (n, L, a).
         reward: float32 (n, L).
         terminated: bool (n, L).
-        mask: bool (n, L): which of them happened.
+        mask: bool (n, L): which of the steps exist.
     """
 
     action: Array
@@ -233,7 +223,7 @@ class SequenceBatch(Batch):
 
 
 def allocate_columns(features: ObservationFeatures, n: int, length: int | None, allocate: Allocate) -> dict[str, Any]:
-    """What every `Batch` has; observations are stretches of `length` where that is given."""
+    """The columns of every `Batch`; observations are sequences of `length` if given."""
     return {
         "row": np.empty(n, np.int64),
         "group": np.empty(n, np.int32),
@@ -248,10 +238,10 @@ B = TypeVar("B", bound=Batch)
 
 
 class ReadPlan(NamedTuple):
-    """Observations to be fetched into a batch.
+    """Observations to read into a batch.
 
     Attributes:
-        numbers: int64 (m,); as many for each sample, sample after sample.
+        numbers: int64 (m,); equally many for each sample, sample after sample.
         out: feature or `ACTION` to (m, ...).
     """
 
@@ -260,22 +250,22 @@ class ReadPlan(NamedTuple):
 
 
 class BatchBuilder(ABC, Generic[B]):
-    """Makes batches of one kind. Frozen; any thread may call it."""
+    """Builds batches of one kind. Frozen and thread-safe."""
 
     @abstractmethod
     def empty(self, features: ObservationFeatures, n: int, allocate: Allocate = np.empty) -> B:
         """Uninitialised arrays for `n` samples."""
 
     @abstractmethod
-    def plan_reads(self, timeline: ObservationIndex, batch: B) -> list[ReadPlan]:
-        """Fills in what the index knows about the samples at ``batch.row``; returns what is to be fetched."""
+    def plan_reads(self, observations: ObservationIndex, batch: B) -> list[ReadPlan]:
+        """Fills the columns known from the index for the samples at ``batch.row``; returns the reads."""
 
 
 @dataclass(frozen=True)
 class TransitionBuilder(BatchBuilder[TransitionBatch]):
-    """Transitions of `steps` steps, fewer where the episode ends before or is not stored further yet.
+    """Transitions of `steps` steps, fewer if the episode ends earlier or later steps are not stored yet.
 
-    The reward is sum_k discount^k r_k and the discount to bootstrap with discount^(steps taken).
+    The reward is sum_k discount^k r_k, the discount is discount^(number of steps).
     """
 
     steps: int = 1
@@ -296,28 +286,28 @@ class TransitionBuilder(BatchBuilder[TransitionBatch]):
             terminated=allocate((n,), "bool"),
         )
 
-    def plan_reads(self, timeline: ObservationIndex, batch: TransitionBatch) -> list[ReadPlan]:
+    def plan_reads(self, observations: ObservationIndex, batch: TransitionBatch) -> list[ReadPlan]:
         """See `BatchBuilder.plan`."""
-        steps, last = timeline.index.steps, batch.row.copy()
-        _common(timeline, batch)
+        steps, last = observations.index.steps, batch.row.copy()
+        _common(observations, batch)
         batch.reward[:] = steps.reward[last]
         batch.discount[:] = self.discount
         going = np.arange(len(last))
         for _ in range(1, self.steps):
-            going, successor = _with_successor(timeline, going, last[going])
+            going, successor = _with_successor(observations, going, last[going])
             last[going] = successor
             batch.reward[going] += batch.discount[going] * steps.reward[successor]
             batch.discount[going] *= np.float32(self.discount)
         batch.terminated[:] = steps.terminated[last]
         return [
-            ReadPlan(timeline.observation_before(batch.row), {**batch.observation, ACTION: batch.action}),
-            ReadPlan(timeline.observation_after(last), batch.next_observation),
+            ReadPlan(observations.observation_before(batch.row), {**batch.observation, ACTION: batch.action}),
+            ReadPlan(observations.observation_after(last), batch.next_observation),
         ]
 
 
 @dataclass(frozen=True)
 class ActionChunkBuilder(BatchBuilder[ActionChunkBatch]):
-    """The observation at a step and the actions of that step and those after it, `length` in all."""
+    """The observation at a step and the next `length` actions."""
 
     length: int
 
@@ -329,20 +319,20 @@ class ActionChunkBuilder(BatchBuilder[ActionChunkBatch]):
             mask=allocate((n, self.length), "bool"),
         )
 
-    def plan_reads(self, timeline: ObservationIndex, batch: ActionChunkBatch) -> list[ReadPlan]:
+    def plan_reads(self, observations: ObservationIndex, batch: ActionChunkBatch) -> list[ReadPlan]:
         """See `BatchBuilder.plan`."""
-        _common(timeline, batch)
-        rows = _sequence_rows(timeline, batch.row, batch.mask)
+        _common(observations, batch)
+        rows = _sequence_rows(observations, batch.row, batch.mask)
         action = batch.action.reshape(-1, batch.action.shape[-1])
         return [
-            ReadPlan(timeline.observation_before(batch.row), batch.observation),
-            ReadPlan(timeline.observation_before(rows.reshape(-1)), {ACTION: action}),
+            ReadPlan(observations.observation_before(batch.row), batch.observation),
+            ReadPlan(observations.observation_before(rows.reshape(-1)), {ACTION: action}),
         ]
 
 
 @dataclass(frozen=True)
 class SequenceBuilder(BatchBuilder[SequenceBatch]):
-    """Stretches of `length` steps, for recurrent and video models."""
+    """Sequences of `length` steps, for recurrent and video models."""
 
     length: int
 
@@ -356,42 +346,42 @@ class SequenceBuilder(BatchBuilder[SequenceBatch]):
             mask=allocate((n, self.length), "bool"),
         )
 
-    def plan_reads(self, timeline: ObservationIndex, batch: SequenceBatch) -> list[ReadPlan]:
+    def plan_reads(self, observations: ObservationIndex, batch: SequenceBatch) -> list[ReadPlan]:
         """See `BatchBuilder.plan`."""
-        _common(timeline, batch)
-        steps, rows = timeline.index.steps, _sequence_rows(timeline, batch.row, batch.mask)
+        _common(observations, batch)
+        steps, rows = observations.index.steps, _sequence_rows(observations, batch.row, batch.mask)
         batch.reward[:] = steps.reward[rows]
         batch.terminated[:] = steps.terminated[rows]
         flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.observation.items()}
         action = batch.action.reshape(-1, batch.action.shape[-1])
-        return [ReadPlan(timeline.observation_before(rows.reshape(-1)), {**flat, ACTION: action})]
+        return [ReadPlan(observations.observation_before(rows.reshape(-1)), {**flat, ACTION: action})]
 
 
-def _common(timeline: ObservationIndex, batch: Batch) -> None:
-    steps = timeline.index.steps
+def _common(observations: ObservationIndex, batch: Batch) -> None:
+    steps = observations.index.steps
     batch.phase[:] = steps.phase[batch.row]
     batch.policy_version[:] = steps.policy_version[batch.row]
 
 
-def _with_successor(timeline: ObservationIndex, places: Array, rows: Array) -> tuple[Array, Array]:
-    """Those of `places` whose episode goes on after their row, with a step that is stored with what followed it.
+def _with_successor(observations: ObservationIndex, places: Array, rows: Array) -> tuple[Array, Array]:
+    """The `places` whose episode continues after their row with a step that has a next observation.
 
     Returns them and the rows of those steps.
     """
-    steps, successor = timeline.index.steps, timeline.successor(rows)
+    steps, successor = observations.index.steps, observations.successor(rows)
     goes_on = (successor >= 0) & ~steps.terminated[rows] & ~steps.truncated[rows]
-    goes_on[goes_on] = timeline.observation_after(successor[goes_on]) >= 0
+    goes_on[goes_on] = observations.observation_after(successor[goes_on]) >= 0
     return places[goes_on], successor[goes_on]
 
 
-def _sequence_rows(timeline: ObservationIndex, rows: Array, mask: Array) -> Array:
-    """The rows from `rows` (n,) on, int64 (n, L); after the end the last one again. Fills `mask`, bool (n, L)."""
+def _sequence_rows(observations: ObservationIndex, rows: Array, mask: Array) -> Array:
+    """Row sequences from `rows` (n,), int64 (n, L), repeating the last row. Fills `mask`, bool (n, L)."""
     stretch = np.repeat(rows[:, None], mask.shape[1], axis=1)
     mask[:] = False
     mask[:, 0] = True
     going = np.arange(len(rows))
     for step in range(1, mask.shape[1]):
-        going, successor = _with_successor(timeline, going, stretch[going, step])
+        going, successor = _with_successor(observations, going, stretch[going, step])
         stretch[going, step:] = successor[:, None]
         mask[going, step] = True
     return stretch

@@ -1,4 +1,4 @@
-"""The replay buffer: everything that a store holds as decoded observations, hot where it fits and cold else."""
+"""The replay buffer: all observations of a store, from the hot cache or from disk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from user_sys.store.index import IndexChange
 from user_sys.store.store import StoreReader
 
 COLD_THREADS = 16
-VECTORS_SHARE = 0.25  # of the cache, where there are cameras; vectors take far less than frames
+VECTORS_SHARE = 0.25  # of the cache, with cameras; vectors are much smaller than frames
 
 ChangeListener = Callable[[ObservationIndex, IndexChange], None]
 
 
 class CacheReport(NamedTuple):
-    """How the cache did so far.
+    """Cache statistics.
 
     Attributes:
-        observations, cold: observations that were fetched; those of them that were not in the cache.
-        damaged: chunks and frames that could not be used.
-        cached: observations in the cache now (with their frames, where there are cameras).
-        pending: chunks that are still to come into it.
+        observations, misses: observations read so far; those of them that were not cached.
+        damaged: unusable chunks and frames.
+        cached: observations in the cache now (with their frames, if there are cameras).
+        pending: chunks still to be loaded into it.
     """
 
     observations: int
@@ -42,14 +42,14 @@ class CacheReport(NamedTuple):
 
 
 class ReplayBuffer:
-    """A store's experience for learners: follows it, keeps it hot, fetches observations wherever they are.
+    """A store's experience for learners: follows the store, caches it, and reads observations.
 
-    One thread refreshes and closes it; any number may fetch meanwhile. Memory: `cache_bytes`, and beside it 12 bytes a
-    chunk and, with cameras, 16 bytes an observation and camera; the index and the choosers come on top of that.
+    One thread refreshes and closes it; `read` is thread-safe. Memory: `cache_bytes`, 12 bytes per chunk and, with
+    cameras, 16 bytes per observation and camera, in addition to the index and the selectors.
 
     Attributes:
-        features: what an observation holds.
-        observation_index: the steps stored, as of the last refresh.
+        features: contents of an observation.
+        observation_index: the stored steps as of the last refresh.
     """
 
     def __init__(
@@ -62,37 +62,37 @@ class ReplayBuffer:
         fill_threads: int = 1,
         cold_threads: int = COLD_THREADS,
     ) -> None:
-        """Follows `reader`, which nobody else may refresh; closing it is the caller's.
+        """Follows `reader`, which no other object may refresh; the caller closes it.
 
         Args:
-            cache_bytes: memory of the hot cache, all of it allocated here.
-            where: what is worth caching: chunks none of whose steps meet it are read when they are drawn.
-            fill_threads, cold_threads: how many fill the cache, and read what it lacks.
+            cache_bytes: memory of the hot cache, allocated here.
+            step_filter: chunks without a matching step are not cached and are read when drawn.
+            fill_threads, cold_threads: threads that fill the cache, and that read misses.
 
         Raises:
-            ConfigError: the cache is too small for a few rows, or there are no threads.
+            ConfigError: the cache is too small for a few rows, or a number of threads is below 1.
         """
         if min(fill_threads, cold_threads) < 1:
-            raise ConfigError("a replay buffer needs a thread to fill the cache and one to read what it lacks")
-        self.features, self._reader, self._where = features, reader, step_filter
+            raise ConfigError("fill_threads and cold_threads must be at least 1")
+        self.features, self._reader, self._step_filter = features, reader, step_filter
         self.observation_index = ObservationIndex(reader.index)
         of_vectors = int(cache_bytes * VECTORS_SHARE) if features.cameras else cache_bytes
         self._vectors = HotCache.of_vectors(features, of_vectors)
         self._frames = HotCache.of_frames(features, cache_bytes - of_vectors) if features.cameras else None
-        self._cold = DiskReader(reader, self.observation_index, features, self._vectors, self._frames, cold_threads)
-        self._filler = CacheWarmer(self._load, fill_threads, most=self._rows.capacity)
+        self._disk = DiskReader(reader, self.observation_index, features, self._vectors, self._frames, cold_threads)
+        self._warmer = CacheWarmer(self._load, fill_threads, most=self._rows.capacity)
         self._listeners: list[ChangeListener] = []
         self._refreshed = False
         self._fetched = self._missed = 0
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
 
     @property
     def _rows(self) -> HotCache:
-        """The cache that decides what fits."""
+        """The cache that limits the number of observations."""
         return self._vectors if self._frames is None else self._frames
 
     def subscribe(self, listener: ChangeListener) -> None:
-        """Has `listener` told of each change, and of everything that is there already."""
+        """Calls `listener` with all current content, and then with each change."""
         index, nothing = self.observation_index.index, np.empty(0, np.int64)
         listener(
             self.observation_index,
@@ -101,64 +101,64 @@ class ReplayBuffer:
         self._listeners.append(listener)
 
     def refresh(self) -> IndexChange:
-        """Takes in what was stored since the last call; never waits.
+        """Adds new content of the store; never waits.
 
         Raises:
             StoreError: the store cannot be read.
         """
         change = self._reader.refresh()
         self.observation_index.extend()
-        self._cold.extend()
-        self._have_loaded(change)
+        self._disk.extend()
+        self._queue_new_chunks(change)
         for listener in self._listeners:
             listener(self.observation_index, change)
         return change
 
-    def _have_loaded(self, change: IndexChange) -> None:
+    def _queue_new_chunks(self, change: IndexChange) -> None:
         if len(change.rows):
-            wanted = self._where.matches(self.observation_index, change.rows.start)
-            chunks = np.unique(self.observation_index.index.steps.chunk[change.rows.start :][wanted])
-            self._filler.add(chunks, fresh=self._refreshed)
+            matching = self._step_filter.matches(self.observation_index, change.rows.start)
+            chunks = np.unique(self.observation_index.index.steps.chunk[change.rows.start :][matching])
+            self._warmer.add(chunks, fresh=self._refreshed)
         self._refreshed = True
 
     def _load(self, chunk: int, fresh: bool) -> bool:
         if not fresh and len(self._rows) >= self._rows.capacity:
             return False
-        return self._cold.load(chunk, fresh=fresh) > 0 or fresh
+        return self._disk.load(chunk, fresh=fresh) > 0 or fresh
 
-    def read(self, fetches: Sequence[ReadPlan]) -> list[Array]:
-        """Fills in observations; blocks for those that are cold. Any thread may call it.
+    def read(self, plans: Sequence[ReadPlan]) -> list[Array]:
+        """Reads observations; blocks for misses. Thread-safe.
 
-        Returns the places of each fetch that could not be read: damaged, dropped, or without the features wanted.
+        Returns the unreadable places of each plan: damaged, dropped, or without the features.
         """
         vectors, frames = [], []
-        for fetch in fetches:
-            pictures = {name: out for name, out in fetch.out.items() if name in self.features.cameras}
-            others = {name: out for name, out in fetch.out.items() if name not in pictures}
-            vectors.append(_copy(self._vectors, fetch.numbers, others))
-            frames.append(_copy(self._frames, fetch.numbers, pictures))
-        self._count(fetches, vectors, frames)
-        bad = [self._cold.vectors(each) if len(each.places) else each.places for each in vectors]
+        for plan in plans:
+            images = {name: out for name, out in plan.out.items() if name in self.features.cameras}
+            others = {name: out for name, out in plan.out.items() if name not in images}
+            vectors.append(_copy(self._vectors, plan.numbers, others))
+            frames.append(_copy(self._frames, plan.numbers, images))
+        self._count(plans, vectors, frames)
+        bad = [self._disk.vectors(each) if len(each.places) else each.places for each in vectors]
         if any(len(each.places) for each in frames):
-            bad = [np.union1d(*both) for both in zip(bad, self._cold.frames(frames), strict=True)]
+            bad = [np.union1d(*both) for both in zip(bad, self._disk.frames(frames), strict=True)]
         return bad
 
-    def _count(self, fetches: Sequence[ReadPlan], *missing: Sequence[CacheMiss]) -> None:
-        cold = 0
+    def _count(self, plans: Sequence[ReadPlan], *missing: Sequence[CacheMiss]) -> None:
+        misses = 0
         if any(len(each.places) for part in missing for each in part):
-            cold = sum(len(np.union1d(*(each.places for each in both))) for both in zip(*missing, strict=True))
-        with self._counting:
-            self._fetched += sum(len(fetch.numbers) for fetch in fetches)
-            self._missed += cold
+            misses = sum(len(np.union1d(*(each.places for each in both))) for both in zip(*missing, strict=True))
+        with self._count_lock:
+            self._fetched += sum(len(plan.numbers) for plan in plans)
+            self._missed += misses
 
     def report(self) -> CacheReport:
-        """How the cache did so far."""
-        return CacheReport(self._fetched, self._missed, self._cold.damaged, len(self._rows), self._filler.pending)
+        """Current cache statistics."""
+        return CacheReport(self._fetched, self._missed, self._disk.damaged, len(self._rows), self._warmer.pending)
 
     def close(self) -> None:
-        """Ends the threads. Calling it twice is harmless."""
-        self._filler.close()
-        self._cold.close()
+        """Stops the threads. Idempotent."""
+        self._warmer.close()
+        self._disk.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +168,6 @@ class ReplayBuffer:
 
 
 def _copy(cache: HotCache | None, numbers: Array, out: dict[str, Array]) -> CacheMiss:
-    """Copies what `cache` holds of the observations `numbers`; returns the others."""
+    """Copies the cached ones of the observations `numbers`; returns the misses."""
     places = np.flatnonzero(cache.copy(numbers, out)) if cache is not None and out else np.empty(0, np.int64)
     return CacheMiss(numbers[places], places, out)

@@ -1,18 +1,15 @@
-"""The hot cache: decoded observations in arrays that are allocated once.
+"""The hot cache of decoded observations, and the threads that fill it.
 
-It is set-associative: observation k may stand in any of the `WAYS` slots of set k mod sets, so that looking a batch up
-is a handful of numpy operations, the memory is fixed whatever the store's size, and a stretch of experience that fits
-is held whole.
+The cache is set-associative: observation k can be in any of the `WAYS` slots of set k mod sets. Lookup of a batch
+is a few numpy operations, memory is fixed for any size of store, and adjacent observations are cached together.
 
-What stays: new experience always gets in. For it the set gives up an empty slot, else one that was not drawn from since
-the hand last passed (second chance, as in the CLOCK algorithm), else the lowest. So rows that are drawn more often than
-others stay: demonstrations in half of each batch, high priorities, a window of recent experience. Under uniform draws
-every rule hits cache / store, so nothing is lost. A row that was read cold comes in on probation: it gives way first.
+Replacement: new experience always enters. It takes an empty slot, otherwise one that was not drawn since the last
+pass of the clock hand (second chance, as in CLOCK), otherwise the lowest. Rows that are drawn often therefore
+stay: demonstrations, high priorities, recent experience. With uniform draws every policy has the hit rate
+cache / store. A row that was read after a miss enters on probation and is replaced first.
 
-Threads: any number may look up and copy while any number fill. A slot is filled only after its tag was taken away and
-its stamp counted up; who copies checks the stamps again afterwards and treats what changed meanwhile as a miss.
-
-The threads that bring experience into the hot cache, before somebody asks for it.
+Threads: any number may look up, copy and fill. A slot is filled only after its tag was removed and its stamp
+incremented; a copying thread checks the stamps again and treats changed slots as misses.
 """
 
 from __future__ import annotations
@@ -31,19 +28,22 @@ from user_sys.errors import ConfigError, StoreError, WireError
 from user_sys.replay.batches import ObservationFeatures
 
 WAYS = 8
-FEW_HITS = 0.25  # below this share they are copied one by one
-EMPTY, BUSY = 0, -1  # tags; else an observation's number plus one
+FEW_HITS = 0.25  # below this hit rate, rows are copied one by one
+EMPTY, BUSY = 0, -1  # tags; other tags are an observation's number plus one
 SLOT_BYTES = 8 + 4 + 1  # tag, stamp, mark
+STOP_DEADLINE_S = 30.0
+NICENESS = 10  # added to the process's, so that a waiting learner runs first
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SlotClaim:
-    """Slots that the claimant alone may fill.
+    """Slots that only the claimant may fill.
 
     Attributes:
-        taken: which of the observations asked for are to be filled; the others are there already or find no room.
+        taken: which of the requested observations to fill; the others are cached already or have no slot.
         slots: their slots.
-        tags: what the slots will be known by.
+        tags: their tags after filling.
     """
 
     taken: Array
@@ -52,33 +52,35 @@ class SlotClaim:
 
 
 class HotCache:
-    """Rows of some columns for the observations that are drawn most. See the module.
+    """Rows of some columns for the most drawn observations. See the module.
 
     Attributes:
-        tables: name to (capacity, ...): fill only what was claimed.
-        capacity: rows that fit.
+        tables: name to (capacity, ...); fill claimed slots only.
+        capacity: number of rows.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], str]], budget_bytes: int) -> None:
-        """Takes `budget_bytes` of memory at most, tags and marks counted; untouched pages are not resident yet.
+        """Takes at most `budget_bytes` of memory with tags and marks; untouched pages are not resident yet.
 
         Args:
             shapes: column to the shape and dtype of a row.
 
         Raises:
-            ConfigError: the budget leaves no room for one set.
+            ConfigError: the budget is too small for one set.
         """
         row = SLOT_BYTES + sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
         self._sets = budget_bytes // (row * WAYS)
         if self._sets < 1:
-            raise ConfigError(f"a cache of {budget_bytes} bytes holds no {WAYS} rows of {row} bytes; give it more")
+            raise ConfigError(
+                f"a cache of {budget_bytes} bytes is too small for {WAYS} rows of {row} bytes; increase cache_bytes"
+            )
         self.capacity = self._sets * WAYS
         self.tables = {name: np.empty((self.capacity, *shape), dtype) for name, (shape, dtype) in shapes.items()}
         self._tags = np.zeros((WAYS, self._sets), np.int64)
-        self._marks = np.zeros((WAYS, self._sets), np.uint8)  # 1: drawn from, or new, since the hand last passed
+        self._marks = np.zeros((WAYS, self._sets), np.uint8)  # 1: drawn, or new, since the last pass of the clock hand
         self._stamps = np.zeros(self.capacity, np.uint32)
         self._held = 0
-        self._lock = threading.Lock()  # tags, marks and stamps while they change
+        self._lock = threading.Lock()  # guards changes of tags, marks and stamps
 
     @classmethod
     def of_vectors(cls, features: ObservationFeatures, budget_bytes: int) -> HotCache:
@@ -93,13 +95,13 @@ class HotCache:
         return cls(_rows(features.frame_tables(1)), budget_bytes)
 
     def __len__(self) -> int:
-        """How many observations it holds."""
+        """Number of cached observations."""
         return self._held
 
     def copy(self, numbers: Array, out: Mapping[str, Array]) -> Array:
         """Copies the rows of observations `numbers`, int64 (n,), into the arrays of `out`, each (n, ...).
 
-        Returns bool (n,): the misses, whose places in `out` hold anything.
+        Returns the misses, bool (n,); their places in `out` are undefined.
         """
         sets, tags = numbers % self._sets, numbers + 1
         held = self._tags[:, sets] == tags
@@ -121,12 +123,12 @@ class HotCache:
 
     @contextmanager
     def filling(self, numbers: Array, *, fresh: bool, only_empty: bool = False) -> Iterator[SlotClaim]:
-        """Claims slots for those of `numbers` that are not there; the block fills them.
+        """Claims slots for uncached `numbers`; the body fills them.
 
-        When the block ends well they can be found; when it raises they are empty.
+        They become visible when the body ends normally, and empty when it raises.
 
         Args:
-            fresh: new experience; else on probation.
+            fresh: new experience; otherwise on probation.
             only_empty: displace nothing.
         """
         claim = self._claim(np.asarray(numbers, np.int64), only_empty)
@@ -143,13 +145,13 @@ class HotCache:
     def _claim(self, numbers: Array, only_empty: bool) -> SlotClaim:
         sets, tags = numbers % self._sets, numbers + 1
         taken = np.zeros(len(numbers), bool)
-        taken[np.unique(sets, return_index=True)[1]] = True  # one of each set, or two would get the same slot
+        taken[np.unique(sets, return_index=True)[1]] = True  # one per set, otherwise two would get the same slot
         with self._lock:
-            here, marks = self._tags[:, sets], self._marks[:, sets]
-            cost = np.where(here == BUSY, 3, np.where(here == EMPTY, 0, 1 + marks))
+            tags_here, marks = self._tags[:, sets], self._marks[:, sets]
+            cost = np.where(tags_here == BUSY, 3, np.where(tags_here == EMPTY, 0, 1 + marks))
             way = cost.argmin(0)
             cost = cost[way, np.arange(len(numbers))]
-            taken &= ~(here == tags).any(0) & (cost <= (0 if only_empty else 2))
+            taken &= ~(tags_here == tags).any(0) & (cost <= (0 if only_empty else 2))
             self._marks[:, sets[taken & (cost == 2)]] = 0
             slots = (way * self._sets + sets)[taken]
             self._tags.reshape(-1)[slots] = BUSY
@@ -162,27 +164,22 @@ def _rows(tables: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], str]]
     return {name: (table.shape[1:], table.dtype.name) for name, table in tables.items()}
 
 
-STOP_DEADLINE_S = 30.0
-NICENESS = 10  # of the threads, beside the process's: a learner that waits for a batch goes first
-
 LoadChunk = Callable[[int, bool], bool]
-"""Loads the chunk of a row; True says that it is new experience. Returns whether there may be room for more old ones.
+"""Loads the chunk of a row; True marks new experience. Returns whether the cache may have room for older chunks.
 
-Raises StoreError, WireError: it cannot be used; what loads counts it.
+Raises StoreError, WireError: the chunk is unusable; the loader counts it.
 """
-
-_logger = logging.getLogger(__name__)
 
 
 class CacheWarmer:
-    """Loads chunks in the background: new experience first, then what was there before, the newest of it first.
+    """Loads chunks into the cache in the background: new experience first, then older chunks, newest first.
 
-    At most `most` chunks wait; the oldest are forgotten, they are read when they are drawn.
+    At most `most` chunks wait; older ones are dropped and read when drawn.
     """
 
     def __init__(self, load: LoadChunk, threads: int, most: int) -> None:
         self._load, self._most = load, most
-        self._new, self._old = np.empty(0, np.int32), np.empty(0, np.int32)  # the newest last
+        self._new, self._old = np.empty(0, np.int32), np.empty(0, np.int32)  # newest last
         self._busy = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -194,12 +191,12 @@ class CacheWarmer:
 
     @property
     def pending(self) -> int:
-        """Chunks that are still to be loaded, those in work included."""
+        """Chunks still to be loaded, with those in progress."""
         with self._changed:
             return len(self._new) + len(self._old) + self._busy
 
     def add(self, chunks: Array, fresh: bool) -> None:
-        """Has the chunks of these rows loaded, in order of storage; returns at once."""
+        """Queues the chunks of these rows, in storage order; returns at once."""
         with self._changed:
             if fresh:
                 self._new = np.append(self._new, chunks)[-self._most :]
@@ -208,7 +205,7 @@ class CacheWarmer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads and waits for the chunk that each is at, at most `STOP_DEADLINE_S`."""
+        """Stops the threads and waits at most `STOP_DEADLINE_S` for their current chunks."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -216,7 +213,7 @@ class CacheWarmer:
             thread.join(STOP_DEADLINE_S)
 
     def _run(self) -> None:
-        os.nice(NICENESS)  # Linux: of this thread alone
+        os.nice(NICENESS)  # on Linux, only this thread
         while (task := self._next()) is not None:
             room = True
             try:

@@ -1,10 +1,8 @@
-"""A chunk whose record was verified, as the rows that the learner wants.
+"""Reads observations from the store, for cache misses and for filling the cache.
 
-Observations read from the store: what the hot cache does not hold, and what it is to hold.
-
-Nothing comes out unverified. A chunk's record is verified as a whole when it is first touched; what is remembered of it
-then is where each frame lies and its CRC32C (16 bytes for each observation and camera), and the CRC32C of its vectors
-(8 bytes for each chunk). Later reads touch only the bytes that they want and check just those.
+All bytes are verified. A chunk's record is verified as a whole when it is first read; the location and CRC-32C of
+each frame (16 bytes per observation and camera) and the CRC-32C of its vectors (8 bytes per chunk) are kept. Later
+reads touch and verify only the bytes that they need.
 """
 
 from __future__ import annotations
@@ -21,23 +19,32 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from crc32c import crc32c
 
+from hal.spec import ACTION
 from user_sys.codec import Array, ArrayEntry, checksum, jpeg_size
 from user_sys.episode import APPLIED_ACTION, FINAL_PREFIX, LENGTH_SUFFIX, PackedChunk
 from user_sys.errors import StoreCorrupt, StoreError, WireError
-from user_sys.replay.batches import ACTION, ObservationFeatures, ObservationIndex
+from user_sys.replay.batches import ObservationFeatures, ObservationIndex
 from user_sys.replay.cache import HotCache
 from user_sys.store.store import StoreReader
 
 FRAME_DTYPE = np.dtype([("chunk", "i4"), ("start", "u4"), ("bytes", "i4"), ("crc", "u4")])
-"""Where a frame lies: the row of its chunk, its first byte in that chunk's record, how many there are (below 0: raw
-pixels; 0: there is no frame) and their CRC32C."""
+"""Location of a frame: row of its chunk, first byte in the chunk's record, number of bytes (negative for raw pixels, 0
+for no frame), CRC-32C."""
+UNREAD, READ, BAD = 0, 1, 2  # states of a chunk
+ADMIT_ONE_IN = 8  # with a full cache, one in so many missed frames is cached; caching all would not help
+MAX_RUN = 256  # frames per read
+CORES = os.cpu_count() or 1
+UNUSABLE_ERRORS = (StoreError, WireError)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_logger = logging.getLogger(__name__)
 
 
 class VerifiedChunk:
-    """The rows of one chunk: its T steps, then its final observation where it has one."""
+    """The rows of one verified chunk: its T steps, then its final observation if it has one."""
 
     def __init__(self, chunk: PackedChunk, features: ObservationFeatures) -> None:
-        """Raises WireError: the chunk lacks a feature or has it in another shape or dtype."""
+        """Raises WireError: a feature is missing or has another shape or dtype."""
         self._packet, self._features = chunk.packet, features
         self.steps = chunk.header.steps
         self.count = self.steps + (chunk.header.end is not None)
@@ -54,14 +61,14 @@ class VerifiedChunk:
             raise WireError(f"{name!r} is absent or not float32 of shape {shape}")
 
     def require_finite(self) -> None:
-        """Raises WireError: something is no finite number; one such step would spoil all that was learned."""
+        """Raises WireError: a value is not finite; training on one such step would spoil the networks."""
         for name in (*self._features.vectors, APPLIED_ACTION):
             for place in filter(None, map(self._places.get, (name, FINAL_PREFIX + name))):
                 if not np.isfinite(self._packet.array(place)).all():
                     raise WireError(f"{place.name!r} holds values that are not finite")
 
     def vectors(self) -> dict[str, Array]:
-        """Observation vectors and the applied action, float32 (count, d); the final observation's action is zero."""
+        """Observation vectors and the applied action, float32 (count, d); zero action at the final observation."""
         tables = self._features.vector_tables(self.count)
         for name, table in tables.items():
             table[: self.steps] = self._array(APPLIED_ACTION if name == ACTION else name)
@@ -73,14 +80,13 @@ class VerifiedChunk:
         return self._packet.array(self._places[name])
 
     def frames(self, camera: str, chunk: int, before: Callable[[], Array]) -> Array:
-        """`FRAME_DTYPE` (count,): the frame that each row shows; a row without a new one shows that of the row before
-        it.
+        """`FRAME_DTYPE` (count,): the frame that each row shows; a row without a new frame shows the previous row's.
 
-        Frames that are no JPEG file of the camera's size, nor raw pixels of it, count as absent.
+        Frames that are neither a JPEG file nor raw pixels of the camera's size count as absent.
 
         Args:
             chunk: the row of this chunk.
-            before: gives `FRAME_DTYPE` (), what the row before this chunk shows; asked where that still stands.
+            before: returns `FRAME_DTYPE` (), the frame of the row before this chunk; called if the first row has none.
 
         Raises:
             WireError: the chunk has no such camera.
@@ -108,7 +114,7 @@ class VerifiedChunk:
         return found
 
     def _describe(self, frames: Array, place: ArrayEntry, camera: str) -> None:
-        """Fills in checksums; frames that cannot be shown become absent, raw ones are marked as such."""
+        """Fills in checksums; marks undecodable frames as absent and raw ones as raw."""
         shape = self._features.cameras[camera]
         raw = len(place.shape) >= len(shape)
         for at in np.flatnonzero(frames["bytes"]):
@@ -126,19 +132,8 @@ def _jpeg_shape(view: memoryview) -> tuple[int, int, int] | None:
         return None
 
 
-UNREAD, READ, BAD = 0, 1, 2  # what is known of a chunk
-ADMIT_ONE_IN = 8  # where the cache is full, one frame in so many that were read cold: copying each would gain nothing
-MAX_RUN = 256  # frames of one read
-CORES = os.cpu_count() or 1
-UNUSABLE_ERRORS = (StoreError, WireError)
-
-_logger = logging.getLogger(__name__)
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
 class CacheMiss(NamedTuple):
-    """Observations of one fetch that the cache does not hold, int64 (n,) each, to be read into ``out[...][places]``."""
+    """Uncached observations of one read, int64 (n,) each, to be read into ``out[...][places]``."""
 
     numbers: Array
     places: Array
@@ -146,114 +141,118 @@ class CacheMiss(NamedTuple):
 
 
 class DiskReader:
-    """See the module. `extend` is called by the thread that refreshes the reader; the rest by any.
+    """See the module. The thread that refreshes the store reader calls `extend`; the other methods are thread-safe.
 
     Attributes:
-        damaged: chunks and frames that could not be used so far.
+        damaged: unusable chunks and frames so far.
     """
 
     def __init__(
         self,
         reader: StoreReader,
-        timeline: ObservationIndex,
+        observations: ObservationIndex,
         features: ObservationFeatures,
         vectors: HotCache,
         frames: HotCache | None,
         threads: int,
     ) -> None:
-        """Reads with `threads` threads of its own into and beside the two caches; `frames` is None without cameras."""
-        self._reader, self._timeline, self._features = reader, timeline, features
+        """Reads with its own `threads` threads into and past the two caches; `frames` is None without cameras."""
+        self._reader, self._observations, self._features = reader, observations, features
         self._vectors, self._frames = vectors, frames
-        self._known = np.zeros(1024, np.uint8)
-        self._sums = np.zeros(1024, np.uint32)  # CRC32C of a chunk's vectors
-        self._shown = {name: np.zeros(1024, FRAME_DTYPE) for name in features.cameras}
+        self._states = np.zeros(1024, np.uint8)
+        self._vector_checksums = np.zeros(1024, np.uint32)  # CRC32C of a chunk's vectors
+        self._frame_table = {name: np.zeros(1024, FRAME_DTYPE) for name in features.cameras}
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="replay-cold")
-        self._turn = 0
-        self._lock = threading.Lock()  # what is known of chunks while it changes, and the count of damage
+        self._admit_phase = 0
+        self._lock = threading.Lock()  # guards the chunk tables and the count of damage
         self.damaged = 0
 
     def extend(self) -> None:
-        """Makes room for what is new in the timeline."""
-        chunks, observations = len(self._timeline.index.chunks), self._timeline.observation_count
+        """Allocates room for new chunks and observations."""
+        chunks, count = len(self._observations.index.chunks), self._observations.observation_count
         with self._lock:
-            self._known, self._sums = _grown(self._known, chunks), _grown(self._sums, chunks)
-            self._shown = {name: _grown(table, observations) for name, table in self._shown.items()}
+            self._states, self._vector_checksums = _grown(self._states, chunks), _grown(self._vector_checksums, chunks)
+            self._frame_table = {name: _grown(table, count) for name, table in self._frame_table.items()}
 
     def close(self) -> None:
-        """Ends the threads; what they are at is done first."""
+        """Stops the threads after their current work."""
         self._pool.shutdown(cancel_futures=True)
 
     # Whole chunks
 
     def load(self, chunk: int, *, fresh: bool) -> int:
-        """Brings a chunk's observations into the caches; what is not fresh displaces nothing.
+        """Loads a chunk's observations into the caches; old experience displaces nothing.
 
-        Returns how many found a place (with their frames, where there are cameras).
+        Returns the number of cached observations (with frames, if there are cameras).
 
         Raises:
-            StoreError, WireError: it cannot be used.
+            StoreError, WireError: the chunk is unusable.
         """
-        rows, span = self._learn(chunk), self._timeline.observation_range(chunk)
+        rows, span = self._verify_chunk(chunk), self._observations.observation_range(chunk)
         numbers = np.arange(span.start, span.stop)
-        kept = self._keep_vectors(rows.vectors(), numbers, fresh, only_empty=not fresh)
+        kept = self._cache_vectors(rows.vectors(), numbers, fresh, only_empty=not fresh)
         if self._frames is None:
             return kept
-        numbers = numbers[np.all([self._shown[name][numbers]["bytes"] != 0 for name in self._shown], axis=0)]
+        numbers = numbers[
+            np.all([self._frame_table[name][numbers]["bytes"] != 0 for name in self._frame_table], axis=0)
+        ]
         with self._frames.filling(numbers, fresh=fresh, only_empty=not fresh) as claim:
             for name, table in self._frames.tables.items():
-                shown = self._shown[name][numbers[claim.taken]]
+                shown = self._frame_table[name][numbers[claim.taken]]
                 outs, runs = [table[slot] for slot in claim.slots.tolist()], _runs(shown, np.arange(len(shown)))
                 if self._read_runs(name, shown, outs, runs):
                     raise StoreCorrupt(f"a frame of {name} in chunk {chunk} does not decode")
         return len(claim.slots)
 
-    def _keep_vectors(self, rows: dict[str, Array], numbers: Array, fresh: bool, only_empty: bool = False) -> int:
+    def _cache_vectors(self, rows: dict[str, Array], numbers: Array, fresh: bool, only_empty: bool = False) -> int:
         with self._vectors.filling(numbers, fresh=fresh, only_empty=only_empty) as claim:
             for name, table in self._vectors.tables.items():
                 table[claim.slots] = rows[name][claim.taken]
         return len(claim.slots)
 
-    def _learn(self, chunk: int) -> VerifiedChunk:
-        """Verifies a chunk as a whole and remembers what later reads check against. Raises as `load`."""
-        if self._known[chunk] == BAD:
-            raise StoreCorrupt(f"chunk {chunk} could not be used before")
+    def _verify_chunk(self, chunk: int) -> VerifiedChunk:
+        """Verifies a chunk and records its checksums and frame locations. Raises as `load`."""
+        if self._states[chunk] == BAD:
+            raise StoreCorrupt(f"chunk {chunk} was unusable before")
         try:
             rows = VerifiedChunk(self._reader.read_packed(chunk), self._features)
             rows.require_finite()
-            shown = {name: rows.frames(name, chunk, partial(self._before, name, chunk)) for name in self._shown}
+            shown = {
+                name: rows.frames(name, chunk, partial(self._previous_frame, name, chunk)) for name in self._frame_table
+            }
         except UNUSABLE_ERRORS as error:
-            self._note(chunk, BAD, 0, {})
+            self._set_state(chunk, BAD, 0, {})
             self._count_damage(f"chunk {chunk}", error)
             raise
-        self._note(chunk, READ, _checksum(rows.vectors()), shown)
+        self._set_state(chunk, READ, _checksum(rows.vectors()), shown)
         return rows
 
-    def _note(self, chunk: int, known: int, checksum: int, shown: Mapping[str, Array]) -> None:
-        """Remembers what was found of a chunk: all of it, though the tables may be growing meanwhile."""
-        span = self._timeline.observation_range(chunk)
+    def _set_state(self, chunk: int, known: int, checksum: int, shown: Mapping[str, Array]) -> None:
+        """Records the results for a chunk under the lock, because the tables may be growing."""
+        span = self._observations.observation_range(chunk)
         with self._lock:
             for name, frames in shown.items():
-                self._shown[name][span.start : span.stop] = frames
-            self._sums[chunk] = checksum
-            self._known[chunk] = known
+                self._frame_table[name][span.start : span.stop] = frames
+            self._vector_checksums[chunk] = checksum
+            self._states[chunk] = known
 
-    def _before(self, camera: str, chunk: int) -> Array:
-        """What the camera showed just before a chunk, `FRAME` (); it is absent where the chunk before is unusable."""
+    def _previous_frame(self, camera: str, chunk: int) -> Array:
+        """The frame shown just before a chunk, `FRAME_DTYPE` (); absent if the previous chunk is unusable."""
         unread = []
         earlier = before = self._preceding(chunk)
-        while earlier is not None and self._known[earlier] == UNREAD:
+        while earlier is not None and self._states[earlier] == UNREAD:
             unread.append(earlier)
             earlier = self._preceding(earlier)
-        for each in reversed(unread):  # the first one first: an episode may have more chunks than calls can be nested
-            self._try_learn(each)
+        for each in reversed(unread):  # iterative, because an episode may have more chunks than the recursion limit
+            self._try_verify_chunk(each)
         if before is None:
             return np.zeros((), FRAME_DTYPE)
-        return self._shown[camera][self._timeline.observation_range(before).stop - 1]  # type: ignore[no-any-return]
+        return self._frame_table[camera][self._observations.observation_range(before).stop - 1]  # type: ignore[no-any-return]
 
     def _preceding(self, chunk: int) -> int | None:
-        """The chunk that this one continues, if it is stored."""
-        found = np.flatnonzero(self._timeline.index.chunks.next_chunk == chunk)
+        """The previous chunk of the episode, if stored."""
+        found = np.flatnonzero(self._observations.index.chunks.next_chunk == chunk)
         return int(found[0]) if len(found) else None
 
     def _count_damage(self, what: str, error: Exception) -> None:
@@ -264,80 +263,80 @@ class DiskReader:
     # Single rows
 
     def vectors(self, missing: CacheMiss) -> Array:
-        """Reads vectors of observations; returns the places that could not be read."""
+        """Reads vectors of observations; returns the unreadable places."""
         numbers, places, out = missing
-        chunk, step = self._timeline.locate(numbers)
+        chunk, step = self._observations.locate(numbers)
         groups = _groups(chunk)
 
         def read(group: Array) -> bool:
             try:
                 number = int(chunk[group[0]])
                 rows = self._vectors_of(number)
-                span = self._timeline.observation_range(number)
-                self._keep_vectors(rows, np.arange(span.start, span.stop), fresh=False)
+                span = self._observations.observation_range(number)
+                self._cache_vectors(rows, np.arange(span.start, span.stop), fresh=False)
             except UNUSABLE_ERRORS:
                 return False
             for name, target in out.items():
                 target[places[group]] = rows[name][step[group]]
             return True
 
-        done = self._each(read, groups)
+        done = self._map(read, groups)
         bad = [places[group] for group, sound in zip(groups, done, strict=True) if not sound]
         return np.concatenate(bad) if bad else places[:0]
 
     def _vectors_of(self, chunk: int) -> dict[str, Array]:
-        """A chunk's vectors, verified. Raises as `load`."""
-        if self._known[chunk] != READ:
-            return self._learn(chunk).vectors()
+        """A chunk's verified vectors. Raises as `load`."""
+        if self._states[chunk] != READ:
+            return self._verify_chunk(chunk).vectors()
         rows = VerifiedChunk(self._reader.read_packed(chunk, verify=False), self._features).vectors()
-        if _checksum(rows) != self._sums[chunk]:
-            self._known[chunk] = BAD
-            error = StoreCorrupt(f"the vectors of chunk {chunk} are no longer what was stored")
+        if _checksum(rows) != self._vector_checksums[chunk]:
+            self._states[chunk] = BAD
+            error = StoreCorrupt(f"the vectors of chunk {chunk} have changed since they were stored")
             self._count_damage(f"chunk {chunk}", error)
             raise error
         return rows
 
     def frames(self, missing: Sequence[CacheMiss]) -> list[Array]:
-        """Reads frames of all cameras, of several fetches at once: those that lie side by side are one read.
+        """Reads frames of all cameras for several misses; adjacent frames are one read.
 
-        Returns for each fetch the places that could not be read.
+        Returns the unreadable places of each miss.
         """
         numbers = np.concatenate([each.numbers for each in missing])
-        chunk = self._timeline.locate(numbers).chunk
-        self._each(self._try_learn, [int(c) for c in np.unique(chunk[self._known[chunk] == UNREAD])])
-        bad = self._known[chunk] != READ
-        for name, table in self._shown.items():
+        chunk = self._observations.locate(numbers).chunk
+        self._map(self._try_verify_chunk, [int(c) for c in np.unique(chunk[self._states[chunk] == UNREAD])])
+        bad = self._states[chunk] != READ
+        for name, table in self._frame_table.items():
             sound = np.flatnonzero(~bad)
             shown = table[numbers[sound]]
             outs = [each.out[name][place] for each in missing for place in each.places.tolist()]
             bad[sound[self._read_frames(name, shown, [outs[at] for at in sound.tolist()])]] = True
         found = []
         for each, lost in zip(missing, np.split(bad, np.cumsum([len(each.places) for each in missing])), strict=False):
-            self._admit(each.numbers[~lost], each.places[~lost], each.out)
+            self._cache_frames(each.numbers[~lost], each.places[~lost], each.out)
             found.append(each.places[lost])
         return found
 
-    def _try_learn(self, chunk: int) -> None:
+    def _try_verify_chunk(self, chunk: int) -> None:
         try:
-            self._learn(chunk)
+            self._verify_chunk(chunk)
         except UNUSABLE_ERRORS:
             _logger.debug("replay.unusable chunk %d, counted", chunk)
 
     def _read_frames(self, camera: str, frames: Array, outs: Sequence[Array]) -> list[int]:
-        """Reads each of `frames`, `FRAME` (n,), into its array of `outs`; returns which of them could not be read.
+        """Reads each of `frames`, `FRAME_DTYPE` (n,), into its array of `outs`; returns the unreadable ones.
 
-        Raw frames that are in memory are copied here, since handing them to a thread takes longer; meanwhile the disk
-        reads the others. No more threads wait or decode than there are cores: more get in each other's way.
+        Raw frames in the page cache are copied here, because a thread switch takes longer; the disk reads the others
+        meanwhile. At most one thread per core waits or decodes.
         """
         runs = _runs(frames, np.lexsort((frames["start"], frames["chunk"])))
         failed: list[int] = []
         if not (frames["bytes"] > 0).any():
-            here = [self._read_run(camera, frames, outs, run, wait=False) for run in runs]
-            failed = [at for bad in here for at in bad or ()]
-            runs = [run for run, bad in zip(runs, here, strict=True) if bad is None]
+            results = [self._read_run(camera, frames, outs, run, wait=False) for run in runs]
+            failed = [at for bad in results for at in bad or ()]
+            runs = [run for run, bad in zip(runs, results, strict=True) if bad is None]
         ways = min(self._threads, CORES)
         parts = [part for part in (runs[n::ways] for n in range(ways)) if part]
-        return sum(self._each(lambda part: self._read_runs(camera, frames, outs, part), parts), failed)
+        return sum(self._map(lambda part: self._read_runs(camera, frames, outs, part), parts), failed)
 
     def _read_runs(self, camera: str, frames: Array, outs: Sequence[Array], runs: Sequence[list[int]]) -> list[int]:
         """As `_read_frames`, one run after the other."""
@@ -346,11 +345,11 @@ class DiskReader:
     def _read_run(
         self, camera: str, frames: Array, outs: Sequence[Array], run: list[int], *, wait: bool = True
     ) -> list[int] | None:
-        """As `_read_frames`, for those at the places `run`, which lie side by side.
+        """As `_read_frames`, for the adjacent frames at the places `run`.
 
-        What could not be read holds anything. None where that would mean to wait for the disk and `wait` is false.
+        Unreadable outputs are undefined. Returns None if the read would block and `wait` is false.
         """
-        import simplejpeg  # here, because a learner of states alone needs no codec
+        import simplejpeg  # lazy: learners without cameras need no codec
 
         records = frames[run].tolist()
         chunk, start = records[0][:2]
@@ -368,7 +367,7 @@ class DiskReader:
         for at, (_, start, size, crc), body in zip(run, records, found, strict=True):
             try:
                 if not size or checksum(body) != crc:
-                    raise StoreCorrupt("the frame is absent or no longer what was stored")
+                    raise StoreCorrupt("the frame is absent or has changed since it was stored")
                 if size > 0:
                     simplejpeg.decode_jpeg(body, buffer=outs[at])
             except (StoreCorrupt, ValueError) as error:
@@ -376,14 +375,14 @@ class DiskReader:
                 failed.append(at)
         return failed
 
-    def _admit(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
-        """Puts frames just read into the cache: all while it has room, then some."""
+    def _cache_frames(self, numbers: Array, places: Array, out: dict[str, Array]) -> None:
+        """Adds frames just read to the cache: all while it has room, then one in `ADMIT_ONE_IN`."""
         if self._frames is None:
             return
         only_empty = len(self._frames) < self._frames.capacity
         if not only_empty:
-            self._turn = (self._turn + 1) % ADMIT_ONE_IN
-            numbers, places = numbers[self._turn :: ADMIT_ONE_IN], places[self._turn :: ADMIT_ONE_IN]
+            self._admit_phase = (self._admit_phase + 1) % ADMIT_ONE_IN
+            numbers, places = numbers[self._admit_phase :: ADMIT_ONE_IN], places[self._admit_phase :: ADMIT_ONE_IN]
         if not len(places):
             return
         with self._frames.filling(numbers, fresh=False, only_empty=only_empty) as claim:
@@ -391,13 +390,13 @@ class DiskReader:
                 for slot, place in zip(claim.slots.tolist(), places[claim.taken].tolist(), strict=True):
                     table[slot] = out[name][place]
 
-    def _each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """`work` done on each of `items` by the pool; one alone is done here."""
+    def _map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """Applies `work` to `items` in the pool; a single item in this thread."""
         return [work(item) for item in items] if len(items) < 2 else list(self._pool.map(work, items))
 
 
 def _grown(table: Array, rows: int) -> Array:
-    """`table`, or a longer one that starts with it, zero behind."""
+    """`table`, or a longer zero-padded copy."""
     if rows <= len(table):
         return table
     grown = np.zeros(max(rows, 2 * len(table)), table.dtype)
@@ -406,13 +405,13 @@ def _grown(table: Array, rows: int) -> Array:
 
 
 def _groups(keys: Array) -> list[Array]:
-    """The places of equal `keys`, one array for each key."""
+    """The places of equal `keys`, one array per key."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def _runs(frames: Array, order: Array) -> list[list[int]]:
-    """The places of `frames`, `FRAME` (n,), in `order`: those that follow one another in one record without a gap."""
+    """The places of `frames` (`FRAME_DTYPE` (n,)) in `order`, grouped into runs without gaps in one record."""
     frames = frames[order]
     stops = frames["start"].astype(np.int64) + np.abs(frames["bytes"])
     joined = (frames["chunk"][1:] == frames["chunk"][:-1]) & (frames["start"][1:] == stops[:-1])

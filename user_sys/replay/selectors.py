@@ -1,8 +1,7 @@
-"""Which steps are wanted: conditions, and the rows that meet them.
+"""Selectors: which steps a batch starts at.
 
-Which steps a batch starts at. Choosers are small and are put together: filters within them, mixes over them.
-
-Batches put together from several choosers.
+Selectors combine: step filters restrict them, mixtures join them. Prioritized and task-balanced selection have
+modules of their own.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from user_sys.store.index import EpisodeTable, IndexChange, StringTable
 
 T = TypeVar("T")
 INTERVENTION_PHASES = frozenset({Phase.TELEOP, Phase.CORRECTION})
+SelectorState = dict[str, Array]
 
 
 @dataclass(frozen=True)
 class StepFilter:
-    """Steps that meet every condition given; None means any. Several are joined by ``|``.
+    """Steps that meet every given condition; None means any. Filters join with ``|``.
 
     Attributes:
-        robots, embodiments, tasks, sources, success: of the episode, labels counted in.
-        phases: of the step, labels counted in.
-        max_age_s: captured at most so many seconds before the newest step stored.
-        max_age_versions: acted by weights at most so many versions older than the newest that acted in `embodiments`;
-            steps that no weights acted do not meet it.
+        robots, embodiments, tasks, sources, success: of the episode, with labels applied.
+        phases: of the step, with labels applied.
+        max_age_s: captured at most so many seconds before the newest stored step.
+        max_age_versions: acted by a policy at most so many versions older than the newest one in `embodiments`. Steps
+            that no policy acted do not match.
     """
 
     robots: frozenset[str] | None = None
@@ -51,36 +51,36 @@ class StepFilter:
 
     @property
     def has_age_limit(self) -> bool:
-        """Whether steps that met it may cease to do so as others come."""
+        """Whether matching steps may cease to match as new ones arrive."""
         return self.max_age_s is not None or self.max_age_versions is not None
 
     def narrowed(
         self, sources: frozenset[EpisodeSource] | None = None, phases: frozenset[Phase] | None = None
     ) -> StepFilter:
-        """Of the steps that meet it those that are of `sources` and `phases` too; None says nothing."""
+        """The intersection with `sources` and `phases`; None does not restrict."""
         return replace(self, sources=_both(self.sources, sources), phases=_both(self.phases, phases))
 
-    def matches(self, timeline: ObservationIndex, low: int) -> Array:
-        """Which of the rows from `low` on meet it, bool."""
-        steps, chunks = timeline.index.steps, timeline.index.chunks
+    def matches(self, observations: ObservationIndex, low: int) -> Array:
+        """Which of the rows from `low` on match, bool."""
+        steps, chunks = observations.index.steps, observations.index.chunks
         chunk = steps.chunk[low:]
         if not len(chunk):
             return np.empty(0, bool)
         first = int(chunk[0])
-        by_chunk = self._episodes(timeline.index.episodes)[chunks.episode[first:]]
+        by_chunk = self._episodes(observations.index.episodes)[chunks.episode[first:]]
         fits: Array = by_chunk[chunk - first] & steps.alive[low:]
         if self.phases is not None:
             fits &= np.isin(steps.phase[low:], [int(phase) for phase in self.phases])
         if self.max_age_s is not None:
             fits &= steps.time_unix_ns[low:] >= steps.time_unix_ns.max() - round(self.max_age_s * 1e9)
         if self.max_age_versions is not None:
-            newest = self._newest_version(timeline)
+            newest = self._newest_version(observations)
             fits &= steps.policy_version[low:] >= max(newest - self.max_age_versions, 0)
         return fits
 
-    def _newest_version(self, timeline: ObservationIndex) -> int:
-        """Each embodiment has a learner of its own, which counts its versions for itself."""
-        steps, chunks, episodes = timeline.index.steps, timeline.index.chunks, timeline.index.episodes
+    def _newest_version(self, observations: ObservationIndex) -> int:
+        """The newest version of these embodiments; each learner numbers its own versions."""
+        steps, chunks, episodes = observations.index.steps, observations.index.chunks, observations.index.episodes
         if self.embodiments is None:
             return int(steps.policy_version.max())
         of_kin = np.isin(episodes.embodiment, _codes(episodes.embodiments, self.embodiments))
@@ -88,14 +88,14 @@ class StepFilter:
 
     def _episodes(self, episodes: EpisodeTable) -> Array:
         fits = np.ones(len(episodes), bool)
-        for names, wanted, codes in (
+        for names, allowed, codes in (
             (episodes.robots, self.robots, episodes.robot),
             (episodes.embodiments, self.embodiments, episodes.embodiment),
             (episodes.tasks, self.tasks, episodes.task),
             (episodes.sources, self.sources, episodes.source),
         ):
-            if wanted is not None:
-                fits &= np.isin(codes, _codes(names, wanted))
+            if allowed is not None:
+                fits &= np.isin(codes, _codes(names, allowed))
         if self.success is not None:
             fits &= episodes.success == int(self.success)
         return fits
@@ -103,7 +103,7 @@ class StepFilter:
 
 @dataclass(frozen=True)
 class StepFilterUnion:
-    """Steps that meet at least one of `parts`."""
+    """Steps that match at least one of `parts`."""
 
     parts: tuple[StepFilter, ...]
 
@@ -112,12 +112,12 @@ class StepFilterUnion:
 
     @property
     def has_age_limit(self) -> bool:
-        """As `StepFilter.aged`."""
+        """As `StepFilter.has_age_limit`."""
         return any(part.has_age_limit for part in self.parts)
 
-    def matches(self, timeline: ObservationIndex, low: int) -> Array:
-        """As `StepFilter.fits`."""
-        met: Array = np.any([part.matches(timeline, low) for part in self.parts], axis=0)
+    def matches(self, observations: ObservationIndex, low: int) -> Array:
+        """As `StepFilter.matches`."""
+        met: Array = np.any([part.matches(observations, low) for part in self.parts], axis=0)
         return met
 
 
@@ -128,22 +128,22 @@ def _both(one: frozenset[T] | None, other: frozenset[T] | None) -> frozenset[T] 
     return other if one is None else one if other is None else one & other
 
 
-def _codes(names: StringTable, wanted: Iterable[str]) -> list[int]:
-    return [names.find(str(name)) for name in wanted if names.find(str(name)) >= 0]
+def _codes(names: StringTable, strings: Iterable[str]) -> list[int]:
+    return [names.find(str(name)) for name in strings if names.find(str(name)) >= 0]
 
 
 class EligibleSteps:
-    """The rows that meet a filter and whose next observation is stored, ascending; 4 bytes each.
+    """Ascending rows that match a filter and have a stored next observation; 4 bytes each.
 
-    What they are depends on the store's content alone, and not on how often `update` was called. An update costs as
-    much as there are rows from the lowest change on, which is little where experience is appended.
+    They depend only on the store's content, not on the sequence of updates. An update costs time in proportion to the
+    rows after the lowest change, which are few during ingestion.
     """
 
     def __init__(self, step_filter: AnyStepFilter) -> None:
         self.step_filter = step_filter
         self._rows = np.empty(1024, np.int32)
-        self._count = self._judged = 0
-        self._waiting = np.empty(0, np.int64)  # rows that meet the filter and whose next observation is still to come
+        self._count = self._evaluated = 0
+        self._incomplete = np.empty(0, np.int64)  # matching rows without a next observation yet
 
     def __len__(self) -> int:
         return self._count
@@ -153,30 +153,30 @@ class EligibleSteps:
         """int32; a view that the next update changes."""
         return self._rows[: self._count]
 
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> int:
-        """Takes in a change of the index; returns the lowest row about which the answer may differ from before."""
-        low = self._lowest(timeline, change)
-        total = len(timeline.index.steps)
+    def update(self, observations: ObservationIndex, change: IndexChange) -> int:
+        """Applies an index change; returns the lowest row whose eligibility may have changed."""
+        low = self._lowest(observations, change)
+        total = len(observations.index.steps)
         if low >= total:
             return total
-        fitting = low + np.flatnonzero(self.step_filter.matches(timeline, low))
-        complete = timeline.observation_after(fitting) >= 0
-        self._waiting = np.append(self._waiting[self._waiting < low], fitting[~complete])
+        fitting = low + np.flatnonzero(self.step_filter.matches(observations, low))
+        complete = observations.observation_after(fitting) >= 0
+        self._incomplete = np.append(self._incomplete[self._incomplete < low], fitting[~complete])
         self._replace(low, fitting[complete])
-        self._judged = total
+        self._evaluated = total
         return low
 
-    def _lowest(self, timeline: ObservationIndex, change: IndexChange) -> int:
-        lows = [self._judged]
+    def _lowest(self, observations: ObservationIndex, change: IndexChange) -> int:
+        lows = [self._evaluated]
         lows += [int(rows.min()) for rows in (change.relabelled, change.dropped, change.revived) if len(rows)]
-        arrived = self._waiting[timeline.observation_after(self._waiting) >= 0]
+        arrived = self._incomplete[observations.observation_after(self._incomplete) >= 0]
         lows += arrived[:1].tolist()
         if self.step_filter.has_age_limit and self._count and len(change.rows):
-            lows.append(int(self._rows[0]))  # what is older has aged out for good
+            lows.append(int(self._rows[0]))  # older rows never match again
         return min(lows)
 
     def _replace(self, low: int, rows: Array) -> None:
-        """Puts `rows` in the place of all candidates from row `low` on."""
+        """Replaces all eligible rows from `low` on by `rows`."""
         kept = int(np.searchsorted(self.rows, low))
         needed = kept + len(rows)
         if needed > len(self._rows):
@@ -187,11 +187,8 @@ class EligibleSteps:
         self._count = needed
 
 
-SelectorState = dict[str, Array]
-
-
 class Selection(NamedTuple):
-    """Rows of the index, int64 (n,); weights, float32 (n,); and the part that chose each, int32 (n,)."""
+    """Rows of the index, int64 (n,); weights, float32 (n,); and the selecting part of each, int32 (n,)."""
 
     rows: Array
     weights: Array
@@ -199,90 +196,90 @@ class Selection(NamedTuple):
 
 
 class Selector(ABC):
-    """Chooses rows. One thread calls it.
+    """Selects rows. One thread calls it.
 
-    What it chooses depends on the store's content, its own state and the generator alone.
+    The selection depends only on the store's content, the selector's state and the generator.
 
     Attributes:
-        uses_feedback: whether `feedback` changes what it chooses.
+        uses_feedback: whether `feedback` changes later selections.
     """
 
     uses_feedback = False
 
     @abstractmethod
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
-        """Takes in a change of the index; the first one that it gets tells of everything."""
+    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
+        """Applies an index change; the first one contains all rows."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows it chooses from."""
+        """Number of eligible rows."""
 
     @abstractmethod
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """`n` rows, with replacement. There is at least one to choose from."""
+        """`n` rows, with replacement. At least one row is eligible."""
 
     def redraw(self, group: int, rng: np.random.Generator) -> Selection:
-        """One row in place of another, which belonged to `group` and cannot be used."""
+        """One row of `group` that replaces an unusable one."""
         return self.select(1, rng)
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:  # noqa: B027  # most have no use for it
-        """Hears how rows that it chose did: TD errors or losses, float (n,)."""
+        """Receives TD errors or losses of selected rows, float (n,)."""
 
-    def state_dict(self, timeline: ObservationIndex) -> SelectorState:
-        """Copies of everything that determines later choices and is not in the store."""
+    def state_dict(self, observations: ObservationIndex) -> SelectorState:
+        """Copies of all state that determines later selections and is not in the store."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Array], timeline: ObservationIndex) -> None:  # noqa: B027  # as `state_dict`
-        """Takes up where `state` was taken. Raises WireError: it is another chooser's."""
+    def load_state_dict(self, state: Mapping[str, Array], observations: ObservationIndex) -> None:  # noqa: B027  # as `state_dict`
+        """Restores a state. Raises WireError: it belongs to another kind of selector."""
 
 
 class UniformSelector(Selector):
-    """Every row that meets a filter is as likely."""
+    """Every matching row is equally likely."""
 
     def __init__(self, step_filter: AnyStepFilter = StepFilter()) -> None:  # noqa: B008  # frozen
-        self._candidates = EligibleSteps(step_filter)
+        self._eligible = EligibleSteps(step_filter)
 
     def __len__(self) -> int:
-        return len(self._candidates)
+        return len(self._eligible)
 
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
+    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
         """See `Selector.update`."""
-        self._candidates.update(timeline, change)
+        self._eligible.update(observations, change)
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.choose`."""
-        return unweighted_selection(self._candidates.rows[rng.integers(0, len(self), n)])
+        """See `Selector.select`."""
+        return unweighted_selection(self._eligible.rows[rng.integers(0, len(self), n)])
 
 
 class InterventionWeightedSelector(Selector):
-    """Steps that a person controlled are `weight` times as likely as others; a bias that is wanted, not corrected."""
+    """Steps under a person's control are `weight` times as likely. The bias is intended and not corrected."""
 
     def __init__(self, step_filter: StepFilter = StepFilter(), weight: float = 4.0) -> None:  # noqa: B008  # frozen
         """Raises ConfigError unless `weight` is at least 1."""
         if not 1.0 <= weight < math.inf:
-            raise ConfigError(f"interventions are weighted by {weight}; give at least 1")
+            raise ConfigError(f"the weight of interventions is {weight}; it must be at least 1")
         self._weight = weight
         self._all = EligibleSteps(step_filter)
-        self._persons = EligibleSteps(step_filter.narrowed(phases=INTERVENTION_PHASES))
+        self._under_person = EligibleSteps(step_filter.narrowed(phases=INTERVENTION_PHASES))
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
+    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
         """See `Selector.update`."""
-        self._all.update(timeline, change)
-        self._persons.update(timeline, change)
+        self._all.update(observations, change)
+        self._under_person.update(observations, change)
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.choose`."""
-        # A mix of "any row" and, for what weight 1 does not give already, "a person's row".
-        extra = (self._weight - 1.0) * len(self._persons)
+        """See `Selector.select`."""
+        # A mixture of any row and, for the weight above 1, a row under a person's control.
+        extra = (self._weight - 1.0) * len(self._under_person)
         draw = rng.random(n) * (len(self) + extra)
         rows = self._all.rows[np.minimum(draw, len(self) - 1).astype(np.int64)]
         of_person = draw >= len(self)
         if of_person.any():
             place = ((draw[of_person] - len(self)) / (self._weight - 1.0)).astype(np.int64)
-            rows[of_person] = self._persons.rows[np.minimum(place, len(self._persons) - 1)]
+            rows[of_person] = self._under_person.rows[np.minimum(place, len(self._under_person) - 1)]
         return unweighted_selection(rows)
 
 
@@ -292,95 +289,95 @@ def unweighted_selection(rows: Array) -> Selection:
 
 
 def state_column(state: Mapping[str, Array], name: str) -> Array:
-    """A column of a state. Raises WireError: there is none of that name."""
+    """A column of a state. Raises WireError: it is missing."""
     if name not in state:
-        raise WireError(f"this is the state of another sampler: it lacks {name!r}")
+        raise WireError(f"the state belongs to another sampler: it has no {name!r}")
     return state[name]
 
 
 class MixtureSelector(Selector):
-    """Fixed shares of each batch from several choosers, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
+    """Fixed shares of each batch from several selectors, e.g. RLPD's half and half (Ball et al. 2023, section 4.1).
 
-    The shares are exact in every batch; what does not divide goes to the last. While one has nothing, the others take
-    its place, in proportion to their shares. In a batch the parts stand one after the other.
+    The shares are exact in every batch; the remainder goes to the last part. If a part is empty, the others replace it
+    in proportion to their shares. The parts are contiguous in a batch.
     """
 
     def __init__(self, parts: Sequence[tuple[Selector, float]]) -> None:
         """Raises ConfigError unless the shares are positive and add up to 1."""
-        self._choosers = [chooser for chooser, _ in parts]
+        self._selectors = [selector for selector, _ in parts]
         self._shares = np.array([share for _, share in parts], float)
         if (self._shares < 0).any() or abs(self._shares.sum() - 1.0) > 1e-6:
             raise ConfigError(f"shares of {self._shares.tolist()}: they must add up to 1")
 
-        self.uses_feedback = any(chooser.uses_feedback for chooser in self._choosers)
+        self.uses_feedback = any(selector.uses_feedback for selector in self._selectors)
 
     def __len__(self) -> int:
-        return sum(map(len, self._choosers))
+        return sum(map(len, self._selectors))
 
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
+    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
         """See `Selector.update`."""
-        for chooser in self._choosers:
-            chooser.update(timeline, change)
+        for selector in self._selectors:
+            selector.update(observations, change)
 
     def counts(self, n: int) -> list[int]:
-        """How many of `n` samples come from each part now."""
-        open_ = np.array([len(chooser) > 0 for chooser in self._choosers])
-        shares = np.where(open_, self._shares, 0.0)
-        if shares.sum() == 0.0:  # only parts of share 0 have anything
-            shares = open_.astype(float)
+        """Current number of samples per part out of `n`."""
+        nonempty = np.array([len(selector) > 0 for selector in self._selectors])
+        shares = np.where(nonempty, self._shares, 0.0)
+        if shares.sum() == 0.0:  # all nonempty parts have share 0
+            shares = nonempty.astype(float)
         counts = (n * shares / shares.sum() + 1e-9).astype(np.int64)
         counts[np.flatnonzero(shares)[-1]] += n - counts.sum()
         return [int(count) for count in counts]
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.choose`."""
-        chosen = [
-            self._of_part(part, self._choosers[part].select(count, rng))
+        """See `Selector.select`."""
+        selections = [
+            self._in_group(part, self._selectors[part].select(count, rng))
             for part, count in enumerate(self.counts(n))
             if count
         ]
-        return Selection(*(np.concatenate(column) for column in zip(*chosen, strict=True)))
+        return Selection(*(np.concatenate(column) for column in zip(*selections, strict=True)))
 
     def redraw(self, group: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.redraw`: the part stays the same."""
-        part, inner = group % len(self._choosers), group // len(self._choosers)
-        return self._of_part(part, self._choosers[part].redraw(inner, rng))
+        """See `Selector.redraw`: from the same part."""
+        part, inner = group % len(self._selectors), group // len(self._selectors)
+        return self._in_group(part, self._selectors[part].redraw(inner, rng))
 
-    def _of_part(self, part: int, choice: Selection) -> Selection:
-        return choice._replace(groups=choice.groups * len(self._choosers) + part)
+    def _in_group(self, part: int, selection: Selection) -> Selection:
+        return selection._replace(groups=selection.groups * len(self._selectors) + part)
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
-        """See `Selector.feedback`: each part hears of its own."""
-        for part, chooser in enumerate(self._choosers):
-            mine = groups % len(self._choosers) == part
-            if mine.any():
-                chooser.feedback(rows[mine], groups[mine] // len(self._choosers), losses[mine])
+        """See `Selector.feedback`: each part gets its own samples."""
+        for part, selector in enumerate(self._selectors):
+            own = groups % len(self._selectors) == part
+            if own.any():
+                selector.feedback(rows[own], groups[own] // len(self._selectors), losses[own])
 
-    def state_dict(self, timeline: ObservationIndex) -> SelectorState:
+    def state_dict(self, observations: ObservationIndex) -> SelectorState:
         """See `Selector.state_dict`."""
         return {
             f"{part}.{name}": value
-            for part, chooser in enumerate(self._choosers)
-            for name, value in chooser.state_dict(timeline).items()
+            for part, selector in enumerate(self._selectors)
+            for name, value in selector.state_dict(observations).items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Array], timeline: ObservationIndex) -> None:
+    def load_state_dict(self, state: Mapping[str, Array], observations: ObservationIndex) -> None:
         """See `Selector.load_state_dict`."""
-        for part, chooser in enumerate(self._choosers):
+        for part, selector in enumerate(self._selectors):
             prefix = f"{part}."
             inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            chooser.load_state_dict(inner, timeline)
+            selector.load_state_dict(inner, observations)
 
 
 class DemoOnlineSelector(MixtureSelector):
     """RLPD's two halves for one embodiment.
 
-    Online: every step of online episodes. Demo: every step of demonstrations, and the steps of online episodes in which
-    a person had the robot (phase TELEOP or CORRECTION), as in HIL-SERL (Luo et al. 2024). Evaluations are in neither.
-    Either side holds only what meets `only`; its ages are for the online side, what a person showed does not age.
+    Online: all steps of online episodes. Demo: all steps of demonstrations, and the steps of online episodes in phase
+    TELEOP or CORRECTION, as in HIL-SERL (Luo et al. 2024). Evaluations are in neither half. `step_filter` restricts
+    both; its age limits apply to the online half only.
 
     Attributes:
-        demo, online: the two sides.
+        demo, online: the two halves.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """SOP's adaptive sampler, after Pan et al., "SOP: A Scalable Online Post-Training System for Vision-Language-Action
-Models", 2026 (arXiv 2601.03044): tasks are drawn from evenly, and within a task the share of online experience follows
+Models", 2026 (arXiv 2601.03044): tasks are drawn evenly, and within a task the share of online experience follows
 the recent losses on either side,
 
-    w_on = exp(alpha l_on) / (exp(alpha l_on) + exp(l_off)),     kept within [0.2, 0.8]
+    w_on = exp(alpha l_on) / (exp(alpha l_on) + exp(l_off)),     clipped to [0.2, 0.8]
 
-where l_on and l_off are means over the last 200 learner steps of the losses of the task's online and offline samples,
-and alpha > 1 favours the online side. Ours: the value of alpha, and that a side which has not been heard of yet counts
-as equal to the other.
+l_on and l_off are means over the last 200 learner steps of the losses of the task's online and offline samples;
+alpha > 1 favours the online side. Not from the paper: the value of alpha, and that a side without losses counts as
+equal to the other.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_WINDOW = 1_000_000
 
 
 class _TaskLosses:
-    """One task's rows and the losses on them, offline first."""
+    """One task's rows and their losses, offline first."""
 
     def __init__(self, name: str, step_filter: StepFilter, window: int) -> None:
         self.name = name
-        here = dataclasses.replace(step_filter, tasks=frozenset({name}))
+        of_task = dataclasses.replace(step_filter, tasks=frozenset({name}))
         self.sides = tuple(
-            EligibleSteps(dataclasses.replace(here, sources=frozenset({source})))
+            EligibleSteps(dataclasses.replace(of_task, sources=frozenset({source})))
             for source in (EpisodeSource.DEMO, EpisodeSource.ONLINE)
         )
         self.losses = np.zeros((2, window))
@@ -62,7 +62,7 @@ class _TaskLosses:
 
 
 class TaskBalancedSelector(Selector):
-    """See the file's head. A sample's group is 2 x (its task's place) + (1 where it is online)."""
+    """See the module. A sample's group is 2 x (its task's place) + (1 if it is online)."""
 
     uses_feedback = True
 
@@ -74,12 +74,12 @@ class TaskBalancedSelector(Selector):
         bounds: tuple[float, float] = (0.2, 0.8),
         window: int = 200,
     ) -> None:
-        """`where` says nothing of tasks and sources. Raises ConfigError: it does, or the bounds are none."""
+        """`step_filter` must not restrict tasks or sources. Raises ConfigError: it does, or the bounds are invalid."""
         if step_filter.tasks is not None or step_filter.sources is not None:
-            raise ConfigError("a task-balanced sampler finds tasks and sources by itself; leave them out of its filter")
+            raise ConfigError("a task-balanced sampler sets tasks and sources itself; remove them from the filter")
         if not 0.0 <= bounds[0] <= bounds[1] <= 1.0 or not 1 <= window <= MAX_WINDOW or not 0 < alpha < math.inf:
             raise ConfigError(
-                f"bounds {bounds}, window {window} and alpha {alpha}: the bounds must lie within 0 to 1,"
+                f"bounds {bounds}, window {window} and alpha {alpha}: the bounds must be within 0 and 1,"
                 f" window lie in 1..{MAX_WINDOW} and alpha be above 0"
             )
         self._where, self._alpha, self._bounds, self._window = step_filter, alpha, bounds, window
@@ -88,24 +88,24 @@ class TaskBalancedSelector(Selector):
     def __len__(self) -> int:
         return sum(map(len, self._tasks))
 
-    def update(self, timeline: ObservationIndex, change: IndexChange) -> None:
-        """See `Selector.update`. Tasks stand in the order in which the store first saw them."""
+    def update(self, observations: ObservationIndex, change: IndexChange) -> None:
+        """See `Selector.update`. Tasks are in the order of their first episodes in the store."""
         nothing = np.empty(0, np.int64)
         everything = IndexChange(
-            range(len(timeline.index.steps)), range(len(timeline.index.chunks)), nothing, nothing, nothing
+            range(len(observations.index.steps)), range(len(observations.index.chunks)), nothing, nothing, nothing
         )
         known = len(self._tasks)
-        self._find_tasks(timeline.index)
+        self._find_tasks(observations.index)
         for place, task in enumerate(self._tasks):
             for side in task.sides:
-                side.update(timeline, change if place < known else everything)
+                side.update(observations, change if place < known else everything)
 
     def _find_tasks(self, index: Index) -> None:
         for name in index.episodes.tasks.names[len(self._tasks) :]:
             self._tasks.append(_TaskLosses(name, self._where, self._window))
 
     def online_share(self, task: str) -> float:
-        """The present share of online samples among those of `task`. Raises KeyError: there is no such task."""
+        """Current share of online samples of `task`. Raises KeyError: there is no such task."""
         for each in self._tasks:
             if each.name == task:
                 return self._share(each)
@@ -122,12 +122,12 @@ class TaskBalancedSelector(Selector):
         return min(max(1.0 / (1.0 + math.exp(exponent)), self._bounds[0]), self._bounds[1])
 
     def select(self, n: int, rng: np.random.Generator) -> Selection:
-        """See `Selector.choose`."""
-        open_ = [place for place, task in enumerate(self._tasks) if len(task)]
-        counts = np.full(len(open_), n // len(open_))
-        counts[rng.permutation(len(open_))[: n % len(open_)]] += 1
+        """See `Selector.select`."""
+        nonempty = [place for place, task in enumerate(self._tasks) if len(task)]
+        counts = np.full(len(nonempty), n // len(nonempty))
+        counts[rng.permutation(len(nonempty))[: n % len(nonempty)]] += 1
         rows, groups = [], []
-        for place, count in zip(open_, counts.tolist(), strict=True):
+        for place, count in zip(nonempty, counts.tolist(), strict=True):
             online = int(count * self._share(self._tasks[place]) + rng.random())
             for side, of_side in ((OFFLINE, count - online), (ONLINE, online)):
                 if of_side:
@@ -141,29 +141,29 @@ class TaskBalancedSelector(Selector):
         return unweighted_selection(rows)._replace(groups=np.array([group], np.int32))
 
     def feedback(self, rows: Array, groups: Array, losses: Array) -> None:
-        """See `Selector.feedback`: the losses of one learner step; those that are not finite are left out."""
+        """See `Selector.feedback`: the losses of one learner step; non-finite ones are ignored."""
         losses = np.asarray(losses, np.float64)
         for group in np.unique(groups).tolist():
-            mine = losses[(groups == group) & np.isfinite(losses)]
-            if len(mine):
-                self._tasks[group // 2].hear(group % 2, float(mine.mean()))
+            of_group = losses[(groups == group) & np.isfinite(losses)]
+            if len(of_group):
+                self._tasks[group // 2].record_loss(group % 2, float(of_group.mean()))
 
-    def state_dict(self, timeline: ObservationIndex) -> SelectorState:
+    def state_dict(self, observations: ObservationIndex) -> SelectorState:
         """See `Selector.state_dict`."""
         state: SelectorState = {}
         for task in self._tasks:
             state |= {f"losses.{task.name}": task.losses.copy(), f"heard.{task.name}": task.loss_counts.copy()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Array], timeline: ObservationIndex) -> None:
-        """See `Selector.load_state_dict`. Tasks that the state does not know have not been heard of."""
+    def load_state_dict(self, state: Mapping[str, Array], observations: ObservationIndex) -> None:
+        """See `Selector.load_state_dict`. Tasks that the state lacks have no losses yet."""
         for task in self._tasks:
             if f"losses.{task.name}" not in state:
                 continue
-            losses, heard = state_column(state, f"losses.{task.name}"), state_column(state, f"heard.{task.name}")
-            if losses.shape != task.losses.shape or heard.shape != task.loss_counts.shape:
-                raise WireError(f"the losses of {task.name!r} were kept in another window")
-            task.losses[:], task.loss_counts[:] = losses, heard
+            losses, counts = state_column(state, f"losses.{task.name}"), state_column(state, f"heard.{task.name}")
+            if losses.shape != task.losses.shape or counts.shape != task.loss_counts.shape:
+                raise WireError(f"the losses of {task.name!r} have another window size")
+            task.losses[:], task.loss_counts[:] = losses, counts
 
 
 def _draw(candidates: EligibleSteps, n: int, rng: np.random.Generator) -> Array:

@@ -15,7 +15,7 @@ from user_sys.edge.loop import EpisodeResult
 from user_sys.edge.recorder import RecorderConfig
 from user_sys.episode import EpisodeSource
 from user_sys.run.config import RunConfig
-from user_sys.store.log import segment_numbers
+from user_sys.store.record_format import segment_numbers
 from user_sys.store.store import StoreReader, StoreWriter
 
 log = logging.getLogger(__name__)

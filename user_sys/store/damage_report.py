@@ -1,4 +1,4 @@
-"""What damage means: which chunks, and so which steps of which episodes, lie in bytes that cannot be read."""
+"""Translates damage into losses: the chunks, steps and episodes in unreadable bytes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class LostChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Damage, and the chunks that it took as far as that is known.
+    """Damage and the chunks that it destroyed, if known.
 
     Attributes:
-        sequence: of the record; -1 where nobody knows.
-        last_sequence: of the last one, if several are lost together; else -1.
-        surely: the chunks are those of the index; else they are what the damaged bytes say of themselves.
+        sequence: of the record; -1 if unknown.
+        last_sequence: of the last record, if several are lost together; otherwise -1.
+        surely: the chunks come from the index; otherwise from the damaged bytes themselves.
     """
 
     segment: int
@@ -65,7 +65,7 @@ class DamageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissingChunks(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks of an episode that are missing between others; `steps` are theirs together."""
+    """Consecutive missing chunks between stored ones; `steps` is their total."""
 
     episode: str
     first_index: int
@@ -75,18 +75,18 @@ class MissingChunks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_damage(path: Path, index: Index, damaged: Sequence[Damage]) -> list[DamageReport]:
-    """What each of `damaged` took from the store at `path`, of which `index` knows all that is whole."""
+    """The losses of each of `damaged` in the store at `path`; `index` holds all intact records."""
     files = {name.number: path / str(name) for name in resolve_generations(list_segments(path))[0]}
     return [
-        _finding(damage, index, files)
+        _damaged_range(damage, index, files)
         if damage.segment < 0 or damage.segment in files
-        else _missing(damage, index, path)
+        else _missing_segment(damage, index, path)
         for damage in damaged
     ]
 
 
-def _missing(damage: Damage, index: Index, path: Path) -> DamageReport:
-    """What a segment held whose file is missing, as the copy of its footer says."""
+def _missing_segment(damage: Damage, index: Index, path: Path) -> DamageReport:
+    """Losses of a segment without a file, by the copy of its footer."""
     footer = None
     for file in path.glob(f"{damage.segment:010d}*{FOOTER_SUFFIX}"):
         if (name := parse_segment_name(file.name.removesuffix(FOOTER_SUFFIX) + SEGMENT_SUFFIX)) is not None:
@@ -102,7 +102,7 @@ def _missing(damage: Damage, index: Index, path: Path) -> DamageReport:
         return found
     names = [episode.episode for episode in block.episodes]
     columns = (block.chunks[column].tolist() for column in ("episode", "index", "first_step", "steps"))
-    stored = [_stored(index, name) for name in names]  # of some, chunks were sent and stored once more
+    stored = [_stored_indices(index, name) for name in names]  # some chunks were sent and stored again
     chunks = [
         LostChunk(episode=names[episode], index=number, first_step=first_step, steps=steps)
         for episode, number, first_step, steps in zip(*columns, strict=True)
@@ -112,13 +112,13 @@ def _missing(damage: Damage, index: Index, path: Path) -> DamageReport:
     return replace(found, sequence=first, last_sequence=last, chunks=tuple(chunks))
 
 
-def _finding(damage: Damage, index: Index, files: dict[int, Path]) -> DamageReport:
-    chunks = tuple(_indexed(damage, index))
+def _damaged_range(damage: Damage, index: Index, files: dict[int, Path]) -> DamageReport:
+    chunks = tuple(_indexed_chunks(damage, index))
     surely = bool(chunks)
     if not chunks and damage.length and damage.segment in files:
-        said = _own_word(files[damage.segment], damage)
-        known = said is not None and _is_there(index, said)
-        chunks = () if said is None or known else (said,)
+        chunk = _chunk_by_its_header(files[damage.segment], damage)
+        restored = chunk is not None and _is_stored(index, chunk)
+        chunks = () if chunk is None or restored else (chunk,)
     return DamageReport(
         segment=damage.segment,
         offset=damage.offset,
@@ -131,7 +131,7 @@ def _finding(damage: Damage, index: Index, files: dict[int, Path]) -> DamageRepo
     )
 
 
-def _indexed(damage: Damage, index: Index) -> Iterator[LostChunk]:
+def _indexed_chunks(damage: Damage, index: Index) -> Iterator[LostChunk]:
     """Chunks that a footer lists and that lie in the damaged range."""
     chunks, names = index.chunks, index.episodes.ids.names
     inside = chunks.segment == damage.segment
@@ -146,12 +146,12 @@ def _indexed(damage: Damage, index: Index) -> Iterator[LostChunk]:
 
 
 class EpisodeLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What damage took from one episode.
+    """Losses of one episode.
 
     Attributes:
-        what: all that was stored of it (``gone``), its last steps (``end``), or others (``part``).
-        first_step: the first that is lost.
-        steps: how many are lost.
+        what: all stored chunks (``gone``), its last steps (``end``), or others (``part``).
+        first_step: the first lost step.
+        steps: number of lost steps.
     """
 
     episode: str
@@ -166,13 +166,13 @@ class EpisodeLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def episode_losses(index: Index, findings: Sequence[DamageReport]) -> list[EpisodeLoss]:
-    """What `findings` mean for each episode, in the order in which they name them."""
+    """Losses per episode, in the order in which `findings` mention them."""
     lost: dict[str, dict[int, LostChunk]] = {}
     for chunk in (chunk for finding in findings for chunk in finding.chunks):
         lost.setdefault(chunk.episode, {})[chunk.index] = chunk
     found = []
     for episode, chunks in lost.items():
-        left = _stored(index, episode) - chunks.keys()
+        left = _stored_indices(index, episode) - chunks.keys()
         found.append(
             EpisodeLoss(
                 episode=episode,
@@ -185,14 +185,14 @@ def episode_losses(index: Index, findings: Sequence[DamageReport]) -> list[Episo
     return found
 
 
-def _stored(index: Index, episode: str) -> set[int]:
-    """The numbers of the episode's chunks that the index knows."""
+def _stored_indices(index: Index, episode: str) -> set[int]:
+    """Indices of the episode's chunks in the index."""
     rows = (index.chunks.episode == index.episodes.find(episode)) & ~index.chunks.gone
     return set(index.chunks.index[rows].tolist())
 
 
-def _own_word(file: Path, damage: Damage) -> LostChunk | None:
-    """What a damaged record says it is, where at least that much of it can be decoded."""
+def _chunk_by_its_header(file: Path, damage: Damage) -> LostChunk | None:
+    """The chunk that a damaged record describes in its header, if that much can be decoded."""
     with file.open("rb") as stream:
         stream.seek(damage.offset + RECORD_HEADER_BYTES)
         raw = stream.read(min(1 << 16, max(0, damage.length - RECORD_HEADER_BYTES)))
@@ -204,18 +204,18 @@ def _own_word(file: Path, damage: Damage) -> LostChunk | None:
     try:
         header = _HEADER.decode(raw[_PREFIX.size : _PREFIX.size + size])
     except DECODE_ERRORS:
-        return None  # it does not even say what it is, which is all that was asked
+        return None  # the header is damaged too
     return LostChunk(episode=header.episode, index=header.index, first_step=header.first_step, steps=header.steps)
 
 
-def _is_there(index: Index, chunk: LostChunk) -> bool:
-    """Whether the chunk was sent and stored once more."""
+def _is_stored(index: Index, chunk: LostChunk) -> bool:
+    """Whether the chunk was sent again and stored."""
     row = index.episodes.find(chunk.episode)
     return bool(((index.chunks.episode == row) & (index.chunks.index == chunk.index)).any())
 
 
 def find_missing_chunks(index: Index) -> list[MissingChunks]:
-    """Chunks that are missing before others of their episode; chunks of deleted episodes count as there."""
+    """Chunks missing before others of their episode; chunks of deleted episodes count as present."""
     chunks = index.chunks
     order = np.lexsort((chunks.index, chunks.episode))
     found: list[MissingChunks] = []

@@ -1,7 +1,7 @@
-"""Every file operation of the log, as methods, so that a test can stand between the log and the disk.
+"""File operations of the log, as methods of `Files`, so that a test can replace the disk.
 
-The log's writer, its compaction and its readers touch files through a `Files` only. A subclass may fail, shorten,
-delay, record or forget any call, or keep the files in memory.
+Writer, compaction and readers touch files through a `Files` only. A subclass can fail, shorten, delay, record or
+omit any call, or keep the files in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Buffer = bytes | memoryview
 MAX_BUFFERS = 1024  # IOV_MAX
 WRITE_BYTES = 256 << 10
 
-# A write that fails with one of these took nothing that a later attempt could not take.
+# A write that fails with one of these can be retried.
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of `path` has room for; 0 if it cannot be asked."""
+    """Free space on the disk of `path`; 0 if the disk cannot be queried."""
     try:
         return shutil.disk_usage(path).free
     except OSError:
@@ -34,13 +34,13 @@ def free_bytes(path: Path) -> int:
 
 
 class Files:
-    """The operating system's files. All methods raise OSError, block for the disk, and may be called by any thread.
+    """The operating system's files. All methods raise OSError, block for the disk, and are thread-safe.
 
-    Descriptors are small integers that `open` hands out; they are not inherited by child processes.
+    Descriptors are small integers from `open`; child processes do not inherit them.
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens a file with `os.open`'s flags; what it creates has mode 0666, less the umask."""
+        """Opens a file with the flags of `os.open`. A new file has mode 0666, less the umask."""
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self, fd: int) -> None:
@@ -51,52 +51,52 @@ class Files:
         return os.fstat(fd).st_size
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        """At most `count` bytes; fewer at the file's end only."""
+        """At most `count` bytes; fewer only at the file's end."""
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, out: Sequence[memoryview], offset: int) -> int:
-        """Fills one after the other, and returns how many bytes that was; fewer than they have at the file's end only.
+        """Fills the buffers in order and returns the number of bytes read; fewer than their sum only at the file's end.
 
-        There are at most `MAX_BUFFERS` of them.
+        At most `MAX_BUFFERS` buffers.
         """
         return os.preadv(fd, out, offset)
 
     def pread_cached(self, fd: int, out: Sequence[memoryview], offset: int) -> bool:
-        """As `pread_into` where all of it is in memory. Else False at once, and the disk begins to read it."""
+        """As `pread_into` if all bytes are in the page cache. Otherwise returns False and starts reading ahead."""
         size = sum(map(len, out))
         try:
             if os.preadv(fd, out, offset, os.RWF_NOWAIT) == size:
                 return True
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):  # the latter: a file system that cannot tell
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):  # EOPNOTSUPP: the file system lacks RWF_NOWAIT
                 raise
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
         return False
 
     def map(self, fd: int, length: int) -> memoryview:
-        """The file's first `length` bytes, read-only; valid for as long as it is referenced, also after `unlink`."""
+        """The file's first `length` bytes, read-only. The view stays valid while referenced, also after `unlink`."""
         return memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) if length else memoryview(b"")
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Writes a leading part of `buffers`, joined, and returns how many bytes that was."""
+        """Writes a leading part of the joined `buffers`; returns the number of bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        """Reserves space for a range, lengthening the file with zeros where it was shorter."""
+        """Reserves space for a range and extends the file with zeros if it is shorter."""
         os.posix_fallocate(fd, offset, length)
 
     def ftruncate(self, fd: int, length: int) -> None:
         os.ftruncate(fd, length)
 
     def fdatasync(self, fd: int) -> None:
-        """Returns once the file's bytes and its length are on the disk."""
+        """Returns once the file's bytes and length are durable."""
         os.fdatasync(fd)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Gives the file the name `target` in one step, in place of the file that had it."""
+        """Renames atomically and replaces an existing `target`."""
         os.rename(source, target)
 
     def unlink(self, path: Path) -> None:
@@ -106,11 +106,11 @@ class Files:
         return os.listdir(path)
 
     def make_folder(self, path: Path) -> None:
-        """Creates the folder and its parents where they are missing."""
+        """Creates the folder and its missing parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     def sync_folder(self, path: Path) -> None:
-        """Returns once the names in the folder (not the files' contents) are on the disk."""
+        """Returns once the names in the folder are durable; contents of the files are not synced."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -118,7 +118,7 @@ class Files:
             os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """Takes the exclusive lock that lasts until the descriptor is closed; False at once where another has it."""
+        """Takes an exclusive lock until the descriptor is closed; returns False at once if another process holds it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,9 +130,9 @@ OS_FILES = Files()
 
 
 def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> int:
-    """Writes all of `buffers`, joined, at `offset`, and returns where they end. Raises OSError.
+    """Writes all of the joined `buffers` at `offset`; returns the end offset. Raises OSError.
 
-    In steps of `WRITE_BYTES`: a single write of megabytes takes five times as long now and then (ext4, measured).
+    Writes at most `WRITE_BYTES` at once: on ext4, larger writes sometimes take five times as long (measured).
     """
     queue = deque(buffer for buffer in buffers if buffer)
     while queue:
@@ -143,9 +143,9 @@ def write_all(files: Files, fd: int, buffers: Iterable[Buffer], offset: int) -> 
 
 
 def replace_durably(files: Files, path: Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step: a crash leaves the old bytes or the new. Raises OSError; blocks.
+    """Replaces the file at `path` atomically: a crash leaves the old or the new content. Raises OSError; blocks.
 
-    One thread at a time for each path. Its folder is made where it is missing.
+    Creates a missing folder. One thread at a time per path.
     """
     files.make_folder(path.parent)
     replace_file(files, path, content)
@@ -153,8 +153,8 @@ def replace_durably(files: Files, path: Path, content: bytes) -> None:
 
 
 def replace_file(files: Files, path: Path, content: bytes) -> None:
-    """As `replace_durably`, but which of the two a power cut leaves is known only once the folder is synced."""
-    fresh = path.with_suffix(".tmp")  # what a crash leaves of it in a log's folder, its writer removes
+    """As `replace_durably`, without the sync of the folder. Until then a power cut may restore the old content."""
+    fresh = path.with_suffix(".tmp")  # the next writer deletes leftovers
     fd = files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(files, fd, [content], 0)
@@ -165,7 +165,7 @@ def replace_file(files: Files, path: Path, content: bytes) -> None:
 
 
 def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
-    """The head of `queue`, as much as one write should take."""
+    """The first buffers of `queue`, as many as one write should take."""
     buffers: list[Buffer] = []
     size = 0
     for buffer in itertools.islice(queue, MAX_BUFFERS):
@@ -177,9 +177,9 @@ def next_buffers(queue: Iterable[Buffer]) -> list[Buffer]:
 
 
 def drop_written(queue: deque[Buffer], count: int) -> None:
-    """Takes `count` written bytes off `queue`; a buffer written in part stays in part. Raises OSError for none."""
+    """Removes `count` written bytes from `queue`; a partly written buffer keeps its rest. Raises OSError for 0."""
     if count <= 0:
-        raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
+        raise OSError(errno.EIO, "the disk wrote 0 bytes without an error")
     while count:
         head = queue[0]
         if len(head) > count:

@@ -1,15 +1,11 @@
-"""Tables of numpy columns that grow.
+"""The in-memory index of a store: numpy columns of steps, chunks and episodes, and the links between chunks.
 
-The index of a store in memory: numpy columns of its steps, chunks and episodes, and how they hang together.
+Rows are numbered in storage order and keep their numbers; a deleted or lost row is no longer ``alive``. The steps
+of a chunk are adjacent: step row r of chunk row c is step ``chunks.first_step[c] + r - chunks.first_row[c]`` of its
+episode. Memory: about 31 bytes per step, 70 per chunk.
 
-Rows are numbered in order of storage and keep their number for the index's life; a row that is deleted or gone is no
-longer ``alive``. The steps of a chunk stand side by side: step row r of chunk row c is step
-``chunks.first_step[c] + r - chunks.first_row[c]`` of its episode. Memory: about 31 bytes a step, 70 a chunk.
-
-The index is built of blocks (`user_sys.store.index_block`) alone, so that one loaded from footers equals one rebuilt
-from the log. One thread changes it; others may read rows that they were told of.
-
-What an index says about each episode as a whole.
+The index is built from index blocks alone, so footers and records give the same index. One thread changes it;
+other threads may read rows that they have been given.
 """
 
 from __future__ import annotations
@@ -28,19 +24,22 @@ from user_sys.store.labels import DeleteLabel, Label, PhaseLabel, RewardLabel, S
 from user_sys.store.record_format import RecordRef
 
 INITIAL_ROWS = 1024
+NO_ROW = -1  # no row; for `success`: unknown
+PERSON = "person"
+LABELLED_COLUMNS = ("reward", "terminated", "truncated", "phase")  # step columns that labels can change
 
 
 class ColumnTable:
-    """Columns of one length. Each is an attribute: a view of the rows there are, writable, replaced when rows come.
+    """Growing columns of equal length. Each column is an attribute: a writable view of the current rows.
 
-    Rows are appended in O(1) amortised: the arrays behind double. A view that somebody still holds keeps the rows that
-    it had; it sees later changes of their values only until the arrays behind are next replaced.
+    Appending is amortised O(1): the arrays array the views double. An older view keeps its rows, and sees later
+    changes of their values until the arrays are next reallocated.
     """
 
     DTYPES: ClassVar[Mapping[str, str]]
 
     def __init__(self) -> None:
-        self._behind = {name: np.empty(0, dtype) for name, dtype in self.DTYPES.items()}
+        self._arrays = {name: np.empty(0, dtype) for name, dtype in self.DTYPES.items()}
         self._rows = 0
         self._bind()
 
@@ -49,33 +48,33 @@ class ColumnTable:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory that the columns take, room to grow included."""
-        return sum(column.nbytes for column in self._behind.values())
+        """Memory of the columns, with unused capacity."""
+        return sum(column.nbytes for column in self._arrays.values())
 
     def extend(self, rows: int, columns: Mapping[str, Array | int | bool]) -> range:
-        """Appends `rows` rows and returns their numbers; `columns` names every column."""
+        """Appends `rows` rows and returns their numbers; `columns` has a value for every column."""
         new = range(self._rows, self._rows + rows)
-        if new.stop > len(next(iter(self._behind.values()))):
+        if new.stop > len(next(iter(self._arrays.values()))):
             self._grow(max(INITIAL_ROWS, new.stop, 2 * self._rows))
-        for name, behind in self._behind.items():
-            behind[new.start : new.stop] = columns[name]
+        for name, array in self._arrays.items():
+            array[new.start : new.stop] = columns[name]
         self._rows = new.stop
         self._bind()
         return new
 
     def _grow(self, capacity: int) -> None:
-        for name, behind in self._behind.items():
-            grown = np.empty(capacity, behind.dtype)
-            grown[: self._rows] = behind[: self._rows]
-            self._behind[name] = grown
+        for name, array in self._arrays.items():
+            grown = np.empty(capacity, array.dtype)
+            grown[: self._rows] = array[: self._rows]
+            self._arrays[name] = grown
 
     def _bind(self) -> None:
-        for name, behind in self._behind.items():
-            setattr(self, name, behind[: self._rows])
+        for name, array in self._arrays.items():
+            setattr(self, name, array[: self._rows])
 
 
 class StringTable:
-    """Strings and their codes, 0, 1, 2, ... in the order in which they came."""
+    """Strings and their codes 0, 1, 2, ... in order of insertion."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -85,24 +84,19 @@ class StringTable:
         return len(self.names)
 
     def code(self, name: str) -> int:
-        """The code of `name`, a new one if need be."""
+        """The code of `name`; assigns a new one if needed."""
         code = self._codes.setdefault(name, len(self.names))
         if code == len(self.names):
             self.names.append(name)
         return code
 
     def find(self, name: str) -> int:
-        """The code of `name`; -1 where it never came."""
+        """The code of `name`, or -1."""
         return self._codes.get(name, -1)
 
 
-NO_ROW = -1  # no row; of `success`: nobody knows
-PERSON = "person"
-LABELLED_COLUMNS = ("reward", "terminated", "truncated", "phase")  # the columns of steps that labels change
-
-
 class StepTable(ColumnTable):
-    """One row a step: what was recorded, or what a label says instead.
+    """One row per step, with labels applied.
 
     Attributes:
         time_unix_ns: of capture, by the edge's clock.
@@ -123,17 +117,17 @@ class StepTable(ColumnTable):
 
 
 class ChunkTable(ColumnTable):
-    """One row a chunk.
+    """One row per chunk.
 
     Attributes:
         episode: row of its episode.
         index, first_step, steps: as in its header.
         first_row: row of its first step.
-        segment, offset, length, sequence: where its record was when it was found; `Index.record` makes a reference.
+        segment, offset, length, sequence: location of its record when found; see `Index.record_ref`.
         schema: fingerprint of its columns.
-        next_chunk: row of the chunk that goes on where this one stops; -1 while there is none.
-        has_final: it is the last one of its episode and has the final observation.
-        gone: its record cannot be read any more.
+        next_chunk: row of the chunk that continues this one; -1 if there is none.
+        has_final: it is the last chunk of its episode and has the final observation.
+        gone: its record can no longer be read.
         alive: neither deleted nor gone.
     """
 
@@ -162,16 +156,16 @@ class ChunkTable(ColumnTable):
 
 
 class EpisodeTable(ColumnTable):
-    """One row an episode. Names are codes into `robots`, `embodiments` and so on.
+    """One row per episode. Name columns are codes into `robots`, `embodiments` and so on.
 
     Attributes:
-        steps, chunks, size_bytes: what is stored of it so far.
-        next_index: its chunks below this index are all there.
+        steps, chunks, size_bytes: stored so far.
+        next_index: all its chunks below this index are stored.
         last_chunk: row of chunk ``next_index - 1``; -1 before the first.
         end_index: index of its last chunk; -1 while unknown.
-        complete: its end and all chunks before it are there.
-        success: 1, 0, or -1 where nobody knows; a label's word where there is one.
-        reward_source: code into `reward_sources` of who gave the verdict.
+        complete: its end and all chunks before it are stored.
+        success: 1, 0, or -1 if unknown, with labels applied.
+        reward_source: code into `reward_sources` of the source of `success`.
         deleted: by a label.
     """
 
@@ -208,11 +202,11 @@ class EpisodeTable(ColumnTable):
         self.sentences, self.sources, self.reward_sources = StringTable(), StringTable(), StringTable()
 
     def find(self, episode: str) -> int:
-        """The row of `episode`; -1 where it is not stored."""
+        """The row of `episode`, or -1."""
         return self.ids.find(episode)
 
     def add(self, records: Sequence[EpisodeRecord]) -> None:
-        """Appends episodes that are new."""
+        """Appends new episodes."""
         columns: dict[str, Array | int | bool] = {
             "robot": np.array([self.robots.code(r.robot) for r in records], np.int32),
             "embodiment": np.array([self.embodiments.code(r.embodiment) for r in records], np.int32),
@@ -230,12 +224,12 @@ class EpisodeTable(ColumnTable):
 
 @dataclass(frozen=True)
 class IndexChange:
-    """What came to an index between two moments.
+    """Changes of an index between two updates.
 
     Attributes:
         rows: new steps.
         chunks: new chunks.
-        relabelled: int64, older rows of episodes that got labels, whose `LABELLED_COLUMNS` columns may have changed.
+        relabelled: int64, older rows of newly labelled episodes; their `LABELLED_COLUMNS` may have changed.
         dropped: int64, older rows that are no longer alive.
         revived: int64, older rows that are alive again.
     """
@@ -248,25 +242,27 @@ class IndexChange:
 
 
 class Index:
-    """Steps, chunks and episodes of a store; `apply` adds blocks in order of storage."""
+    """Steps, chunks and episodes of a store; `apply` adds blocks in storage order."""
 
     def __init__(self) -> None:
         self.steps, self.chunks, self.episodes = StepTable(), ChunkTable(), EpisodeTable()
         self._labels: dict[str, list[Label]] = {}
-        self._recorded: dict[int, dict[str, Array]] = {}  # of labelled episodes: what their steps' records say
+        self._recorded: dict[int, dict[str, Array]] = {}  # recorded step columns of labelled episodes
         self._ends: dict[int, EndRecord] = {}
-        self._strays: dict[tuple[int, int], int] = {}  # chunks behind a gap in their episode: place -> row
+        self._out_of_order: dict[
+            tuple[int, int], int
+        ] = {}  # chunks array a gap in their episode: (episode row, index) -> row
 
-    # Finding one's way
+    # Queries
 
     def record_ref(self, chunk: int) -> RecordRef:
-        """Where the record of a chunk row is, as of when it was found."""
+        """Location of a chunk row's record, as of when it was found."""
         c = self.chunks
         segment, offset, length = (int(column[chunk]) for column in (c.segment, c.offset, c.length))
         return RecordRef(segment, offset, length, CHUNK_KIND, int(c.sequence[chunk]), int(c.schema[chunk]))
 
     def successor(self, rows: Array) -> Array:
-        """Row of the next step of the same episode, int64; -1 at the episode's end and where it is not stored yet."""
+        """Row of the next step of the same episode, int64; -1 at the episode's end or if it is not stored yet."""
         chunks = self.chunks
         chunk = self.steps.chunk[rows]
         at_end = rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1
@@ -275,44 +271,44 @@ class Index:
         return np.where(at_end, after, np.asarray(rows, np.int64) + 1)
 
     def is_last(self, rows: Array) -> Array:
-        """Whether a row is its episode's last step, after which its chunk's final observation comes. bool."""
+        """Whether a row is its episode's last step, which the final observation follows. bool."""
         chunks = self.chunks
         chunk = self.steps.chunk[rows]
         last: Array = chunks.has_final[chunk] & (rows - chunks.first_row[chunk] == chunks.steps[chunk] - 1)
         return last
 
     def episode_of(self, rows: Array) -> Array:
-        """The episode rows of step rows."""
+        """Episode rows of step rows."""
         found: Array = self.chunks.episode[self.steps.chunk[rows]]
         return found
 
     def step_of(self, rows: Array) -> Array:
-        """The number within its episode of each step row."""
+        """Number of each step row within its episode."""
         chunk = self.steps.chunk[rows]
         found: Array = rows - self.chunks.first_row[chunk] + self.chunks.first_step[chunk]
         return found
 
     def labels(self, episode: str) -> tuple[Label, ...]:
-        """What was said about an episode, oldest first."""
+        """Labels of an episode, oldest first."""
         return tuple(self._labels.get(episode, ()))
 
-    # Growing
+    # Updates
 
     def apply(self, blocks: Sequence[IndexBlock], dropped: Sequence[Array] = ()) -> IndexChange:
-        """Adds blocks that follow in order of storage. A chunk that the index has already is left out.
+        """Adds blocks in storage order, and skips chunks that the index already has.
 
         Args:
-            gone: sequence numbers of records that are no longer there.
+            dropped: sequence numbers of records that no longer exist.
         """
         old_rows, old_chunks = len(self.steps), len(self.chunks)
         touched: set[str] = set()
         for block in blocks:
-            self._take_chunks(block, touched)
+            self._add_chunks(block, touched)
             for label in block.labels:
                 self._labels.setdefault(label.episode, []).append(label)
                 touched.add(label.episode)
         lost = self._drop_records(dropped)
-        relabelled, before, after = self._relabel(touched)
+        relabelled, before, after = self._apply_labels(touched)
         old = np.arange(len(relabelled))[relabelled < old_rows]
         rows, was, now = relabelled[old], before[old], after[old]
         return IndexChange(
@@ -323,7 +319,7 @@ class Index:
             rows[~was & now],
         )
 
-    def _take_chunks(self, block: IndexBlock, touched: set[str]) -> None:
+    def _add_chunks(self, block: IndexBlock, touched: set[str]) -> None:
         if not len(block.chunks["steps"]):
             return
         touched.update(self._labels.keys() & {record.episode for record in block.episodes})
@@ -331,7 +327,7 @@ class Index:
         self.episodes.add([record for record, row in zip(block.episodes, known, strict=True) if row < 0])
         rows = np.array([self.episodes.ids.code(record.episode) for record in block.episodes], np.int32)
         episode = rows[block.chunks["episode"]]
-        kept = self._new_ones(episode, block.chunks["index"])
+        kept = self._is_new(episode, block.chunks["index"])
         if not kept.any():
             return
         chunks = {name: column[kept] for name, column in block.chunks.items()} | {"episode": episode[kept]}
@@ -354,13 +350,13 @@ class Index:
         np.add.at(episodes.size_bytes, chunks["episode"], chunks["length"])
         self._link(rows)
         for place in np.flatnonzero(end >= 0):
-            self._take_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
+            self._set_end(int(chunks["episode"][place]), int(chunks["index"][place]), ends[int(end[place])])
         seen = np.unique(chunks["episode"])
         episodes.complete[seen] = (episodes.end_index[seen] >= 0) & (
             episodes.next_index[seen] > episodes.end_index[seen]
         )
 
-    def _take_end(self, episode: int, index: int, end: EndRecord) -> None:
+    def _set_end(self, episode: int, index: int, end: EndRecord) -> None:
         self._ends[episode] = end
         self.episodes.end_index[episode] = index
         self._set_outcome(episode, end.success, end.reward_source)
@@ -371,19 +367,19 @@ class Index:
 
     # Order within episodes
 
-    def _new_ones(self, episode: Array, index: Array) -> Array:
-        """Which of the chunks are not there yet: bool, the first of equal ones counts."""
+    def _is_new(self, episode: Array, index: Array) -> Array:
+        """Which of the chunks are not indexed yet (bool); of equal ones, the first counts."""
         keys = episode.astype(np.int64) << 32 | index
         first = np.zeros(len(keys), bool)
         first[np.unique(keys, return_index=True)[1]] = True
         new: Array = first & (index >= self.episodes.next_index[episode])
-        if self._strays:
-            for place in np.flatnonzero(new & np.isin(episode, [stray[0] for stray in self._strays])):
-                new[place] = (int(episode[place]), int(index[place])) not in self._strays
+        if self._out_of_order:
+            for place in np.flatnonzero(new & np.isin(episode, [key[0] for key in self._out_of_order])):
+                new[place] = (int(episode[place]), int(index[place])) not in self._out_of_order
         return new
 
     def _link(self, rows: range) -> None:
-        """Joins new chunks to those that they continue: all at once where they come in order, else one by one."""
+        """Links new chunks to their predecessors, in bulk if they arrived in order, otherwise one by one."""
         chunks, episodes = self.chunks, self.episodes
         order = rows.start + np.lexsort((chunks.index[rows.start :], chunks.episode[rows.start :]))
         episode, index = chunks.episode[order], chunks.index[order]
@@ -391,8 +387,8 @@ class Index:
         sizes = np.diff(np.r_[starts, len(order)])
         expected = episodes.next_index[episode] + np.arange(len(order)) - np.repeat(starts, sizes)
         in_order = np.logical_and.reduceat(index == expected, starts)
-        if self._strays:
-            in_order &= ~np.isin(episode[starts], [stray[0] for stray in self._strays])
+        if self._out_of_order:
+            in_order &= ~np.isin(episode[starts], [key[0] for key in self._out_of_order])
         previous = np.r_[NO_ROW, order[:-1]]
         previous[starts] = episodes.last_chunk[episode[starts]]
         plain = np.repeat(in_order, sizes)
@@ -401,48 +397,48 @@ class Index:
         episodes.next_index[episode[last[in_order]]] = index[last[in_order]] + 1
         episodes.last_chunk[episode[last[in_order]]] = order[last[in_order]]
         for row in order[~plain].tolist():
-            self._link_one(row)
+            self._link_out_of_order(row)
 
     def _join(self, before: Array, after: Array) -> None:
-        """Links pairs of chunks, where there is a former and the steps fit."""
+        """Links pairs of chunks if the first one exists and the step numbers are consecutive."""
         chunks = self.chunks
         before, after = before[before >= 0], after[before >= 0]
         fits = chunks.first_step[before] + chunks.steps[before] == chunks.first_step[after]
         chunks.next_chunk[before[fits]] = after[fits]
 
-    def _link_one(self, row: int) -> None:
+    def _link_out_of_order(self, row: int) -> None:
         episodes = self.episodes
         episode, index = int(self.chunks.episode[row]), int(self.chunks.index[row])
-        self._strays[episode, index] = row
+        self._out_of_order[episode, index] = row
         for low, high in ((index - 1, index), (index, index + 1)):
-            before, after = self._strays.get((episode, low)), self._strays.get((episode, high))
+            before, after = self._out_of_order.get((episode, low)), self._out_of_order.get((episode, high))
             if low == episodes.next_index[episode] - 1:
                 before = int(episodes.last_chunk[episode])
             if before is not None and after is not None:
                 self._join(np.array([before]), np.array([after]))
-        while (found := self._strays.pop((episode, int(episodes.next_index[episode])), None)) is not None:
+        while (found := self._out_of_order.pop((episode, int(episodes.next_index[episode])), None)) is not None:
             episodes.next_index[episode] += 1
             episodes.last_chunk[episode] = found
 
     # Labels
 
-    def _relabel(self, names: set[str]) -> tuple[Array, Array, Array]:
-        """Lays the labels of these episodes over the columns; their step rows, and whether each was and is alive."""
+    def _apply_labels(self, names: set[str]) -> tuple[Array, Array, Array]:
+        """Applies the labels of these episodes; returns their step rows and whether each was and is alive."""
         rows = {row: name for name in names if (row := self.episodes.find(name)) >= 0}
-        mine = np.flatnonzero(np.isin(self.chunks.episode, list(rows))) if rows else np.empty(0, np.int64)
-        mine = mine[np.argsort(self.chunks.episode[mine], kind="stable")]
-        steps = _spans(self.chunks.first_row[mine], self.chunks.steps[mine])
+        chunks = np.flatnonzero(np.isin(self.chunks.episode, list(rows))) if rows else np.empty(0, np.int64)
+        chunks = chunks[np.argsort(self.chunks.episode[chunks], kind="stable")]
+        steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         before = self.steps.alive[steps].copy()
-        for group in np.split(mine, np.flatnonzero(np.diff(self.chunks.episode[mine])) + 1):
+        for group in np.split(chunks, np.flatnonzero(np.diff(self.chunks.episode[chunks])) + 1):
             if len(group):
                 episode = int(self.chunks.episode[group[0]])
-                self._lay_over(episode, group, self._labels[rows[episode]])
+                self._apply_episode_labels(episode, group, self._labels[rows[episode]])
         return steps, before, self.steps.alive[steps]
 
-    def _lay_over(self, episode: int, chunks: Array, labels: Sequence[Label]) -> None:
-        """Sets the columns of an episode to what its records and the labels in effect say; `chunks` are its, ascending.
+    def _apply_episode_labels(self, episode: int, chunks: Array, labels: Sequence[Label]) -> None:
+        """Sets an episode's columns from its records and effective labels; `chunks` are its rows, ascending.
 
-        Each column is assigned once: threads that read meanwhile see no recorded value of what stays labelled.
+        Each column is assigned once, so concurrent readers never see the recorded value of a labelled step.
         """
         steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         valid = effective_labels(labels)
@@ -451,11 +447,11 @@ class Index:
         self.chunks.alive[chunks] = ~self.chunks.gone[chunks] & (not deleted)
         self.steps.alive[steps] = self.chunks.alive[self.steps.chunk[steps]]
         if any(isinstance(label, SuccessLabel | RewardLabel | PhaseLabel) for label in labels):
-            self._lay_over_steps(episode, steps, valid)
+            self._apply_step_labels(episode, steps, valid)
 
-    def _lay_over_steps(self, episode: int, steps: Array, labels: Sequence[Label]) -> None:
-        recorded = self._recorded_of(episode, steps)
-        said = {name: column.copy() for name, column in recorded.items()}
+    def _apply_step_labels(self, episode: int, steps: Array, labels: Sequence[Label]) -> None:
+        recorded = self._recorded_columns(episode, steps)
+        labelled = {name: column.copy() for name, column in recorded.items()}
         number, last = self.step_of(steps), self._is_end(episode, steps)
         end = self._ends.get(episode)
         outcome = (end.success, end.reward_source) if end else (None, "")
@@ -465,24 +461,22 @@ class Index:
                     outcome = (label.success, PERSON)
                     if not label.keep_reward:
                         unknown, success = label.success is None, bool(label.success)
-                        said["reward"][last] = recorded["reward"][last] if unknown else float(success)
-                        said["terminated"][last] = recorded["terminated"][last] | success
-                        said["truncated"][last] = recorded["truncated"][last] & (not success)
+                        labelled["reward"][last] = recorded["reward"][last] if unknown else float(success)
+                        labelled["terminated"][last] = recorded["terminated"][last] | success
+                        labelled["truncated"][last] = recorded["truncated"][last] & (not success)
                 case RewardLabel():
                     at = number - label.first_step
                     inside = (at >= 0) & (at < len(label.rewards))
-                    said["reward"][inside] = np.array(label.rewards, np.float32)[at[inside]]
+                    labelled["reward"][inside] = np.array(label.rewards, np.float32)[at[inside]]
                 case PhaseLabel():
                     at = number - label.first_step
-                    said["phase"][(at >= 0) & (at < label.steps)] = label.phase
+                    labelled["phase"][(at >= 0) & (at < label.steps)] = label.phase
         self._set_outcome(episode, *outcome)
-        for name, column in said.items():
+        for name, column in labelled.items():
             getattr(self.steps, name)[steps] = column
 
-    def _recorded_of(self, episode: int, steps: Array) -> dict[str, Array]:
-        """The `LABELLED_COLUMNS` columns of an episode's rows `steps` as recorded; new rows stand behind those known
-        before.
-        """
+    def _recorded_columns(self, episode: int, steps: Array) -> dict[str, Array]:
+        """The `LABELLED_COLUMNS` of an episode's rows `steps` as recorded; new rows follow known ones."""
         known = self._recorded.get(episode, {name: getattr(self.steps, name)[:0] for name in LABELLED_COLUMNS})
         new = steps[len(known["reward"]) :]
         recorded = {name: np.concatenate([known[name], getattr(self.steps, name)[new]]) for name in LABELLED_COLUMNS}
@@ -490,20 +484,20 @@ class Index:
         return recorded
 
     def _is_end(self, episode: int, steps: Array) -> Array:
-        """Which of an episode's rows is its last step; none while its end is not stored. bool."""
+        """Which of an episode's rows is its last step (bool); none while its end is not stored."""
         chunks, chunk = self.chunks, self.steps.chunk[steps]
         in_last = chunks.index[chunk] == self.episodes.end_index[episode]
         last: Array = in_last & (steps - chunks.first_row[chunk] == chunks.steps[chunk] - 1)
         return last
 
-    def _drop_records(self, gone: Sequence[Array]) -> Array:
-        sequences = np.concatenate(gone) if gone else np.empty(0, np.int64)
+    def _drop_records(self, dropped: Sequence[Array]) -> Array:
+        sequences = np.concatenate(dropped) if dropped else np.empty(0, np.int64)
         if not len(sequences):
             return sequences
         return self.mark_gone(np.flatnonzero(np.isin(self.chunks.sequence, sequences) & ~self.chunks.gone))
 
     def mark_gone(self, chunks: Array) -> Array:
-        """Marks chunk rows as gone for good, e.g. when their records cannot be read; returns the step rows that die."""
+        """Marks chunk rows as lost, such as unreadable ones; returns the step rows that are no longer alive."""
         steps = _spans(self.chunks.first_row[chunks], self.chunks.steps[chunks])
         steps = steps[self.steps.alive[steps]]
         self.chunks.gone[chunks] = True
@@ -515,7 +509,7 @@ class Index:
 
 
 def _spans(starts: Array, sizes: Array) -> Array:
-    """The numbers of each range ``starts[i] .. starts[i] + sizes[i]``, one range after the other, int64."""
+    """Concatenated ranges ``starts[i] .. starts[i] + sizes[i]``, int64."""
     sizes = np.asarray(sizes, np.int64)
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     spans: Array = np.repeat(np.asarray(starts, np.int64), sizes) + within
@@ -526,13 +520,13 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One episode as far as it is stored.
 
     Attributes:
-        success: what a person said last, else what the episode's end says; None where nobody knows.
-        episode_return: sum of the rewards stored.
+        success: by the last label, otherwise by the episode's end; None if unknown.
+        episode_return: sum of the stored rewards.
         intervention_steps: steps in phase TELEOP or CORRECTION.
-        policy_versions: lowest and highest version that acted; (-1, -1) where no policy did.
+        policy_versions: lowest and highest version that acted; (-1, -1) if no policy did.
         complete: its end and all chunks before it are stored.
-        labelled_by: the person whose label decided `success`; empty where none did.
-        deleted: a label says that it is not to be used; its space may be taken.
+        labelled_by: labeller of `success`; empty without a label.
+        deleted: a label deletes it; compaction may free its space.
     """
 
     episode: str
@@ -554,7 +548,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise_episodes(index: Index) -> list[EpisodeSummary]:
-    """Every episode of `index`, in the order of their first chunks. Looks at each step once."""
+    """Every episode of `index`, in the order of their first chunks. Visits each step once."""
     episodes, steps = index.episodes, index.steps
     owner = index.episode_of(np.arange(len(steps)))
     returns = np.bincount(owner, steps.reward, len(episodes))
@@ -584,7 +578,7 @@ def summarise_episodes(index: Index) -> list[EpisodeSummary]:
 
 
 def is_intervention(phase: Array) -> Array:
-    """Whether a person had the robot to show how it is done: bool, as `phase`."""
+    """Whether a person controlled the robot, as a bool array like `phase`."""
     shown: Array = np.isin(phase, (Phase.TELEOP, Phase.CORRECTION))
     return shown
 

@@ -1,7 +1,7 @@
-"""Blocks: what the index needs of a run of records, as numpy columns. A sealed segment carries its own in its footer.
+"""Index blocks: the index columns of a range of records. The footer of a sealed segment holds its block.
 
-A block is made from records alone (`IndexBlockBuilder`) and travels as a packet of `user_sys.codec`, so that opening a
-store means loading one block for each segment and looking at no chunk.
+A block is built from records alone (`IndexBlockBuilder`) and encoded as a packet of `user_sys.codec`. Opening a
+store loads one block per segment and reads no chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from user_sys.store.record_format import Damage, RecordRef, record_bytes
 CHUNK_KIND = 1  # kinds of records
 LABEL_KIND = 2
 
-# Column of a chunk -> its value where a chunk has no such column.
+# Column of a chunk -> (dtype, default value without that column).
 STEP_COLUMNS: dict[str, tuple[str, int]] = {
     "reward": ("float32", 0),
     "terminated": ("bool", 0),
@@ -40,7 +40,7 @@ CHUNK_COLUMNS: dict[str, str] = {
     "index": "int32",
     "first_step": "int32",
     "steps": "int32",
-    "end": "int32",  # place in `IndexBlock.ends`; -1 where the episode goes on
+    "end": "int32",  # place in `IndexBlock.ends`; -1 if the episode continues
     "segment": "int64",
     "offset": "int64",
     "length": "int64",
@@ -50,7 +50,7 @@ CHUNK_COLUMNS: dict[str, str] = {
 
 
 class EpisodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What the first chunk that was seen of an episode says about it."""
+    """Description of an episode by its first chunk in the block."""
 
     episode: str
     robot: str
@@ -87,14 +87,14 @@ _TABLES_DECODER = msgspec.msgpack.Decoder(_Tables)
 
 @dataclass(frozen=True)
 class IndexBlock:
-    """Records in order of storage.
+    """Records in storage order.
 
     Attributes:
-        chunks: `CHUNK_COLUMNS`, one row a chunk.
-        steps: `STEP_COLUMNS` and ``time_unix_ns`` int64, one row a step, chunk after chunk.
-        episodes, ends: what the chunks refer to.
+        chunks: columns `CHUNK_COLUMNS`, one row per chunk.
+        steps: columns `STEP_COLUMNS` and ``time_unix_ns`` int64, one row per step, chunk by chunk.
+        episodes, ends: targets of the chunks' references.
         labels: in order.
-        damaged: records that are whole and mean nothing to this program.
+        damaged: records that are whole and do not decode.
     """
 
     chunks: dict[str, Array]
@@ -111,7 +111,7 @@ class IndexBlock:
         return encode_packet(_Head(len(self.chunks["steps"]), len(self.steps[TIME])), arrays)
 
     def without_chunks(self, lost: Array) -> IndexBlock:
-        """The block without the chunks that `lost`, bool, marks, and without episodes of which nothing is left."""
+        """A copy without the chunks marked in `lost` (bool) and without episodes that lose all chunks."""
         kept = ~lost
         of_step = np.repeat(kept, self.chunks["steps"])
         chunks = {name: column[kept] for name, column in self.chunks.items()}
@@ -123,10 +123,10 @@ class IndexBlock:
 
 
 def decode_block(raw: bytes | memoryview) -> IndexBlock:
-    """The block in `raw`, whose columns are read-only views of it.
+    """The block in `raw`; its columns are read-only views.
 
     Raises:
-        WireError: it is none, or its parts contradict one another.
+        WireError: it is invalid or inconsistent.
     """
     head, arrays = decode_packet(raw, _Head)
     try:
@@ -141,7 +141,7 @@ def decode_block(raw: bytes | memoryview) -> IndexBlock:
     for name, table, least in (("episode", tables.episodes, 0), ("end", tables.ends, -1)):
         sound.append(((chunks[name] >= least) & (chunks[name] < len(table))).all())
     if not all(sound):
-        raise WireError(f"a block of {head.chunks} chunks and {head.steps} steps contradicts itself")
+        raise WireError(f"a block of {head.chunks} chunks and {head.steps} steps is inconsistent")
     return IndexBlock(chunks, steps, tables.episodes, tables.ends, tables.labels, tables.damaged)
 
 
@@ -152,7 +152,7 @@ def _checked(column: Array, dtype: str, rows: int) -> Array:
 
 
 class IndexBlockBuilder:
-    """Makes a block of records, added in order of storage."""
+    """Builds a block from records added in storage order."""
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {}
@@ -164,7 +164,7 @@ class IndexBlockBuilder:
         self._steps: dict[str, list[Array]] = {name: [] for name in STEP_DTYPES}
 
     def add(self, ref: RecordRef, payload: bytes | memoryview) -> None:
-        """Takes a record; one that does not decode becomes damage, kinds of later programs are left alone."""
+        """Adds a record. A record that does not decode becomes damage; unknown kinds are skipped."""
         try:
             if ref.kind == CHUNK_KIND:
                 self._add_chunk(ref, parse_chunk(payload))
@@ -174,7 +174,7 @@ class IndexBlockBuilder:
             self.add_damage(ref, f"does not decode: {error}")
 
     def add_damage(self, ref: RecordRef, reason: str) -> None:
-        """Notes that a record cannot be used."""
+        """Marks a record as unusable."""
         self._damaged.append(Damage(ref.segment, ref.offset, record_bytes(ref.length), reason, ref.sequence))
 
     def _add_chunk(self, ref: RecordRef, packed: PackedChunk) -> None:
@@ -182,7 +182,7 @@ class IndexBlockBuilder:
         if header.end is not None:
             end = len(self._ends)
             self._ends.append(EndRecord(header.end.steps, header.end.success, header.end.reward_source))
-        of_episode = (self._code(header), header.index, header.first_step, header.steps, end)
+        of_episode = (self._episode_code(header), header.index, header.first_step, header.steps, end)
         self._chunks.append((*of_episode, ref.segment, ref.offset, ref.length, ref.sequence, packed.schema))
         for name, (dtype, default) in STEP_COLUMNS.items():
             column = packed.column(name)
@@ -192,14 +192,14 @@ class IndexBlockBuilder:
             np.full(header.steps, header.started_unix_ns) if captured is None else captured + header.unix_offset_ns
         )
 
-    def _code(self, header: ChunkHeader) -> int:
+    def _episode_code(self, header: ChunkHeader) -> int:
         code = self._codes.setdefault(header.episode, len(self._episodes))
         if code == len(self._episodes):
             self._episodes.append(_episode_record(header))
         return code
 
     def build(self) -> IndexBlock:
-        """The block; the columns are copies of what was added."""
+        """The block; its columns are copies."""
         rows = np.array(self._chunks, np.int64).reshape(-1, len(CHUNK_COLUMNS))
         chunks = {name: rows[:, n].astype(dtype) for n, (name, dtype) in enumerate(CHUNK_COLUMNS.items())}
         steps = {name: _join(parts, STEP_DTYPES[name]) for name, parts in self._steps.items()}
@@ -225,7 +225,7 @@ def _episode_record(header: ChunkHeader) -> EpisodeRecord:
 
 
 def summarise_records(records: Iterable[tuple[RecordRef, memoryview]]) -> bytes:
-    """The encoded block of a segment's records: the summary that its footer keeps."""
+    """The encoded block of a segment's records, which is the summary in its footer."""
     builder = IndexBlockBuilder()
     for ref, payload in records:
         builder.add(ref, payload)

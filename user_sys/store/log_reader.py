@@ -1,7 +1,4 @@
-"""The segment files that a reader has open: the ones used last, mapped and by descriptor.
-
-The log's reader: follows the log while another process writes, rotates, seals, compacts and drops.
-"""
+"""Reader of a log: follows it while another process appends, rotates, seals, compacts and drops."""
 
 from __future__ import annotations
 
@@ -45,11 +42,15 @@ from user_sys.store.record_format import (
     resolve_generations,
 )
 
-MAX_OPEN_SEGMENTS = 64  # each holds two file descriptors, one of them for its mapping
+MAX_OPEN_SEGMENTS = 64  # two file descriptors each
+ATTEMPTS = 8  # the writer may replace or delete files between listing and opening
+Result = TypeVar("Result")
+_NO_SEQUENCES: Column = np.empty(0, np.int64)
+_logger = logging.getLogger(__name__)
 
 
 class SegmentFile:
-    """A segment's file: its bytes as a mapping, and a descriptor that is closed with the last reference to this."""
+    """A mapped segment file and its descriptor, which is closed with the last reference to this object."""
 
     def __init__(self, files: Files, fd: int, view: memoryview) -> None:
         self.fd, self.view = fd, view
@@ -57,7 +58,7 @@ class SegmentFile:
 
 
 class SegmentFileCache:
-    """At most `MAX_OPEN_SEGMENTS` of a log's files. Any thread may call it."""
+    """The last `MAX_OPEN_SEGMENTS` used files of a log. Thread-safe."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
@@ -65,7 +66,7 @@ class SegmentFileCache:
         self._opened: OrderedDict[SegmentName, SegmentFile] = OrderedDict()
 
     def get(self, name: SegmentName, end: int) -> SegmentFile:
-        """The segment's file, of which at least the bytes up to `end` are mapped.
+        """The segment's file, mapped at least up to byte `end`.
 
         Raises:
             StoreCorrupt: it is shorter than that.
@@ -77,7 +78,7 @@ class SegmentFileCache:
                 opened = self._opened[name] = self._map(name, end)
             self._opened.move_to_end(name)
             if len(self._opened) > MAX_OPEN_SEGMENTS:
-                self._opened.popitem(last=False)  # unmapped once the last view of it is gone
+                self._opened.popitem(last=False)  # unmapped with its last view
             return opened
 
     def _map(self, name: SegmentName, end: int) -> SegmentFile:
@@ -85,45 +86,37 @@ class SegmentFileCache:
         try:
             size = self._files.size(fd)
             if size < end:
-                raise StoreCorrupt(f"{self._path / str(name)} is cut off at byte {size}")
+                raise StoreCorrupt(f"{self._path / str(name)} ends at byte {size}")
             return SegmentFile(self._files, fd, self._files.map(fd, size))
         except BaseException:
             self._files.close(fd)
             raise
 
     def clear(self) -> None:
-        """Lets go of all of them; what was handed out stays valid."""
+        """Drops all files; returned ones stay valid."""
         with self._lock:
             self._opened.clear()
 
 
-ATTEMPTS = 8  # the writer may replace or delete files between a look at the folder and a look into them
-
-_NONE: Column = np.empty(0, np.int64)
-_logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
-
-
 @dataclass(frozen=True, eq=False)
 class RecordBatch:
-    """What `refresh` found new in one segment.
+    """New records of one segment since the previous `refresh`.
 
     Attributes:
         records: those not reported before, ascending.
-        summary: what the segment's owner wrote of all its records when it was sealed; None where `records` are not all
-            that it holds or it is not sealed.
-        dropped: sequence numbers, ascending, of records that were reported before and are there no more.
+        summary: the owner's summary of the sealed segment; None if it is not sealed or `records` are only a part of it.
+        dropped: ascending sequence numbers of reported records that no longer exist.
     """
 
     segment: int
     records: RecordTable
     summary: bytes | None = None
-    dropped: Column = field(default_factory=lambda: _NONE)
+    dropped: Column = field(default_factory=lambda: _NO_SEQUENCES)
 
 
 @dataclass(eq=False)
 class _FollowedSegment:
-    """What was reported of one file, and where its scan stands. `scan` is None once nothing more can come."""
+    """Reported records and scan position of one file. `scan` is None once no more records can come."""
 
     name: SegmentName
     parts: list[RecordTable] = field(default_factory=list)
@@ -131,18 +124,18 @@ class _FollowedSegment:
     fd: int = -1
 
     def sequences(self) -> Column:
-        return np.concatenate([part.sequence for part in self.parts]) if self.parts else _NONE
+        return np.concatenate([part.sequence for part in self.parts]) if self.parts else _NO_SEQUENCES
 
 
 @dataclass(frozen=True, eq=False)
 class _SegmentLocation:
-    """The file in which a segment's records are by now, and their index where compaction has moved them."""
+    """The current file of a segment's records, and their index if compaction moved them."""
 
     name: SegmentName
     records: RecordTable | None = None
 
     def offset(self, ref: RecordRef) -> int | None:
-        """Where the record is; None where it was dropped."""
+        """Offset of the record; None if it was dropped."""
         if self.records is None:
             return ref.offset
         moved = self.records.find(ref.sequence)
@@ -150,47 +143,47 @@ class _SegmentLocation:
 
 
 class LogReader:
-    """Reads a log by mmap and follows it while another process writes. Obtain it with `open`.
+    """Reads a log by mmap and follows it while another process writes. Create it with `open`.
 
-    `read`, `read_range` and `read_into` may be called by any number of threads, `refresh` by one at a time.
+    `read`, `read_range` and `read_into` are thread-safe; `refresh` is called by one thread at a time.
 
     Attributes:
-        damaged: what `refresh` found so far that is not what was written, and is not quarantined. A record that is
-            still being appended is not damage, and neither is an append that a crash cut short at the log's end.
+        damaged: damage that `refresh` found and that is not quarantined. Appends in progress, and appends that a crash
+            interrupted at the log's end, are not damage.
     """
 
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
         self.damaged: list[Damage] = []
-        self._chosen: list[SegmentName] = []
-        self._known: dict[int, _FollowedSegment] = {}
+        self._current: list[SegmentName] = []
+        self._segments: dict[int, _FollowedSegment] = {}
         self._manifest: LogManifest | None = None
         self._log_id = b""
         self._sequence = 0
         self._lock = threading.Lock()
-        self._places: dict[int, _SegmentLocation] = {}
+        self._locations: dict[int, _SegmentLocation] = {}
         self._opened = SegmentFileCache(path, files)
 
     def quarantined_ranges(self, segment: int) -> list[range]:
-        """The byte ranges of a segment's file that a repair has set aside."""
-        known, manifest_ = self._known.get(segment), self._manifest
-        if known is None or manifest_ is None:
+        """The byte ranges of a segment's file that a repair quarantined."""
+        followed, manifest_ = self._segments.get(segment), self._manifest
+        if followed is None or manifest_ is None:
             return []
-        place = (known.name.number, known.name.generation)
+        place = (followed.name.number, followed.name.generation)
         ranges = (each for each in manifest_.quarantined if (each.number, each.generation) == place)
         return [range(each.offset, each.offset + each.length) for each in ranges]
 
     @classmethod
     def open(cls, path: Path, *, files: Files = OS_FILES) -> Self:
-        """A reader that stands at the log's beginning.
+        """A reader at the start of the log.
 
         Raises:
             StoreError: there is no log at `path`.
-            StoreVersion: another format version wrote it.
+            StoreVersionMismatch: it has another format version.
         """
         names = resolve_generations(list_segments(path, files))[0]
         if not names:
-            raise StoreError(f"{path} is no store: it has no segment (*{SEGMENT_SUFFIX})")
+            raise StoreError(f"{path} is not a store: it has no segment (*{SEGMENT_SUFFIX})")
         reader = cls(path, files)
         try:
             reader._header(names[-1])
@@ -201,13 +194,13 @@ class LogReader:
     # Following
 
     def refresh(self) -> list[RecordBatch]:
-        """What appeared since the last call, and what was dropped, in order. Never waits.
+        """New and dropped records since the last call, in order. Never blocks for a writer.
 
-        Of a sealed segment that is seen for the first time, the footer is read and nothing else; records of others are
-        whole and their checksums right.
+        For a sealed segment seen for the first time, only the footer is read. Records of other segments are whole and
+        have valid checksums.
 
         Raises:
-            StoreVersion: a segment in another format version.
+            StoreVersionMismatch: a segment has another format version.
             StoreError: a file cannot be read.
         """
         found: list[RecordBatch] = []
@@ -217,39 +210,39 @@ class LogReader:
                     self._follow(found)
                     return found
                 except FileNotFoundError as error:
-                    self._chosen, gone = [], error
+                    self._current, missing = [], error
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from error
-        raise StoreError(f"{self._path} changes too fast to be read: {gone.filename} is gone")
+        raise StoreError(f"{self._path} changes too fast to be read: {missing.filename} disappeared")
 
     def records(self) -> list[RecordRef]:
-        """The records of `refresh`, one by one, for logs that are small. Raises as `refresh`."""
+        """The records of `refresh` as a list, for small logs. Raises as `refresh`."""
         return [ref for batch in self.refresh() for ref in batch.records]
 
     def _follow(self, found: list[RecordBatch]) -> None:
-        chosen = self._look()
-        if chosen != self._chosen:
+        chosen = self._list_current()
+        if chosen != self._current:
             self._report_missing(chosen)
-            self._forget_vanished(chosen, found)
+            self._report_dropped(chosen, found)
             todo = chosen
         else:
             todo = chosen[-1:]
         for name, following in zip(todo, [*todo[1:], None], strict=True):
-            known = self._known.get(name.number)
-            if known is None or known.name != name:
-                self._enter(name, found)
-            self._go_on(self._known[name.number], following, found)
-        self._chosen = chosen
+            followed = self._segments.get(name.number)
+            if followed is None or followed.name != name:
+                self._start_segment(name, found)
+            self._scan_appended(self._segments[name.number], following, found)
+        self._current = chosen
 
-    def _look(self) -> list[SegmentName]:
-        """The files that count now. Where they have changed, the manifest is read again, until both fit together."""
+    def _list_current(self) -> list[SegmentName]:
+        """The current files. If they changed, reloads the manifest until both are consistent."""
         chosen: list[SegmentName] = []
         for _ in range(ATTEMPTS):
             first = self._manifest.first_number if self._manifest else 0
             chosen = resolve_generations(
                 name for name in list_segments(self._path, self._files) if name.number >= first
             )[0]
-            if chosen == self._chosen:
+            if chosen == self._current:
                 return chosen
             before, self._manifest = self._manifest, self._load_manifest()
             if self._manifest == before:
@@ -271,46 +264,48 @@ class LogReader:
             if number not in covered:
                 self._report(Damage(number, 0, 0, "the segment's file is missing"))
 
-    def _forget_vanished(self, chosen: list[SegmentName], found: list[RecordBatch]) -> None:
-        """Reports the records of segments that are there no more, and not in the file of another either."""
+    def _report_dropped(self, chosen: list[SegmentName], found: list[RecordBatch]) -> None:
+        """Reports dropped records of segments that are in no current file."""
         covered = {number for name in chosen for number in range(name.number, name.stop)}
-        for number in [number for number in self._known if number not in covered]:
-            known = self._known.pop(number)
-            self._close(known)
+        for number in [number for number in self._segments if number not in covered]:
+            followed = self._segments.pop(number)
+            self._close(followed)
             with self._lock:
-                self._places.pop(number, None)
-            if known.parts:
-                found.append(RecordBatch(number, RecordTable.of(number, []), dropped=known.sequences()))
+                self._locations.pop(number, None)
+            if followed.parts:
+                found.append(RecordBatch(number, RecordTable.of(number, []), dropped=followed.sequences()))
 
-    def _enter(self, name: SegmentName, found: list[RecordBatch]) -> None:
-        """Begins with a file that was not seen before, or that has taken the place of others."""
+    def _start_segment(self, name: SegmentName, found: list[RecordBatch]) -> None:
+        """Starts following a new file or one that replaced others."""
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
-        known = _FollowedSegment(name, fd=fd)
+        followed = _FollowedSegment(name, fd=fd)
         try:
-            if self._belongs(header := read_segment_header(self._files, fd), name):
-                footer = self._footer(fd, name) or (self._scanned(fd, name) if name.generation else None)
+            if self._check_header(header := read_segment_header(self._files, fd), name):
+                footer = self._footer(fd, name) or (self._scan_as_footer(fd, name) if name.generation else None)
                 if footer is None:
                     first = max(self._sequence, header.first_sequence) if header else self._sequence
-                    known.scan = SegmentScan(self._files, fd, name.number, name.generation, sequence=first)
+                    followed.scan = SegmentScan(self._files, fd, name.number, name.generation, sequence=first)
                 else:
-                    self._take_footer(known, footer, found)
+                    self._take_footer(followed, footer, found)
         finally:
-            if known.scan is None:
-                self._close(known)
-        self._settle(known)
+            if followed.scan is None:
+                self._close(followed)
+        self._register(followed)
 
-    def _settle(self, known: _FollowedSegment) -> None:
-        name = known.name
+    def _register(self, followed: _FollowedSegment) -> None:
+        name = followed.name
         for number in range(name.number, name.stop):
-            old = self._known.pop(number, None)
+            old = self._segments.pop(number, None)
             if old is not None:
                 self._close(old)
-            self._known[number] = known
-        records = known.parts[0] if name.generation and known.parts else None
+            self._segments[number] = followed
+        records = followed.parts[0] if name.generation and followed.parts else None
         with self._lock:
-            self._places.update({number: _SegmentLocation(name, records) for number in range(name.number, name.stop)})
+            self._locations.update(
+                {number: _SegmentLocation(name, records) for number in range(name.number, name.stop)}
+            )
 
-    def _belongs(self, header: SegmentHeader | None, name: SegmentName) -> bool:
+    def _check_header(self, header: SegmentHeader | None, name: SegmentName) -> bool:
         whole = Damage(name.number, 0, SEGMENT_HEADER_BYTES, "the segment's header is damaged", -1, name.generation)
         if header is None:
             self._report(whole)
@@ -319,13 +314,13 @@ class LogReader:
         if header.belongs_to(name, self._log_id):
             return True
         other = "another log" if header.log_id != self._log_id else f"segment {header.number}"
-        self._report(Damage(name.number, 0, 0, f"the file is that of {other}", -1, name.generation))
+        self._report(Damage(name.number, 0, 0, f"the file belongs to {other}", -1, name.generation))
         return False
 
     def _footer(self, fd: int, name: SegmentName) -> Footer | None:
         try:
             footer = read_footer(self._files, fd, name)
-            reason = "it is sealed and has no trailer"
+            reason = "the sealed segment has no trailer"
         except StoreCorrupt as error:
             footer, reason = None, str(error)
         if footer is not None:
@@ -339,14 +334,14 @@ class LogReader:
         return copy
 
     def _sealed_meanwhile(self, fd: int, name: SegmentName) -> bool:
-        """Whether the file has the footer that it lacked a moment ago: the writer writes the copy after it."""
+        """Whether the file has a footer by now. The writer writes the copy after the footer."""
         try:
             return read_footer(self._files, fd, name) is not None
         except StoreCorrupt:
             return False
 
-    def _scanned(self, fd: int, name: SegmentName) -> Footer:
-        """What stands in for the damaged footer of a rewritten segment."""
+    def _scan_as_footer(self, fd: int, name: SegmentName) -> Footer:
+        """A substitute for the damaged footer of a rewritten segment."""
         scan = SegmentScan(self._files, fd, name.number, name.generation)
         found = list(scan)
         for damage in found:
@@ -358,14 +353,14 @@ class LogReader:
     def _is_listed(self, name: SegmentName) -> bool:
         return self._manifest is not None and any(entry.name == name for entry in self._manifest.segments)
 
-    def _take_footer(self, known: _FollowedSegment, footer: Footer, found: list[RecordBatch]) -> None:
-        """Reports what a sealed segment holds that was not reported, and what it no longer holds."""
-        name = known.name
+    def _take_footer(self, followed: _FollowedSegment, footer: Footer, found: list[RecordBatch]) -> None:
+        """Reports new and dropped records of a sealed segment."""
+        name = followed.name
         for damage in footer.gaps(name) if footer.summary is not None else ():
             self._report(damage)
-        replaced = {id(old): old for number in range(name.number, name.stop) if (old := self._known.get(number))}
-        before = np.concatenate([_NONE, *(old.sequences() for old in replaced.values())])
-        known.parts = [footer.records]
+        replaced = {id(old): old for number in range(name.number, name.stop) if (old := self._segments.get(number))}
+        before = np.concatenate([_NO_SEQUENCES, *(old.sequences() for old in replaced.values())])
+        followed.parts = [footer.records]
         self._sequence = max(self._sequence, footer.next_sequence)
         if not len(before):
             found.append(RecordBatch(name.number, footer.records, footer.summary))
@@ -375,9 +370,11 @@ class LogReader:
         if len(fresh) or len(dropped):
             found.append(RecordBatch(name.number, fresh, dropped=dropped))
 
-    def _go_on(self, known: _FollowedSegment, following: SegmentName | None, found: list[RecordBatch]) -> None:
-        """Scans what was appended to a segment; with a successor the writer is done with it."""
-        scan = known.scan
+    def _scan_appended(
+        self, followed: _FollowedSegment, following: SegmentName | None, found: list[RecordBatch]
+    ) -> None:
+        """Scans records appended to a segment; a segment with a successor is complete."""
+        scan = followed.scan
         if scan is None:
             return
         if following is not None:
@@ -391,13 +388,13 @@ class LogReader:
                 refs.append(item)
         self._sequence = max(self._sequence, scan.sequence)
         if refs:
-            records = RecordTable.of(known.name.number, refs)
-            known.parts.append(records)
-            found.append(RecordBatch(known.name.number, records))
+            records = RecordTable.of(followed.name.number, refs)
+            followed.parts.append(records)
+            found.append(RecordBatch(followed.name.number, records))
         if following is not None:
-            self._report_rest(known, scan)
-            known.scan = None
-            self._close(known)
+            self._report_unscanned(followed, scan)
+            followed.scan = None
+            self._close(followed)
 
     def _header(self, name: SegmentName) -> SegmentHeader | None:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
@@ -406,10 +403,10 @@ class LogReader:
         finally:
             self._files.close(fd)
 
-    def _report_rest(self, known: _FollowedSegment, scan: SegmentScan) -> None:
-        stop = scan.stop if scan.stop < sys.maxsize else self._files.size(known.fd)
+    def _report_unscanned(self, followed: _FollowedSegment, scan: SegmentScan) -> None:
+        stop = scan.stop if scan.stop < sys.maxsize else self._files.size(followed.fd)
         if stop > scan.end and not scan.at_footer:
-            self._report(scan.damage(stop, "no whole record up to the segment's end"))
+            self._report(scan.damage(stop, "no whole record before the segment's end"))
 
     def _report(self, damage: Damage) -> None:
         quarantined = self._manifest.quarantined if self._manifest else ()
@@ -421,14 +418,14 @@ class LogReader:
     # Reading
 
     def read(self, ref: RecordRef) -> memoryview:
-        """The payload, read-only and without a copy; its checksum is verified at each call.
+        """The payload, read-only and without a copy; each call verifies its checksum.
 
-        It stays valid for as long as it is referenced, also when the reader is closed or the segment deleted. A record
-        that compaction has moved is found by its sequence number.
+        The view stays valid while it is referenced, also after the reader is closed or the segment deleted. A record
+        that compaction moved is found by its sequence number.
 
         Raises:
-            StoreGone: the record was dropped, or its segment's file is gone.
-            StoreCorrupt: the bytes are no longer what was appended.
+            StoreRecordGone: the record was dropped, or its segment's file is missing.
+            StoreCorrupt: the bytes changed.
             StoreError: the file cannot be read.
         """
         payload, expected, file = self._locate(ref, self._payload)
@@ -437,22 +434,22 @@ class LogReader:
         return payload
 
     def read_range(self, ref: RecordRef, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of the payload, as `read` but unverified: for payloads with checksums of their own.
+        """Bytes `start` to `stop` of the payload, as `read` without verification, for payloads with own checksums.
 
         Raises:
-            StoreError: the range lies outside the payload. Else as `read`.
+            StoreError: the range exceeds the payload. Otherwise as `read`.
         """
         if not 0 <= start <= stop <= ref.length:
             raise StoreError(f"bytes {start} to {stop} of a record of {ref.length}")
         return self._locate(ref, self._bytes)[start:stop]
 
     def read_into(self, ref: RecordRef, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
-        """Fills the buffers, at most `MAX_BUFFERS`, one after the other with the payload's bytes from `start` on.
+        """Fills the buffers, at most `MAX_BUFFERS`, in order with the payload's bytes from `start` on.
 
-        As `read_range`, but by one read of the file: the disk is asked for all of it at once, and no page faults.
+        As `read_range`, in one read of the file: all bytes are requested from the disk at once, without page faults.
 
         Args:
-            wait: for the disk. Else False where it would have to; the disk begins to read then.
+            wait: wait for the disk. Otherwise returns False if it would block, and starts reading ahead.
 
         Raises:
             StoreError: as `read_range`.
@@ -462,10 +459,10 @@ class LogReader:
             raise StoreError(f"bytes {start} to {start + size} of a record of {ref.length}")
         return self._locate(ref, partial(self._fill, start=start, size=size, out=out, wait=wait))
 
-    def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Found]) -> Found:
-        """What `take` makes of a record and the offset at which it is now."""
+    def _locate(self, ref: RecordRef, take: Callable[[SegmentName, RecordRef, int], Result]) -> Result:
+        """Calls `take` with the current file and offset of a record."""
         error: StoreError | None = None
-        for look in (self._places.get, self._relocate):
+        for look in (self._locations.get, self._relocate):
             place = look(ref.segment)
             offset = place.offset(ref) if place is not None else None
             error = None
@@ -479,11 +476,11 @@ class LogReader:
                 error = damaged
             except OSError as failed:
                 raise StoreError(f"cannot read segment {ref.segment} of {self._path}: {failed.strerror}") from failed
-        gone = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is gone"
-        raise error or StoreRecordGone(gone)
+        reason = f"{self._path}: record {ref.sequence} was dropped, or segment {ref.segment} is missing"
+        raise error or StoreRecordGone(reason)
 
     def _bytes(self, name: SegmentName, ref: RecordRef, offset: int) -> memoryview:
-        """A record's payload; not even its header is looked at, which may lie on a page that nobody needs."""
+        """A record's payload, without a check of its header, which may lie on another page."""
         start = offset + RECORD_HEADER_BYTES
         return self._opened.get(name, start + ref.length).view[start : start + ref.length]
 
@@ -499,7 +496,7 @@ class LogReader:
         wait: bool,
     ) -> bool:
         at = offset + RECORD_HEADER_BYTES + start
-        opened = self._opened.get(name, at + size)  # held until the read is done, or its descriptor might be closed
+        opened = self._opened.get(name, at + size)  # keeps the descriptor open during the read
         if not wait:
             return self._files.pread_cached(opened.fd, out, at)
         if self._files.pread_into(opened.fd, out, at) < size:
@@ -507,7 +504,7 @@ class LogReader:
         return True
 
     def _payload(self, name: SegmentName, ref: RecordRef, offset: int) -> tuple[memoryview, int, str]:
-        """A record's payload, unverified, the CRC that its header gives, and the file's name."""
+        """A record's unverified payload, the CRC in its header, and the file's name."""
         start = offset + RECORD_HEADER_BYTES
         view = self._opened.get(name, start + ref.length).view
         found = decode_record_header(view[offset:start], name.number, name.generation, offset)
@@ -516,7 +513,7 @@ class LogReader:
         return view[start : start + ref.length], found[1], str(name)
 
     def _relocate(self, segment: int) -> _SegmentLocation | None:
-        """Looks at the folder again for the file in which the records of `segment` are now."""
+        """Lists the folder again to find the current file of a segment's records."""
         for _ in range(ATTEMPTS):
             chosen = resolve_generations(list_segments(self._path, self._files))[0]
             name = next((name for name in chosen if name.number <= segment < name.stop), None)
@@ -527,29 +524,31 @@ class LogReader:
             except FileNotFoundError:
                 continue
             with self._lock:
-                self._places.update(dict.fromkeys(range(name.number, name.stop), place))
+                self._locations.update(dict.fromkeys(range(name.number, name.stop), place))
             return place
         return None
 
     def _index(self, name: SegmentName) -> RecordTable:
         fd = self._files.open(self._path / str(name), os.O_RDONLY)
         try:
-            return (manifest.read_footer_or_copy(self._files, self._path, fd, name) or self._scanned(fd, name)).records
+            return (
+                manifest.read_footer_or_copy(self._files, self._path, fd, name) or self._scan_as_footer(fd, name)
+            ).records
         finally:
             self._files.close(fd)
 
-    # The end
+    # Closing
 
-    def _close(self, known: _FollowedSegment) -> None:
-        fd, known.fd = known.fd, -1
+    def _close(self, followed: _FollowedSegment) -> None:
+        fd, followed.fd = followed.fd, -1
         if fd >= 0:
             self._files.close(fd)
 
     def close(self) -> None:
-        """Lets go of the files; views that were handed out stay valid. Calling it twice is harmless."""
-        for known in self._known.values():
-            self._close(known)
-            known.scan = None
+        """Releases the files; returned views stay valid. Idempotent."""
+        for followed in self._segments.values():
+            self._close(followed)
+            followed.scan = None
         self._opened.clear()
 
     def __enter__(self) -> Self:

@@ -1,8 +1,24 @@
-"""What a writer does first: it finds the log's end, and removes what a crash left behind.
+"""The writer of an append-only log: recovery, append, group commit, rotation, sealing. The store and the outbox use it.
 
-When it is done, all that a reader sees is durable. A kill in the middle of it leaves what the next one finds in turn.
+A log is a folder of segments. One process writes it; any number of processes read it at the same time.
 
-The log's writer: append, group commit, rotation, sealing, recovery.
+A record is *acknowledged* when the `LogWriter.sync` after its `append` has returned. Acknowledged records survive
+``kill -9`` and power cuts. An unsynced record may survive or be absent, but is never seen in part. A damaged record
+is reported and skipped; its neighbours stay readable.
+
+Reasons for each sync:
+
+- commit, fdatasync: the record's bytes and the file's length, before the acknowledgement;
+- creation of a segment: the file before its rename, so that no segment lacks a header; the folder before the first
+  record, because a commit syncs the file and not its name;
+- footer, fdatasync: before the manifest lists the segment, or before a rewritten segment gets its name;
+- manifest: before its rename; the folder before any file of the old manifest is deleted;
+- creation of a log: the parent folder only;
+- opening a log: the folder and the last segment. A killed writer may have renamed and written without a sync,
+  readers have seen the result, and later records rely on it.
+
+Deletions are not synced. A file that returns after a power cut has a lower generation than its replacement, or a
+number below the manifest's first, and the next writer deletes it again.
 """
 
 from __future__ import annotations
@@ -61,19 +77,23 @@ from user_sys.store.segment_writer import (
 )
 
 _logger = logging.getLogger(__name__)
+SEGMENT_BYTES = 64 << 20
+MAX_PENDING_BYTES = 8 << 20  # appended records are written when more are pending
+CLOSE_TIMEOUT_S = 60.0
+TOO_MANY_OPEN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 @dataclass(eq=False)
 class RecoveredLog:
-    """Where a log stands.
+    """State of a log after recovery.
 
     Attributes:
-        active: the last segment, open, which takes the next record; None where a new one must be created.
-        unsealed: segments that wait to be sealed, open.
-        next_sequence: the number that the next record gets.
-        next_number: of the segment to be created.
-        last_segment_end: where the records of the segment before that one end; 0 where that is not known.
-        truncated_bytes: the length of the unfinished append that was cut off.
+        active: the last segment, open, which takes the next record; None if a new one must be created.
+        unsealed: open segments to be sealed.
+        next_sequence: number of the next record.
+        next_number: number of the segment to create.
+        last_segment_end: end of the records in the segment before that one; 0 if unknown.
+        truncated_bytes: length of the unfinished append that recovery removed.
     """
 
     manifest: LogManifest
@@ -86,11 +106,13 @@ class RecoveredLog:
 
 
 def recover_log(files: Files, path: Path, fresh: LogManifest) -> RecoveredLog:
-    """Takes up the log at `path`, which the caller has locked, or `fresh` where there is none.
+    """Recovers the log at `path`, which the caller has locked; returns `fresh` if there is none.
+
+    Afterwards all that readers can see is durable. A kill during recovery leaves a log that the next call recovers.
 
     Raises:
-        StoreVersion: another format version wrote it.
-        OSError: it cannot be read or written; no file is left open.
+        StoreVersionMismatch: it has another format version.
+        OSError: it cannot be read or written; no file stays open.
     """
     recovery = _Recovery(files, path, fresh)
     try:
@@ -101,10 +123,10 @@ def recover_log(files: Files, path: Path, fresh: LogManifest) -> RecoveredLog:
     return recovery.found
 
 
-def _stale_footer_copies(there: Iterable[str], chosen: Sequence[SegmentName], first: int) -> Iterator[str]:
-    """Copies of the footers of files that were dropped or rewritten; that of a missing file tells what it held."""
+def _stale_footer_copies(files: Iterable[str], chosen: Sequence[SegmentName], first: int) -> Iterator[str]:
+    """Footer copies of dropped or rewritten files. The copy of a missing file stays; it lists the lost records."""
     covered = {number for name in chosen for number in range(name.number, name.stop)}
-    for file in there:
+    for file in files:
         name = (
             parse_segment_name(file.removesuffix(FOOTER_SUFFIX) + SEGMENT_SUFFIX)
             if file.endswith(FOOTER_SUFFIX)
@@ -119,47 +141,47 @@ class _Recovery:
         self._files, self._path, self._fresh, self.found = files, path, fresh, RecoveredLog(fresh)
 
     def close(self) -> None:
-        for open_one in [*self.found.unsealed, *([self.found.active] if self.found.active else [])]:
-            self._files.close(open_one.fd)
+        for segment in [*self.found.unsealed, *([self.found.active] if self.found.active else [])]:
+            self._files.close(segment.fd)
 
     def run(self) -> None:
-        """Finds the log's end, and makes durable what a killed writer had written and readers have seen."""
+        """Finds the end of the log and syncs all that a killed writer had written and readers have seen."""
         found = self.found
-        names = self._clean(list_segments(self._path, self._files))
+        names = self._remove_leftovers(list_segments(self._path, self._files))
         if names:
-            self._adopt(names)
+            self._take_segments(names)
         else:
             self._files.sync_folder(self._path.parent)  # the log's folder may be new
         if names or found.manifest is not self._fresh:
             found.next_number = max([found.manifest.last_number + 1, *(name.stop for name in names[-1:])])
 
-    def _clean(self, names: list[SegmentName]) -> list[SegmentName]:
-        """Reads or rebuilds the manifest; returns the files that count, and deletes the leftovers of a crash."""
-        known = self._load_manifest()
-        if known is None and names:
-            known = manifest.rebuild(self._files, self._path, resolve_generations(names)[0])
-        self.found.manifest = known or self.found.manifest
+    def _remove_leftovers(self, names: list[SegmentName]) -> list[SegmentName]:
+        """Loads or rebuilds the manifest, deletes leftovers of a crash, and returns the current files."""
+        manifest_ = self._load_manifest()
+        if manifest_ is None and names:
+            manifest_ = manifest.rebuild(self._files, self._path, resolve_generations(names)[0])
+        self.found.manifest = manifest_ or self.found.manifest
         first = self.found.manifest.first_number
         chosen, leftovers = resolve_generations(name for name in names if name.number >= first)
         leftovers += [name for name in names if name.number < first]
-        # A rename that a killed process had not made durable must be, before anything relies on it: what it replaced
-        # is deleted here, and what is appended is acknowledged by a sync of the file, not of its name.
+        # A killed process may have renamed a file without a sync. Sync now, because the replaced file is deleted below,
+        # and later syncs acknowledge records by the file and not by its name.
         self._files.sync_folder(self._path)
-        there = self._files.listdir(self._path)
-        temporaries = [name for name in there if name.endswith(TEMPORARY_SUFFIX)]
-        for doomed in [*map(str, leftovers), *temporaries, *_stale_footer_copies(there, chosen, first)]:
-            self._files.unlink(self._path / doomed)
+        folder = self._files.listdir(self._path)
+        temporaries = [name for name in folder if name.endswith(TEMPORARY_SUFFIX)]
+        for leftover in [*map(str, leftovers), *temporaries, *_stale_footer_copies(folder, chosen, first)]:
+            self._files.unlink(self._path / leftover)
         return chosen
 
     def _load_manifest(self) -> LogManifest | None:
         try:
             return manifest.load(self._files, self._path)
         except StoreCorrupt as error:
-            _logger.warning("store.manifest-damaged path=%s: %s", self._path, error)
+            _logger.warning("store.manifest_damaged path=%s: %s", self._path, error)
             return None
 
-    def _adopt(self, names: list[SegmentName]) -> None:
-        """Takes up the log that is there. The last segment stays open unless it can take no more records."""
+    def _take_segments(self, names: list[SegmentName]) -> None:
+        """Lists sealed segments and scans the others. The last segment stays open if it can take records."""
         listed = {entry.name for entry in self.found.manifest.segments}
         for name in names:
             if name not in listed and (entry := self._unlisted_entry(name)) is not None:
@@ -168,31 +190,33 @@ class _Recovery:
         self.found.next_sequence = max(sealed.values(), default=0)
         for name, following in zip(names, names[1:], strict=False):
             if name not in sealed:
-                self._take_unsealed(name, following)
+                self._scan_unlisted(name, following)
         if names[-1] not in sealed:
             self._open_last(names[-1])
         if self.found.manifest.last_number >= names[-1].stop:
-            _logger.warning("store.tail-missing path=%s segment=%d", self._path, self.found.manifest.last_number)
+            _logger.warning(
+                "store.last_segment_missing path=%s segment=%d", self._path, self.found.manifest.last_number
+            )
             self._skip_numbers()
 
     def _skip_numbers(self) -> None:
-        """Gives none of the numbers again that a segment may have held which cannot be looked into."""
+        """Skips all sequence numbers that an unreadable segment may have used."""
         self.found.next_sequence += MAX_SEGMENT_BYTES // RECORD_HEADER_BYTES
 
     def _unlisted_entry(self, name: SegmentName) -> SegmentEntry | None:
-        """The entry of a segment that was sealed and not listed; None where it is not sealed."""
+        """The entry of a segment that is sealed and not listed; None if it is not sealed."""
         fd = self._files.open(self._path / str(name), os.O_RDWR)
         try:
             footer = read_footer_or_copy(self._files, self._path, fd, name)
             if footer is None:
                 return None
-            self._files.fsync(fd)  # its writer may have been killed before the sync that a manifest's entry relies on
+            self._files.fsync(fd)  # its writer may have been killed before that sync
             return SegmentEntry.of(name, footer)
         finally:
             self._files.close(fd)
 
-    def _take_unsealed(self, name: SegmentName, following: SegmentName) -> None:
-        """Finds the records of a segment that has a successor and no footer, to be sealed."""
+    def _scan_unlisted(self, name: SegmentName, following: SegmentName) -> None:
+        """Scans a segment that has a successor and no footer, so that it gets sealed."""
         next_header, header = self._header(following), self._header(name)
         if self._is_foreign(header, name):
             return
@@ -209,16 +233,16 @@ class _Recovery:
             self._files.close(fd)
 
     def _is_foreign(self, header: SegmentHeader | None, name: SegmentName) -> bool:
-        """Whether the file is another segment's or another log's, and so must be left alone."""
+        """Whether the file belongs to another segment or log and must not be changed."""
         if header is None or header.belongs_to(name, self.found.manifest.log_id):
             return False
-        _logger.warning("store.foreign-segment path=%s segment=%s: left alone", self._path, name)
+        _logger.warning("store.foreign_segment path=%s segment=%s: not changed", self._path, name)
         return True
 
     def _open_last(self, name: SegmentName) -> None:
-        """Opens the last segment at its end, having cut off an unfinished append.
+        """Opens the last segment at its end, after removing an unfinished append.
 
-        Where damage must stay behind, or its header is damaged, or its successor is missing, it is left to be sealed.
+        The segment is left to be sealed if damage must stay in it, its header is damaged, or its successor is missing.
         """
         header = self._header(name)
         if self._is_foreign(header, name):
@@ -244,15 +268,15 @@ class _Recovery:
                 _logger.warning("store.damaged %s", item)
             else:
                 flat.extend(item)
-        whole = self._cut(fd, scan)
-        # The numbers of records that may have been in what is kept are not given again.
+        whole = self._truncate_append(fd, scan)
+        # Kept bytes may hold records; their sequence numbers are not reused.
         lost = 0 if whole else (files.size(fd) - scan.end) // RECORD_HEADER_BYTES
         self.found.next_sequence = max(self.found.next_sequence, scan.sequence + lost)
         files.fsync(fd)
         return FinishedSegment(name, fd, align_up(files.size(fd)), flat, range(first, self.found.next_sequence)), whole
 
-    def _cut(self, fd: int, scan: SegmentScan) -> bool:
-        """Cuts off an append that was never finished; False where what follows the last record may be more."""
+    def _truncate_append(self, fd: int, scan: SegmentScan) -> bool:
+        """Truncates an unfinished append. Returns False if the bytes after the last record may be more than that."""
         size = self._files.size(fd)
         if size <= scan.end:
             return True
@@ -261,26 +285,20 @@ class _Recovery:
             _logger.warning("store.damaged path=%s %s: kept", self._path, place)
             return False
         self.found.truncated_bytes = size - scan.end
-        _logger.warning("store.cut path=%s %s", self._path, place)
+        _logger.warning("store.truncated path=%s %s", self._path, place)
         self._files.ftruncate(fd, scan.end)
         return True
 
 
-SEGMENT_BYTES = 64 << 20
-MAX_PENDING_BYTES = 8 << 20  # appended records are written out once this many wait, synced or not
-CLOSE_TIMEOUT_S = 60.0
-TOO_MANY_OPEN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
-
-
 class LogWriter:
-    """The one writer of a log. Obtain it with `open`.
+    """The only writer of a log. Create it with `open`.
 
-    One thread calls it, but for `sync` with a ticket, `rewrite`, `drop_before` and `sealed_segments`, which any thread
-    may call beside it.
+    One thread calls it, except `sync` with a sync point, `rewrite`, `drop_before` and `sealed_segments`, which are
+    thread-safe.
 
     Attributes:
-        next_sequence: the number that the next record gets; it only grows, over restarts too.
-        truncated_bytes: the length of the unfinished append that `open` cut off the log's end.
+        next_sequence: number of the next record; it only grows, also over restarts.
+        truncated_bytes: length of the unfinished append that `open` removed.
     """
 
     def __init__(
@@ -294,9 +312,9 @@ class LogWriter:
     ) -> None:
         self._path, self._files, self._lock, self._segment_bytes = path, files, lock, segment_bytes
         self._summarise = summarise
-        self._catalog = ManifestFile(files, path, LogManifest(secrets.token_bytes(LOG_ID_BYTES)))
-        self._tail = ActiveSegment(0, 0)
-        self._syncing = threading.Lock()  # held during a sync, and while the next segment gets its file
+        self._manifest_file = ManifestFile(files, path, LogManifest(secrets.token_bytes(LOG_ID_BYTES)))
+        self._active = ActiveSegment(0, 0)
+        self._sync_lock = threading.Lock()  # held during a sync and while the next segment is created
         self._finished: deque[FinishedSegment] = deque()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="store-seal") if background else None
         self._failure = ""
@@ -312,169 +330,168 @@ class LogWriter:
         background: bool = True,
         files: Files = OS_FILES,
     ) -> Self:
-        """Opens or creates the log at `path`. All that a reader sees is durable when it returns.
+        """Opens or creates the log at `path`. All that readers can see is durable when it returns.
 
         Args:
-            segment_bytes: a record that would make a segment longer begins the next one.
-            summarise: makes what a sealed segment's footer holds for its owner, of all its records and payloads in
-                order. Called by the sealing thread. An exception in it ends the writer.
-            background: begin and seal segments in a thread. Else an append that begins a segment waits until its file
-                is there and the old one is sealed.
+            segment_bytes: a record that would exceed this size starts a new segment.
+            summarise: makes the owner's summary for the footer of a sealed segment from all its records and payloads in
+                order. The sealing thread calls it. An exception in it ends the writer.
+            background: create and seal segments in a thread. Otherwise an append that starts a segment blocks for both.
 
         Raises:
-            StoreLocked: another process writes it.
-            StoreVersion: another format version wrote it.
-            StoreFull: no space for a manifest or a new segment; try again when there is some.
+            StoreLocked: another process writes the log.
+            StoreVersionMismatch: it has another format version.
+            StoreFull: no space for a manifest or a segment; retry when there is some.
             StoreError: the folder cannot be used.
         """
         if not SEGMENT_HEADER_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
-            raise StoreError(f"segments of {segment_bytes} bytes; at most {MAX_SEGMENT_BYTES} can be")
+            raise StoreError(f"segments of {segment_bytes} bytes; the maximum is {MAX_SEGMENT_BYTES}")
         try:
             files.make_folder(path)
             lock = WriterLock(path, files)
         except OSError as error:
-            raise _unusable(error)(f"cannot write {path}: {error.strerror}") from error
+            raise _error_class(error)(f"cannot write {path}: {error.strerror}") from error
         writer = cls(path, files, lock, segment_bytes, summarise, background)
         try:
             writer._recover()
         except BaseException as error:
             writer._release()
             if isinstance(error, OSError):
-                raise _unusable(error)(f"cannot recover {path}: {error.strerror}") from error
+                raise _error_class(error)(f"cannot recover {path}: {error.strerror}") from error
             raise
         return writer
 
-    # A writer's life: recover once, then append, sync and rotate.
+    # Recovery, append, sync, rotation
 
     def _recover(self) -> None:
-        found = recover_log(self._files, self._path, self._catalog.manifest)
-        self._catalog.manifest = found.manifest
+        found = recover_log(self._files, self._path, self._manifest_file.manifest)
+        self._manifest_file.manifest = found.manifest
         self._finished.extend(found.unsealed)
         self.next_sequence, self.truncated_bytes = found.next_sequence, found.truncated_bytes
         if found.active is None:
-            self._tail = ActiveSegment(found.next_number, self.next_sequence)
-            with self._translated(f"create segment {found.next_number}"):
-                self._tail.create(self._files, self._path, found.manifest.log_id, found.last_segment_end)
+            self._active = ActiveSegment(found.next_number, self.next_sequence)
+            with self._translated_errors(f"create segment {found.next_number}"):
+                self._active.create(self._files, self._path, found.manifest.log_id, found.last_segment_end)
         else:
-            self._tail = ActiveSegment.resumed(found.active)
-        self._catalog.update(functools.partial(_with_entries, entries=[], tail=self._present))
+            self._active = ActiveSegment.resumed(found.active)
+        self._manifest_file.update(functools.partial(_with_entries, entries=[], last_number=self._last_file_number))
         self._start_sealing()
 
     @property
-    def _present(self) -> int:
-        """The highest segment number of which there is a file."""
-        tail = self._tail
-        return (tail.previous or tail).number
+    def _last_file_number(self) -> int:
+        """The highest segment number that has a file."""
+        active = self._active
+        return (active.previous or active).number
 
     def append(self, kind: int, payload: Buffer, *, schema: int = 0) -> RecordRef:
-        """Adds a record; it counts only once `sync` has returned. Readers see it between the two.
+        """Appends a record, which is acknowledged by the next `sync`. Readers can see it earlier.
 
-        `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none) are the caller's. Blocks for the disk when
-        `MAX_PENDING_BYTES` wait, and without a background thread when a segment is full.
+        The caller assigns `kind` (0 to 0xFEFF) and `schema` (a 32-bit fingerprint, 0 for none). Blocks for the disk
+        when `MAX_PENDING_BYTES` are pending, and, without a background thread, when a segment is full.
 
         Raises:
-            StoreFull: no space, and this record was not taken. Those before it are kept and will be written.
-            StoreError: the record cannot be one, or the writer is closed or has failed, or too many files are open.
+            StoreFull: no space; this record was not taken. Earlier records are kept and will be written.
+            StoreError: the record is invalid, the writer is closed or has failed, or too many files are open.
         """
         self._check()
         if len(payload) > MAX_PAYLOAD_BYTES or not 0 <= kind < RESERVED_KINDS:
             raise StoreError(f"a record of kind {kind} and {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} fit")
-        tail, size = self._tail, record_bytes(len(payload))
-        if tail.end > SEGMENT_HEADER_BYTES and tail.end + size > self._segment_bytes:
-            tail = self._rotate()
-        elif tail.pending_bytes and tail.pending_bytes + size > MAX_PENDING_BYTES:
+        active, size = self._active, record_bytes(len(payload))
+        if active.end > SEGMENT_HEADER_BYTES and active.end + size > self._segment_bytes:
+            active = self._rotate()
+        elif active.pending_bytes and active.pending_bytes + size > MAX_PENDING_BYTES:
             self.flush()
-        ref = tail.append(kind, payload, self.next_sequence, schema)
+        ref = active.append(kind, payload, self.next_sequence, schema)
         self.next_sequence += 1
         return ref
 
     def flush(self) -> SyncPoint:
-        """Writes out all that was appended. `sync` with the ticket makes it durable, also from another thread.
+        """Writes all appended records; `sync` with the returned sync point makes them durable, in any thread.
 
-        So the next group can be appended while the disk syncs this one. Raises as `append`.
+        Meanwhile the next group can be appended. Raises as `append`.
         """
         self._check()
-        tail = self._tail
-        if tail.pending_bytes and tail.previous is not None:
-            with self._syncing:
-                self._begin(tail)
+        active = self._active
+        if active.pending_bytes and active.previous is not None:
+            with self._sync_lock:
+                self._create_segment(active)
         try:
-            tail.write(self._files)
+            active.write(self._files)
         except OSError as error:
             raise self._failed(error, "write") from error
-        return SyncPoint(tail.number, tail.written)
+        return SyncPoint(active.number, active.written)
 
-    def sync(self, ticket: SyncPoint | None = None) -> None:
-        """Makes durable what was flushed by the time of `ticket`, or everything appended. Blocks for the disk.
+    def sync(self, point: SyncPoint | None = None) -> None:
+        """Makes all appended records durable, or those before the sync point. Blocks for the disk.
 
-        Costs nothing when nothing is new.
+        Returns at once if there is nothing new.
 
         Raises:
-            StoreFull: no space; nothing is lost and nothing is acknowledged. Call it again once there is space.
-            StoreError: the disk failed. The writer is of no more use: what the disk holds is unknown, so a retry could
-                acknowledge what is not there. Open the log anew.
+            StoreFull: no space; nothing is lost and nothing is acknowledged. Retry when there is some.
+            StoreError: the disk failed and the writer is unusable. The disk's content is unknown, so a retry could
+                acknowledge lost records. Open the log again.
         """
-        if ticket is None:
-            ticket = self.flush()
-        with self._syncing:
+        if point is None:
+            point = self.flush()
+        with self._sync_lock:
             self._check()
-            tail = self._tail  # looked at once: an append may begin the next segment at any time
-            self._begin(tail)
-            if (tail.number, tail.synced) < ticket:
-                self._make_durable(tail, ticket.end)
+            active = self._active  # read once: an append may start the next segment at any time
+            self._create_segment(active)
+            if (active.number, active.synced) < point:
+                self._make_durable(active, point.end)
 
-    def _make_durable(self, tail: ActiveSegment, end: int) -> None:
+    def _make_durable(self, active: ActiveSegment, end: int) -> None:
         try:
-            self._files.fdatasync(tail.fd)
+            self._files.fdatasync(active.fd)
         except OSError as error:
-            raise self._poison(f"sync failed: {error.strerror}") from error
-        tail.synced = max(tail.synced, end)
+            raise self._fail_permanently(f"sync failed: {error.strerror}") from error
+        active.synced = max(active.synced, end)
 
     def rotate(self) -> None:
-        """Begins a new segment where the present one holds anything; the old one is then sealed. Raises as `append`."""
+        """Starts a new segment if the current one holds records; the old one is then sealed. Raises as `append`."""
         self._check()
-        if self._tail.end > SEGMENT_HEADER_BYTES:
+        if self._active.end > SEGMENT_HEADER_BYTES:
             self._rotate()
 
     def _rotate(self) -> ActiveSegment:
-        """Later records go to a new segment, whose file a thread makes; without one it is there on return."""
+        """Directs later records to a new segment. A thread creates its file; without one it exists on return."""
         self.flush()
-        old = self._tail
-        self._tail = new = ActiveSegment(old.number + 1, self.next_sequence, previous=old)
+        old = self._active
+        self._active = new = ActiveSegment(old.number + 1, self.next_sequence, previous=old)
         if self._pool is not None:
-            self._pool.submit(self._begin_early)
+            self._pool.submit(self._create_ahead)
             return new
         try:
-            with self._syncing:
-                self._begin(new)
+            with self._sync_lock:
+                self._create_segment(new)
         except StoreError:
-            self._tail = old
+            self._active = old
             raise
         return new
 
-    def _begin_early(self) -> None:
-        """Spares whoever needs the segment's file next the wait; what fails here fails again there."""
+    def _create_ahead(self) -> None:
+        """Creates the next segment's file ahead of its use. Any failure occurs again at that use."""
         try:
-            with self._syncing:
+            with self._sync_lock:
                 if not self._failure:
-                    self._begin(self._tail)
+                    self._create_segment(self._active)
         except StoreError as error:
-            _logger.warning("store.segment-late path=%s: %s", self._path, error)
+            _logger.warning("store.segment_create_failed path=%s: %s", self._path, error)
 
-    def _begin(self, tail: ActiveSegment) -> None:
-        """Makes the segment before `tail` durable, then the file of `tail`, where that is still to be done.
+    def _create_segment(self, active: ActiveSegment) -> None:
+        """Makes the segment before `active` durable and creates the file of `active`, if still needed.
 
-        The caller holds `_syncing`. No record of `tail` is written before, nor is anything acknowledged.
+        The caller holds `_sync_lock`. No record of `active` is written or acknowledged before that.
         """
-        old = tail.previous
+        old = active.previous
         if old is None:
             return
         if old.synced < old.end:
             self._make_durable(old, old.end)
-        with self._translated(f"create segment {tail.number}"):
-            tail.create(self._files, self._path, self._catalog.manifest.log_id, old.end)
-        tail.previous = None
-        self._finished.append(old.finish(tail.first_sequence))
+        with self._translated_errors(f"create segment {active.number}"):
+            active.create(self._files, self._path, self._manifest_file.manifest.log_id, old.end)
+        active.previous = None
+        self._finished.append(old.finish(active.first_sequence))
         self._start_sealing()
 
     # Sealing
@@ -486,66 +503,70 @@ class LogWriter:
             self._pool.submit(self._seal_finished)
 
     def _seal_finished(self) -> None:
-        """Seals what waits for it. Without space for a footer it goes on waiting, for the next one or the next open."""
+        """Seals finished segments. Without space for a footer they wait for the next attempt or the next open."""
         try:
             while self._finished and not self._failure:
                 finished = self._finished[0]
                 entry = seal_segment(self._files, self._path, finished, self._summarise)
-                self._catalog.update(functools.partial(_with_entries, entries=[entry], tail=self._present))
+                self._manifest_file.update(
+                    functools.partial(_with_entries, entries=[entry], last_number=self._last_file_number)
+                )
                 self._finished.popleft()
                 self._files.close(finished.fd)
         except OSError as error:
             if error.errno not in NO_SPACE_ERRNOS | TOO_MANY_OPEN_ERRNOS:
-                self._poison(f"sealing failed: {error.strerror}")
-            _logger.warning("store.seal-failed path=%s: %s", self._path, error)
+                self._fail_permanently(f"sealing failed: {error.strerror}")
+            _logger.warning("store.seal_failed path=%s: %s", self._path, error)
         except Exception as error:
-            self._poison(f"sealing failed: {error!r}")
-            _logger.exception("store.seal-failed path=%s", self._path)
+            self._fail_permanently(f"sealing failed: {error!r}")
+            _logger.exception("store.seal_failed path=%s", self._path)
 
     def sealed_segments(self) -> tuple[SegmentEntry, ...]:
-        """The segments that are sealed by now, in order."""
-        return self._catalog.manifest.segments
+        """The sealed segments, in order."""
+        return self._manifest_file.manifest.segments
 
-    # Giving space back
+    # Freeing space
 
     def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> SegmentEntry:
-        """Puts the records that `keep` wants of some neighbouring sealed segments into one new segment in their place.
+        """Replaces neighbouring sealed segments by one segment with the records for which `keep` is true.
 
-        Sequence numbers stay. Blocks for as long as it reads and writes those segments; appends go on meanwhile. A
-        crash at any point leaves the old ones or the new one, and the next writer deletes what is left over.
+        Sequence numbers stay. Blocks while it reads and writes those segments; appends continue. A crash leaves the old
+        segments or the new one; the next writer deletes leftovers.
 
         Raises:
-            StoreCorrupt: a record that should be kept is damaged and not quarantined; nothing was changed.
+            StoreCorrupt: a record to keep is damaged and not quarantined; nothing was changed.
             StoreFull: no space for the new segment; nothing was changed.
-            StoreError: they are no neighbours, or not all sealed; or the disk failed.
+            StoreError: the segments are not neighbours or not all sealed, or the disk failed.
         """
-        with self._translated("rewrite"), self._catalog.maintenance_lock:
+        with self._translated_errors("rewrite"), self._manifest_file.maintenance_lock:
             self._check()
             return segment_writer.rewrite_segments(
-                self._files, self._path, self._catalog, segments, keep, self._summarise
+                self._files, self._path, self._manifest_file, segments, keep, self._summarise
             )
 
     def drop_before(self, segment: int) -> None:
-        """Deletes the segments that lie wholly below number `segment`; never the one being written.
+        """Deletes the segments that lie entirely below number `segment`, except the active one.
 
-        The manifest says so first, and durably: a power cut leaves no segment that is listed and missing.
+        The manifest is updated durably first, so a power cut leaves no listed segment without a file.
 
         Raises:
             StoreError: the disk failed, or a file cannot be deleted.
         """
-        with self._translated("drop old segments"), self._catalog.maintenance_lock:
+        with self._translated_errors("drop old segments"), self._manifest_file.maintenance_lock:
             self._check()
-            segment_writer.drop_segments_before(self._files, self._path, self._catalog, min(segment, self._present))
+            segment_writer.drop_segments_before(
+                self._files, self._path, self._manifest_file, min(segment, self._last_file_number)
+            )
 
     @property
     def pending_bytes(self) -> int:
         """Bytes appended and not yet synced."""
-        tail = self._tail
-        before = tail.previous
-        return tail.end - tail.synced + (before.end - before.synced if before else 0)
+        active = self._active
+        before = active.previous
+        return active.end - active.synced + (before.end - before.synced if before else 0)
 
     @contextlib.contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translated_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -553,14 +574,14 @@ class LogWriter:
 
     def _failed(self, error: OSError, what: str) -> StoreError:
         if error.errno in NO_SPACE_ERRNOS:
-            free = "free some space and go on: nothing that was acknowledged is lost"
+            free = "free some space and retry; acknowledged records are safe"
             return StoreFull(f"{self._path}: {error.strerror} ({what}); {free}")
         if error.errno in TOO_MANY_OPEN_ERRNOS:
-            return StoreError(f"{self._path}: {error.strerror} ({what}): raise the limit (ulimit -n) or close some")
-        return self._poison(f"{what} failed: {error.strerror}")
+            return StoreError(f"{self._path}: {error.strerror} ({what}): raise the limit (ulimit -n) or close files")
+        return self._fail_permanently(f"{what} failed: {error.strerror}")
 
-    def _poison(self, why: str) -> StoreError:
-        self._failure = f"{self._path}: {why}; open it anew, do not retry"
+    def _fail_permanently(self, why: str) -> StoreError:
+        self._failure = f"{self._path}: {why}; open it again; do not retry"
         return StoreError(self._failure)
 
     def _check(self) -> None:
@@ -568,26 +589,27 @@ class LogWriter:
             raise StoreError(self._failure)
 
     def close(self) -> None:
-        """Syncs and lets go of the log, which it does even where the sync fails. Calling it twice is harmless.
+        """Syncs and releases the log, also if the sync fails. Idempotent.
 
-        Waits at most `CLOSE_TIMEOUT_S` for a segment that is being sealed or rewritten; what is not sealed the next
-        writer seals.
+        Waits at most `CLOSE_TIMEOUT_S` for sealing or rewriting; the next writer seals the rest.
 
         Raises:
-            StoreError: as `sync`, or that time has passed; then the log stays locked until this process ends.
+            StoreError: as `sync`, or on timeout; the log then stays locked until this process exits.
         """
-        if not self._catalog.maintenance_lock.acquire(timeout=CLOSE_TIMEOUT_S):
-            raise StoreError(f"{self._path}: a compaction goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open")
+        if not self._manifest_file.maintenance_lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            raise StoreError(
+                f"{self._path}: a compaction is still running after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
+            )
         try:
             if not self._failure:
                 self.sync()
                 self._finish_sealing()
-                with self._translated("write the manifest"):
-                    self._catalog.flush()
+                with self._translated_errors("write the manifest"):
+                    self._manifest_file.flush()
         finally:
             self._failure = self._failure or f"{self._path} is closed"
             self._release()
-            self._catalog.maintenance_lock.release()
+            self._manifest_file.maintenance_lock.release()
 
     def _finish_sealing(self) -> None:
         self._start_sealing()
@@ -598,10 +620,10 @@ class LogWriter:
         if self._pool is None:
             return
         try:
-            self._pool.submit(bool).result(CLOSE_TIMEOUT_S)  # it has one thread: what was asked of it before is done
+            self._pool.submit(bool).result(CLOSE_TIMEOUT_S)  # one thread: earlier tasks are done
         except TimeoutError:
             raise StoreError(
-                f"{self._path}: sealing goes on after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
+                f"{self._path}: sealing is still running after {CLOSE_TIMEOUT_S:.0f} s; the log stays open"
             ) from None
 
     def _release(self) -> None:
@@ -611,9 +633,9 @@ class LogWriter:
             self._pool = None
         while self._finished:
             self._files.close(self._finished.popleft().fd)
-        for tail in (self._tail, self._tail.previous):
-            if tail is not None:
-                tail.close(self._files)
+        for segment in (self._active, self._active.previous):
+            if segment is not None:
+                segment.close(self._files)
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -623,12 +645,12 @@ class LogWriter:
         self.close()
 
 
-def _with_entries(old: LogManifest, entries: Sequence[SegmentEntry], tail: int) -> LogManifest:
+def _with_entries(old: LogManifest, entries: Sequence[SegmentEntry], last_number: int) -> LogManifest:
     for entry in entries:
-        if entry.number >= old.first_number:  # else it was dropped before it was sealed
+        if entry.number >= old.first_number:  # otherwise it was dropped before it was sealed
             old = old.with_entry(entry)
-    return msgspec.structs.replace(old, last_number=max(old.last_number, tail))
+    return msgspec.structs.replace(old, last_number=max(old.last_number, last_number))
 
 
-def _unusable(error: OSError) -> type[StoreError]:
+def _error_class(error: OSError) -> type[StoreError]:
     return StoreFull if error.errno in NO_SPACE_ERRNOS else StoreError

@@ -1,14 +1,11 @@
-"""Which episodes to give up when a store has grown too large. A pure function of the index; nothing is deleted here.
+"""Maintenance of a store: labels, retention, compaction, merging.
 
-A store's upkeep after the fact: labels, retention, compaction. For a store that nobody writes at the time.
+These functions need a store that no process writes. A gateway calls the shared parts (`plan_eviction`,
+`deletion_labels`, `reclaim_space`) on its own store.
 
-A running gateway does the same from inside (`user_sys.gateway.ingest`), with the same functions.
-
-Giving up an episode takes two steps. First it is deleted by a label, which is durable and which every reader sees; then
-compaction rewrites the segments that it lay in. The label stays for ever, so that a chunk of the episode that a robot
-sends once more is recognised. A crash in between leaves an episode that is deleted and still takes space.
-
-Several stores into one.
+An episode is removed in two steps. A label deletes it, durably and visibly to all readers; then compaction
+rewrites its segments. The label stays, so that a chunk of the episode that arrives again is recognised. A crash
+in between leaves a deleted episode that still takes space.
 """
 
 from __future__ import annotations
@@ -31,24 +28,29 @@ from user_sys.errors import ConfigError, StoreCorrupt, StoreError, StoreRecordGo
 from user_sys.store.index import Index, is_intervention
 from user_sys.store.index_block import CHUNK_KIND
 from user_sys.store.labels import DeleteLabel, Label, queued_files, read_queued_labels, remove_queued
-from user_sys.store.log import SEGMENT_BYTES, segment_numbers
-from user_sys.store.record_format import ALIGN_BYTES, RECORD_HEADER_BYTES
+from user_sys.store.log_writer import SEGMENT_BYTES
+from user_sys.store.record_format import ALIGN_BYTES, RECORD_HEADER_BYTES, segment_numbers
 from user_sys.store.store import StoreReader, StoreWriter
 
 NO_LIMIT = 0
+RETENTION_LABELLER = "retention"  # labeller of retention's deletions
+DEAD_SHARE = 0.25  # dead share at which a segment is rewritten
+SMALL_SHARE = 0.25  # neighbours below this share of a segment are joined
+SYNC_BYTES = 8 << 20
+MAX_RENAMED_LENGTH = 128 - 9  # of an episode id before its suffix
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How much is kept, and what before all else.
+    """Size limit of a store, and the episodes that are never evicted.
 
     Attributes:
-        max_bytes: the store should take no more on disk; 0 for no limit.
-        slack: when it takes more, it is brought below ``(1 - slack) * max_bytes``, lest it be full again at once.
-        keep_sources: episodes of these sources are never chosen.
-        keep_interventions: neither are episodes in which a person showed how it is done.
-        failure_share: unsuccessful autonomous episodes may hold this share of the steps of all that are left; where
-            they hold more they go first.
+        max_bytes: limit on disk; 0 for none.
+        slack: above the limit, the store is reduced to ``(1 - slack) * max_bytes``, which leaves room for new episodes.
+        keep_sources: episodes of these sources are never evicted.
+        keep_interventions: episodes with interventions are never evicted.
+        failure_share: share of the remaining steps for unsuccessful autonomous episodes; above it they go first.
     """
 
     max_bytes: int = NO_LIMIT
@@ -61,17 +63,17 @@ class Retention:
         if self.max_bytes < 0 or not 0 <= self.slack < 1 or not 0 <= self.failure_share <= 1:
             raise ConfigError(
                 f"retention: max_bytes {self.max_bytes} must not be negative, slack {self.slack} and failure_share "
-                f"{self.failure_share} must be shares of 1"
+                f"{self.failure_share} must be between 0 and 1"
             )
 
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """Episodes to give up, by name, in the order in which they lose their place.
+    """Episodes to evict, by name, in order.
 
     Attributes:
-        freed_bytes: what they take on disk.
-        shortfall_bytes: what would have to go besides, had it not to be kept.
+        freed_bytes: their size on disk.
+        shortfall_bytes: excess that remains because the rest is protected.
     """
 
     episodes: tuple[str, ...]
@@ -80,24 +82,23 @@ class EvictionPlan:
 
 
 def plan_eviction(index: Index, retention: Retention, disk_bytes: int) -> EvictionPlan:
-    """The least useful episodes, as many as must go.
+    """The least useful episodes, as many as must go. Changes nothing.
 
-    First evaluations, then episodes that broke off, then autonomous ones: of the unsuccessful and the successful
-    whichever hold more than their share, so that the learner goes on seeing both. Within each of these the oldest go
-    first. Episodes that may still be running are left alone.
+    Order: evaluations; episodes that never ended; autonomous ones, alternating between failures and successes so that
+    both keep their share. Within each group the oldest go first. Possibly running episodes stay.
 
     Args:
-        disk_bytes: what the store takes on disk now; what is deleted and not yet compacted away counts as gone.
+        disk_bytes: current size of the store on disk; deleted episodes that still take space count as gone.
     """
     sizes = _episode_bytes(index, disk_bytes)
     excess = int(sizes.sum()) - retention.max_bytes if retention.max_bytes else 0
     if excess <= 0:
         return EvictionPlan((), 0, 0)
-    wanted = int(sizes.sum() - (1 - retention.slack) * retention.max_bytes)
+    target = int(sizes.sum() - (1 - retention.slack) * retention.max_bytes)
     chosen: list[str] = []
     freed = 0
     for row in _candidates(index, retention):
-        if freed >= wanted:
+        if freed >= target:
             break
         chosen.append(index.episodes.ids.names[row])
         freed += int(sizes[row])
@@ -105,7 +106,7 @@ def plan_eviction(index: Index, retention: Retention, disk_bytes: int) -> Evicti
 
 
 def _episode_bytes(index: Index, disk_bytes: int) -> Array:
-    """What each episode takes on disk, its share of indexes and headers included: int64."""
+    """Size of each episode on disk, with its share of indexes and headers, int64."""
     chunks = index.chunks
     sizes = record_bytes_of(index) * ~chunks.gone
     alive = np.bincount(chunks.episode, sizes * chunks.alive, len(index.episodes))
@@ -114,7 +115,7 @@ def _episode_bytes(index: Index, disk_bytes: int) -> Array:
 
 
 def record_bytes_of(index: Index) -> Array:
-    """What the record of each chunk row takes in its segment: int64."""
+    """Size of each chunk row's record in its segment, int64."""
     taken: Array = RECORD_HEADER_BYTES + -(-index.chunks.length // ALIGN_BYTES) * ALIGN_BYTES
     return taken
 
@@ -123,7 +124,7 @@ def _candidates(index: Index, retention: Retention) -> Iterator[int]:
     """Episode rows that may go, least useful first."""
     episodes = index.episodes
     age_order = np.argsort(episodes.started_unix_ns, kind="stable")
-    eligible = age_order[_may_go(index, retention)[age_order]]
+    eligible = age_order[_may_evict(index, retention)[age_order]]
     evaluation = episodes.source[eligible] == episodes.sources.find(EpisodeSource.EVALUATION)
     broken = ~evaluation & ~episodes.complete[eligible]
     yield from eligible[evaluation].tolist()
@@ -133,7 +134,7 @@ def _candidates(index: Index, retention: Retention) -> Iterator[int]:
     yield from _balanced(rest[~good], rest[good], episodes.steps, retention.failure_share)
 
 
-def _may_go(index: Index, retention: Retention) -> Array:
+def _may_evict(index: Index, retention: Retention) -> Array:
     episodes, chunks = index.episodes, index.chunks
     kept = np.isin(episodes.source, [episodes.sources.find(source) for source in retention.keep_sources])
     if retention.keep_interventions:
@@ -149,7 +150,7 @@ def _may_go(index: Index, retention: Retention) -> Array:
 
 
 def _balanced(failures: Array, successes: Array, steps: Array, failure_share: float) -> Iterator[int]:
-    """Both in turn, oldest first, from the side that holds more than its share of the steps that are left."""
+    """Alternates, oldest first, taking from the side that exceeds its share of the remaining steps."""
     bad, good = deque(failures.tolist()), deque(successes.tolist())
     bad_steps, good_steps = int(steps[failures].sum()), int(steps[successes].sum())
     while bad or good:
@@ -162,22 +163,17 @@ def _balanced(failures: Array, successes: Array, steps: Array, failure_share: fl
         yield row
 
 
-RETENTION_LABELLER = "retention"  # the labeller of what retention gives up
-DEAD_SHARE = 0.25  # a segment is rewritten once so much of it is not wanted any more
-SMALL_SHARE = 0.25  # neighbours that fill less than this share of a segment are put together
 KEEP_ALL = Retention()
-
-_logger = logging.getLogger(__name__)
 
 
 class CompactionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a compaction did.
+    """Result of a compaction.
 
     Attributes:
-        dropped: episodes that retention gave up.
-        freed_bytes, size_bytes: how much smaller the store's files became, and what they take now.
-        shortfall_bytes: how much more than allowed is left, because all of it must be kept.
-        damaged: why a segment could not be rewritten, one line each; its bytes are as they were.
+        dropped: episodes that retention evicted.
+        freed_bytes, size_bytes: reduction of the store's size, and its size now.
+        shortfall_bytes: excess over the limit that remains because the rest is protected.
+        damaged: reasons why segments could not be rewritten, one line each; their bytes are unchanged.
     """
 
     dropped: tuple[str, ...]
@@ -188,29 +184,29 @@ class CompactionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_labels(path: Path, labels: Iterable[Label]) -> None:
-    """Adds labels to the store at `path`, durably, behind those that wait in its inbox (`user_sys.store.labels`).
+    """Adds labels to the store at `path`, durably, after those in its queue.
 
     Raises:
-        StoreLocked: a gateway writes the store; ask that one.
+        StoreLocked: a gateway writes the store; queue the labels instead.
         StoreError: there is no store, or it cannot be written.
-        WireError: one of them says what no label may.
+        WireError: a label is invalid.
     """
     require_store(path)
     with StoreWriter.open(path) as writer:
-        taken = list(_take_posts(path, writer))
+        taken = list(_append_queued(path, writer))
         for each in labels:
             writer.append_label(each)
     for file in taken:
         remove_queued(file)
 
 
-def _take_posts(path: Path, writer: StoreWriter) -> Iterator[Path]:
-    """Appends the labels that wait for a writer; yields each file that held them, once they are appended."""
+def _append_queued(path: Path, writer: StoreWriter) -> Iterator[Path]:
+    """Appends queued labels; yields each file after its labels were appended."""
     for file in queued_files(path):
         try:
             waiting = read_queued_labels(file)
         except StoreError as error:
-            _logger.warning("store.post-refused %s", error)
+            _logger.warning("store.queued_labels_invalid %s", error)
             continue
         for each in waiting:
             writer.append_label(each)
@@ -220,13 +216,13 @@ def _take_posts(path: Path, writer: StoreWriter) -> Iterator[Path]:
 def compact_store(
     path: Path, retention: Retention = KEEP_ALL, *, advance: Callable[[int], object] | None = None
 ) -> CompactionReport:
-    """Gives back what deleted episodes take, after giving up those that `retention` does not keep. Blocks.
+    """Evicts episodes by `retention`, then frees the space of deleted episodes. Blocks.
 
     Args:
-        advance: told 1 for each file that was rewritten.
+        advance: called with 1 for each rewritten file.
 
     Raises:
-        StoreLocked: a gateway writes the store; it compacts by itself.
+        StoreLocked: a gateway writes the store and compacts it itself.
         StoreFull: no space to rewrite a segment; nothing is lost.
         StoreError: there is no store, or it cannot be written.
     """
@@ -256,28 +252,28 @@ def compact_store(
     )
 
 
-# What a gateway shares
+# Shared with the gateway
 
 
 def deletion_labels(choice: EvictionPlan) -> list[Label]:
-    """The labels that give up what was chosen."""
+    """Labels that delete the episodes of the plan."""
     now = time.time_ns()
     return [DeleteLabel(episode=name, labeller=RETENTION_LABELLER, at_unix_ns=now) for name in choice.episodes]
 
 
 def disk_bytes(path: Path) -> int:
-    """What the store's segments take on disk; those that another process just replaced count as gone."""
+    """Size of the store's segments on disk; segments replaced during the call count as gone."""
     total = 0
     for file in path.glob("*.seg"):
         try:
             total += file.stat().st_size
         except FileNotFoundError:
-            _logger.debug("store.replaced %s", file)
+            _logger.debug("store.segment_replaced %s", file)
     return total
 
 
 class SegmentUsage(NamedTuple):
-    """A sealed segment: its number, its size, and how much of that nobody wants any more, in bytes."""
+    """A sealed segment: number, size, and size of its deleted records, in bytes."""
 
     number: int
     size_bytes: int
@@ -285,15 +281,15 @@ class SegmentUsage(NamedTuple):
 
 
 def reclaim_space(writer: StoreWriter, index: Index, *, min_dead_share: float = DEAD_SHARE) -> Iterator[str]:
-    """Rewrites the sealed segments in which deleted episodes take at least `least_share`, and joins small ones.
+    """Rewrites sealed segments in which deleted episodes take at least `min_dead_share`, and joins small ones.
 
-    Call it only once the deletions in `index` are durable. It goes on as it is iterated, and blocks for as long as it
-    copies; appends go on meanwhile, and readers find what moved.
+    The deletions in `index` must be durable. A generator: each step blocks for one rewrite. Appends continue, and
+    readers find moved records.
 
-    Yields after each rewriting: nothing, or why it could not be done and the segments are as they were.
+    Yields after each rewrite: an empty string, or the reason why the segments are unchanged.
 
     Raises:
-        StoreFull: no space for a new segment; what was rewritten until then stays so.
+        StoreFull: no space for a new segment; earlier rewrites stay.
         StoreError: the disk failed.
     """
     chunks = index.chunks
@@ -309,17 +305,17 @@ def reclaim_space(writer: StoreWriter, index: Index, *, min_dead_share: float = 
         try:
             writer.rewrite(numbers, lambda ref: ref.kind != CHUNK_KIND or ref.sequence not in unwanted)
         except StoreCorrupt as error:
-            _logger.warning("store.not-compacted segments=%s: %s", numbers, error)
+            _logger.warning("store.rewrite_failed segments=%s: %s", numbers, error)
             yield str(error)
         else:
             yield ""
 
 
 def plan_rewrites(loads: Sequence[SegmentUsage], full_bytes: int, min_dead_share: float) -> list[list[int]]:
-    """Which segments to rewrite, each list into one segment: neighbours, of at most `full_bytes` together.
+    """Groups of neighbouring segments to rewrite into one each, of at most `full_bytes`.
 
-    Every segment in which at least `least_share` is dead (and not nothing) is among them; of the others those that are
-    small and have a small or dead neighbour.
+    Every segment with a dead share of at least `min_dead_share` (and above 0) is in a group, and small segments that
+    have a small or dead neighbour.
     """
     groups: list[list[SegmentUsage]] = [[]]
     for load in loads:
@@ -343,23 +339,19 @@ def _is_dead(load: SegmentUsage, least_share: float) -> bool:
 
 
 def require_store(path: Path) -> None:
-    """Raises StoreError where there is no store at `path`; none is made."""
+    """Raises StoreError if there is no store at `path`; creates none."""
     if not segment_numbers(path):
-        raise StoreError(f"{path} is no store: it has no segment")
-
-
-SYNC_BYTES = 8 << 20
-MAX_RENAMED_LENGTH = 128 - 9  # of an episode that gets a suffix
+        raise StoreError(f"{path} is not a store: it has no segment")
 
 
 class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a merge brought.
+    """Result of a merge.
 
     Attributes:
-        chunks, labels: that were new.
-        duplicates: chunks that were there already.
-        damaged: chunks that could not be read, or lay in an episode of another robot, and were left out.
-        renamed: the new names of episodes whose names other episodes have.
+        chunks, labels: added.
+        duplicates: chunks that were already stored.
+        damaged: chunks that were unreadable, or belong to another robot's episode, and were skipped.
+        renamed: new ids of episodes whose ids were taken.
     """
 
     chunks: int
@@ -370,18 +362,18 @@ class MergeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], object] | None = None) -> MergeReport:
-    """Copies what other stores hold into the store at `into`, which is created if need be. May be repeated.
+    """Copies other stores into the store at `into`, which is created if needed. Repeatable. Blocks.
 
-    Chunks that `into` has are left out, and so are deleted episodes; labels come with their episodes. An episode whose
-    name belongs to another one in `into` (another robot, start or seed) gets a suffix that depends on what it is alone,
-    so that repeating the merge recognises it. Blocks. The others may be written meanwhile.
+    Skips chunks that `into` has, and deleted episodes; labels are copied with their episodes. If the id belongs to a
+    different episode in `into` (other robot, start or seed), the episode gets a deterministic suffix, so that a
+    repeated merge recognises it. The sources may be written during the merge.
 
     Args:
-        advance: told 1 for each chunk that was looked at.
+        advance: called with 1 for each visited chunk.
 
     Raises:
         StoreLocked: another process writes `into`.
-        StoreFull, StoreError: `into` cannot be written or is among `paths`, or there is no store at one of them.
+        StoreFull, StoreError: `into` cannot be written or is in `paths`, or a path has no store.
     """
     for path in paths:
         require_store(path)
@@ -395,7 +387,7 @@ def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], 
             with StoreReader.open(path) as source:
                 source.refresh()
                 counts["damaged"] += len(source.damaged)
-                names = _names(source.index, present.index)
+                names = _renames(source.index, present.index)
                 _copy_chunks(source, writer, names, counts, advance)
                 _copy_labels(source, present, writer, names, counts)
             writer.sync()
@@ -404,12 +396,12 @@ def merge_stores(paths: Sequence[Path], into: Path, *, advance: Callable[[int], 
     return MergeReport(**counted, renamed=tuple(renamed))
 
 
-def _names(source: Index, present: Index) -> dict[str, str]:
-    """New names for episodes of `source` whose names other episodes of `present` have."""
+def _renames(source: Index, present: Index) -> dict[str, str]:
+    """New ids for episodes of `source` whose ids belong to other episodes of `present`."""
     new = {}
     for row, name in enumerate(source.episodes.ids.names):
-        there = present.episodes.find(name)
-        if there >= 0 and _identity(source, row) != _identity(present, there):
+        row_present = present.episodes.find(name)
+        if row_present >= 0 and _identity(source, row) != _identity(present, row_present):
             new[name] = f"{name[:MAX_RENAMED_LENGTH]}.{crc32c(repr(_identity(source, row)).encode()):08x}"
     return new
 
@@ -431,18 +423,18 @@ def _copy_chunks(
         if advance is not None:
             advance(1)
         try:
-            counts["chunks" if _append(writer, source.read_packed(row), names) else "duplicates"] += 1
+            counts["chunks" if _append_renamed(writer, source.read_packed(row), names) else "duplicates"] += 1
         except StoreRecordGone:
-            continue  # given up meanwhile by the source's own writer
+            continue  # evicted by the source's writer in the meantime
         except (StoreCorrupt, WireError) as error:
-            _logger.warning("store.merge-skipped %s", error)
+            _logger.warning("store.merge_skipped %s", error)
             counts["damaged"] += 1
             continue
         if writer.pending_bytes > SYNC_BYTES:
             writer.sync()
 
 
-def _append(writer: StoreWriter, found: PackedChunk, names: Mapping[str, str]) -> bool:
+def _append_renamed(writer: StoreWriter, found: PackedChunk, names: Mapping[str, str]) -> bool:
     name = names.get(found.header.episode)
     if name is None:
         return writer.append(found.packet.view, found)
@@ -459,8 +451,8 @@ def _copy_labels(
     for row in np.flatnonzero(~episodes.deleted).tolist():
         old = episodes.ids.names[row]
         name = names.get(old, old)
-        known = present.index.labels(name)
-        for said in source.index.labels(old):
-            if (said := msgspec.structs.replace(said, episode=name)) not in known:
-                writer.append_label(said)
+        existing = present.index.labels(name)
+        for label in source.index.labels(old):
+            if (label := msgspec.structs.replace(label, episode=name)) not in existing:
+                writer.append_label(label)
                 counts["labels"] += 1

@@ -1,7 +1,7 @@
-"""The manifest: which segments make up the log, so that a missing or a swapped one is noticed and named.
+"""The manifest lists the segments of a log, so that a missing or swapped segment is detected and named.
 
-No record depends on it. A segment that is newer than the manifest's last counts all the same, and `rebuild` makes the
-same manifest from the segments alone, but for what was quarantined and which segments were dropped.
+No record depends on it. Segments newer than its last one count too. `rebuild` recreates it from the segments,
+except for quarantined ranges and the number of dropped segments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A sealed segment's file: its name, the sequence numbers [first, next) that it stands for, its length."""
+    """A sealed segment's file: name, range of sequence numbers [first, next), and length."""
 
     number: int
     span: int
@@ -60,7 +60,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuarantinedRange(msgspec.Struct, frozen=True, array_like=True):
-    """A damaged range of a segment's file that was copied aside; it is no longer reported."""
+    """A damaged range of a segment's file that `repair` copied; it is no longer reported."""
 
     number: int
     generation: int
@@ -77,12 +77,12 @@ class QuarantinedRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogManifest(msgspec.Struct, frozen=True, array_like=True):
-    """What the log is made of.
+    """Contents of the log.
 
     Attributes:
-        first_number: the lowest segment number that was not dropped.
-        last_number: the highest segment number that is known to exist.
-        segments: the sealed ones, ascending; what follows them is found by listing the folder.
+        first_number: lowest segment number that was not dropped.
+        last_number: highest segment number that is known to exist.
+        segments: sealed segments, ascending; later ones are found by listing the folder.
     """
 
     log_id: bytes
@@ -92,7 +92,7 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
     quarantined: tuple[QuarantinedRange, ...] = ()
 
     def with_entry(self, entry: SegmentEntry) -> LogManifest:
-        """With `entry` in place of those whose numbers it stands for."""
+        """A copy in which `entry` replaces the entries of its segment numbers."""
         inside = range(entry.number, entry.number + entry.span)
         kept = [old for old in self.segments if old.number not in inside]
         left = [range_ for range_ in self.quarantined if range_.number not in inside or entry.generation == 0]
@@ -102,11 +102,11 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def is_quarantined(self, damage: Damage) -> bool:
-        """Whether a repair has copied it aside."""
+        """Whether a repair has already copied this damage."""
         return any(range_.covers(damage) for range_ in self.quarantined)
 
     def without_segments_below(self, first: int) -> LogManifest:
-        """Without the segments numbered below `first_number`."""
+        """A copy without the segments below number `first`."""
         return msgspec.structs.replace(
             self,
             first_number=max(self.first_number, first),
@@ -117,11 +117,11 @@ class LogManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def load(files: Files, path: Path) -> LogManifest | None:
-    """The manifest of the log at `path`; None where there is none.
+    """The manifest of the log at `path`; None if there is none.
 
     Raises:
         StoreCorrupt: it is damaged.
-        StoreVersion: another format version wrote it.
+        StoreVersionMismatch: it has another format version.
         OSError: it cannot be read.
     """
     try:
@@ -137,7 +137,7 @@ def load(files: Files, path: Path) -> LogManifest | None:
         raise StoreCorrupt(f"{path / MANIFEST} is damaged")
     magic, version, length, _ = _HEAD.unpack_from(body)
     if magic != MANIFEST_MAGIC or length != len(body) - _HEAD.size:
-        raise StoreCorrupt(f"{path / MANIFEST} is no manifest")
+        raise StoreCorrupt(f"{path / MANIFEST} is not a manifest")
     check_version(version, str(path / MANIFEST))
     try:
         return msgspec.msgpack.decode(body[_HEAD.size :], type=LogManifest)
@@ -146,11 +146,10 @@ def load(files: Files, path: Path) -> LogManifest | None:
 
 
 def replace(files: Files, path: Path, manifest: LogManifest) -> None:
-    """Puts `manifest` in the place of the old one, which is there until it is not.
+    """Replaces the manifest atomically. Raises OSError.
 
-    The new one's bytes are synced before it gets the name: whatever a crash leaves under the name is whole. Which of
-    the two that is after a power cut is known only once the folder is synced, which is left to the caller: it matters
-    to one who goes on to delete what the old manifest names, and to nobody else.
+    The content is synced before the rename, so a crash leaves one whole manifest. The caller syncs the folder if it
+    then deletes files that the old manifest lists.
     """
     body = msgspec.msgpack.encode(manifest)
     framed = _HEAD.pack(MANIFEST_MAGIC, FORMAT_VERSION, len(body), 0) + body
@@ -158,7 +157,7 @@ def replace(files: Files, path: Path, manifest: LogManifest) -> None:
 
 
 def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> LogManifest:
-    """The manifest that the segments alone tell of. Raises OSError and StoreVersion."""
+    """The manifest derived from the segments alone. Raises OSError and StoreVersionMismatch."""
     names = list(chosen)
     manifest = LogManifest(b"", first_number=names[0].number if names else 0)
     for name in names:
@@ -177,20 +176,20 @@ def rebuild(files: Files, path: Path, chosen: Iterable[SegmentName]) -> LogManif
 
 
 def read_footer_or_copy(files: Files, path: Path, fd: int, name: SegmentName) -> Footer | None:
-    """The segment's footer, or its copy if that is lost, which `verify` and readers report; None without either."""
+    """The segment's footer, or its copy if the footer is damaged; None without either. Readers report damage."""
     try:
         footer = read_footer(files, fd, name)
     except StoreCorrupt as error:
-        _logger.warning("store.footer-damaged segment=%s: %s", name, error)
+        _logger.warning("store.footer_damaged segment=%s: %s", name, error)
         footer = None
     return footer or read_footer_copy(files, path, name)
 
 
 class ManifestFile:
-    """The writer's manifest, in memory and on disk. Any thread may call it.
+    """The writer's manifest in memory and on disk. Thread-safe.
 
     Attributes:
-        maintenance_lock: held by whoever deletes segments, for as long as it reads what it will delete.
+        maintenance_lock: held while segments are deleted or rewritten.
     """
 
     def __init__(self, files: Files, path: Path, manifest: LogManifest) -> None:
@@ -200,13 +199,13 @@ class ManifestFile:
         self._stale = False
 
     def update(self, change: Callable[[LogManifest], LogManifest]) -> None:
-        """Replaces the manifest by what `change` makes of it. Raises OSError; the next switch then makes up for it."""
+        """Replaces the manifest by ``change(manifest)``. Raises OSError; the next update then writes it again."""
         with self._lock:
             self.manifest, self._stale = change(self.manifest), True
             replace(self._files, self._path, self.manifest)
             self._stale = False
 
     def flush(self) -> None:
-        """Makes up for a switch that failed. Raises OSError."""
+        """Writes the manifest again if the last update failed. Raises OSError."""
         if self._stale:
             self.update(lambda old: old)

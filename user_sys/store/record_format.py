@@ -1,10 +1,6 @@
-"""The bytes of a log: segment headers, record frames, and the scan that finds every whole record.
+"""Byte format of a log: segment headers, records, footers, segment file names, and the scan that finds whole records.
 
-docs/store-format.md has the layout byte by byte. The frame knows nothing of what a payload means.
-
-A log's folder: the names of its segment files, which of them count, and its lock.
-
-What stands at a sealed segment's end: the index of its records, its owner's summary, and the trailer.
+docs/store-format.md describes the layout. Payloads are opaque at this level.
 """
 
 from __future__ import annotations
@@ -36,28 +32,40 @@ ALIGN_BYTES = 8
 SEGMENT_HEADER_BYTES = 64
 RECORD_HEADER_BYTES = 32
 MAX_PAYLOAD_BYTES = 1 << 30
-MAX_SEGMENT_BYTES = 1 << 31  # where a segment's records end is written in 32 bits, and one record may go beyond this
+MAX_SEGMENT_BYTES = 1 << 31  # the header has 32 bits for the end of the records; one record may exceed this limit
 READ_AHEAD_BYTES = 4 << 20
 
-RESERVED_KINDS = 0xFF00  # from here on kinds are the log's own, and their records have no sequence number of their own
+RESERVED_KINDS = 0xFF00  # from here on, kinds of the log itself, whose records have no own sequence number
 INDEX_KIND = 0xFF01
 SUMMARY_KIND = 0xFF02
 
 # magic, version, bytes of the segment before, number, first sequence, unix ns, log id, generation, span
 _SEGMENT = struct.Struct("<8sIIQQQ16sHH")
 _RECORD = struct.Struct("<4sHHIIQI")  # magic, kind, flags, payload bytes, payload CRC, sequence, schema
-_PLACE = struct.Struct("<QQQ")  # number, generation, offset: covered by the header's CRC, so it holds in its place only
-_PLACED = struct.Struct("<QQQ4sHHIIQI")  # the two in one: nothing in between is padded
+_PLACE = struct.Struct("<QQQ")  # number, generation, offset: part of the header's CRC
+_PLACED = struct.Struct("<QQQ4sHHIIQI")  # both without padding
 _CRC = struct.Struct("<I")
+SEGMENT_SUFFIX = ".seg"
+FOOTER_SUFFIX = ".footer"
+TEMPORARY_SUFFIX = ".tmp"
+TRAILER_MAGIC = b"USEREND\n"
+TRAILER_BYTES = 64
+Column = npt.NDArray[np.int64]
+_NAME = re.compile(r"(\d{10})(?:-(\d{5})\.(\d{5}))?\.seg")
+_logger = logging.getLogger(__name__)
+# magic, version, records, index at, summary at, first sequence, next sequence, bytes of the file, zero
+_TRAILER = struct.Struct("<8sIIQQQQQI")
+_COLUMNS = (("offset", "<u8"), ("sequence", "<u8"), ("length", "<u4"), ("schema", "<u4"), ("kind", "<u2"))
+_ROW_BYTES = sum(np.dtype(code).itemsize for _, code in _COLUMNS)
 
 
 class RecordRef(NamedTuple):
-    """A record and where it was found. Its sequence number is what identifies it for ever.
+    """Location of a record. The sequence number identifies the record permanently.
 
     Attributes:
         offset: of its header in the segment, in bytes.
         length: of its payload, in bytes.
-        schema: the fingerprint that its owner gave.
+        schema: fingerprint that the owner of the log assigned.
     """
 
     segment: int
@@ -70,12 +78,12 @@ class RecordRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that are not what was written: `length` of them from `offset` in a segment's file.
+    """A damaged range: `length` bytes from `offset` in a segment's file.
 
     Attributes:
         segment: its number; -1 for the manifest.
-        sequence: of the record that is lost, where that is known; else -1.
-        last_sequence: of the last one, if several are lost together; else -1.
+        sequence: of the lost record; -1 if unknown.
+        last_sequence: of the last lost record, if several are lost together; otherwise -1.
         generation: of the segment's file.
     """
 
@@ -93,9 +101,9 @@ class SegmentHeader:
     """The first 64 bytes of a segment.
 
     Attributes:
-        previous_bytes: where the records of the segment before it end; 0 where that is not known.
-        log_id: 16 random bytes, the same in all segments of one log.
-        generation: how often the records were rewritten by compaction.
+        previous_bytes: end offset of the records in the previous segment; 0 if unknown.
+        log_id: 16 random bytes, equal in all segments of a log.
+        generation: how often compaction rewrote the records.
         span: how many segment numbers, from `number` on, this file stands for.
     """
 
@@ -108,7 +116,7 @@ class SegmentHeader:
     span: int = 1
 
     def belongs_to(self, name: tuple[int, int, int], log_id: bytes) -> bool:
-        """Whether it is that of the file with this number, span and generation, in this log."""
+        """Whether number, span, generation and log id match."""
         return (self.number, self.span, self.generation) == name and self.log_id == log_id
 
     def encode(self) -> bytes:
@@ -127,10 +135,10 @@ class SegmentHeader:
 
 
 def decode_segment_header(raw: bytes) -> SegmentHeader | None:
-    """The header, or None where it is damaged.
+    """The header, or None if it is damaged.
 
     Raises:
-        StoreVersion: whole, but in another format version.
+        StoreVersionMismatch: the header is valid and has another format version.
     """
     if len(raw) < SEGMENT_HEADER_BYTES or crc32c(raw[: _SEGMENT.size]) != _CRC.unpack_from(raw, _SEGMENT.size)[0]:
         return None
@@ -142,32 +150,32 @@ def decode_segment_header(raw: bytes) -> SegmentHeader | None:
 
 
 def check_version(version: int, what: str) -> None:
-    """Raises StoreVersion where `what` was written in another format version."""
+    """Raises StoreVersionMismatch if `version` differs from `FORMAT_VERSION`; `what` names the file in the message."""
     if version != FORMAT_VERSION:
         age = "an older" if version < FORMAT_VERSION else "a newer"
         raise StoreVersionMismatch(
             f"{what} is in format {version}, written by {age} program; this one reads format {FORMAT_VERSION}: "
-            "read it with the program that wrote it, and export it from there"
+            "export it with the program that wrote it"
         )
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Bytes that a record takes in its segment: header, payload, padding to 8."""
+    """Size of a record in its segment, with header and padding to 8 bytes."""
     return RECORD_HEADER_BYTES + -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def align_up(offset: int) -> int:
-    """The first place at or after `offset` at which a record may begin."""
+    """The first aligned offset at or after `offset`."""
     return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def positional_crc(body: bytes | memoryview, number: int, generation: int, offset: int) -> int:
-    """CRC-32C of `body` that is valid at this place only."""
+    """CRC-32C of `body` combined with its position, so that it is valid at this position only."""
     return int(crc32c(body, crc32c(_PLACE.pack(number, generation, offset))))
 
 
 def encode_record_header(ref: RecordRef, payload_crc: int, generation: int = 0) -> bytes:
-    """The 32 bytes that stand before the payload at ``ref.offset``."""
+    """The 32 header bytes for the record at ``ref.offset``."""
     segment, offset, length, kind, sequence, schema = ref
     body = _PLACED.pack(segment, generation, offset, RECORD_MAGIC, kind, 0, length, payload_crc, sequence, schema)
     return body[_PLACE.size :] + _CRC.pack(crc32c(body))  # as `positional_crc`
@@ -176,7 +184,7 @@ def encode_record_header(ref: RecordRef, payload_crc: int, generation: int = 0) 
 def decode_record_header(
     raw: bytes | memoryview, number: int, generation: int, offset: int
 ) -> tuple[RecordRef, int] | None:
-    """The record that `raw` announces and its payload's CRC, or None where no valid header stands there."""
+    """The record and its payload's CRC, or None if the header is invalid at this position."""
     if len(raw) < RECORD_HEADER_BYTES or raw[: len(RECORD_MAGIC)] != RECORD_MAGIC:
         return None
     if positional_crc(raw[: _RECORD.size], number, generation, offset) != _CRC.unpack_from(raw, _RECORD.size)[0]:
@@ -188,13 +196,16 @@ def decode_record_header(
 
 
 class _ReadAheadWindow:
-    """Reads a file by pread with read-ahead. Not by mmap: a recovering writer may cut off the bytes being looked at."""
+    """Reads a file by pread with read-ahead.
+
+    Avoids mmap, because a recovering writer may truncate the file during a scan.
+    """
 
     def __init__(self, files: Files, fd: int) -> None:
         self._files, self._fd, self._start, self._block = files, fd, 0, b""
 
     def get(self, offset: int, size: int) -> memoryview:
-        """The bytes at `offset`: `size` of them, fewer at the file's end."""
+        """`size` bytes at `offset`; fewer at the file's end."""
         low = offset - self._start
         if low < 0 or low + size > len(self._block):
             self._block = self._files.pread(self._fd, max(size, READ_AHEAD_BYTES), offset)
@@ -202,7 +213,7 @@ class _ReadAheadWindow:
         return memoryview(self._block)[low : low + size]
 
     def find_magic(self, offset: int) -> int:
-        """The first aligned place of a record's magic at or after `offset`; -1 where there is none."""
+        """The first aligned offset of a record magic at or after `offset`; -1 if there is none."""
         while True:
             block = self._files.pread(self._fd, READ_AHEAD_BYTES, offset)
             at = block.find(RECORD_MAGIC)
@@ -216,17 +227,17 @@ class _ReadAheadWindow:
 
 
 class SegmentScan:
-    """Walks one segment from `end`, an offset at which a record may begin.
+    """Iterates over the records of one segment from `end`, the offset of a possible record.
 
-    Iterating yields each whole record in order, and a `Damage` for bytes between two of them. It stops at the last
-    whole record, or where the footer of a sealed segment begins; `end` is then the offset after it. What follows may be
-    an append in progress, a torn tail, a footer or damage: the caller knows which. Iterating again goes on from there
-    and sees what was appended since.
+    Yields each whole record in order, and a `Damage` for bytes between two records. Stops after the last whole record
+    or at the footer of a sealed segment; `end` is then the next offset. The bytes after it may be an append in
+    progress, a torn append, a footer or damage; the caller distinguishes them. A second iteration continues from
+    `end` and includes new records.
 
     Attributes:
-        sequence: the number that the next record has at least.
-        stop: where the segment's records are known to end, once the caller knows it.
-        at_footer: the scan has come to a footer.
+        sequence: lowest possible sequence number of the next record.
+        stop: end of the segment's records, once known.
+        at_footer: the scan has reached a footer.
     """
 
     def __init__(
@@ -259,14 +270,14 @@ class SegmentScan:
             yield ref
 
     def damage(self, stop: int, reason: str) -> Damage:
-        """What lies from `end` to `stop`, which is known to hold no whole record."""
+        """The bytes from `end` to `stop` as damage; the caller knows that they hold no whole record."""
         return Damage(self.number, self.end, stop - self.end, reason, self.sequence, self.generation)
 
     def _header(self, window: _ReadAheadWindow, offset: int) -> tuple[RecordRef, int] | None:
         return decode_record_header(window.get(offset, RECORD_HEADER_BYTES), self.number, self.generation, offset)
 
     def _whole(self, window: _ReadAheadWindow, offset: int) -> RecordRef | None:
-        """The record at `offset` if its header, its payload and its sequence number are right."""
+        """The record at `offset` if header, payload and sequence number are valid."""
         found = self._header(window, offset)
         if found is None or found[0].sequence < self.sequence:
             return None
@@ -279,16 +290,16 @@ class SegmentScan:
         offset = self.end
         while True:
             announced = self._header(window, offset)
-            # A valid header says how far its damaged payload goes: nothing in there is mistaken for a record.
+            # A valid header gives the end of its damaged payload, so records inside it are skipped.
             offset = window.find_magic(offset + (record_bytes(announced[0].length) if announced else ALIGN_BYTES))
             if offset < 0:
                 return None
             if ref := self._whole(window, offset):
-                # A live writer may have finished the record at `end` since we looked: what is whole now is not damage.
+                # A live writer may have completed the record at `end` in the meantime.
                 return self._whole(_ReadAheadWindow(self._files, self._fd), self.end) or ref
 
     def is_unfinished(self) -> bool:
-        """Whether the bytes after `end` can only be an append that was cut short, and so were never acknowledged."""
+        """Whether the bytes after `end` can only be an interrupted append, which was never acknowledged."""
         window, size = _ReadAheadWindow(self._files, self._fd), self._files.size(self._fd)
         raw = window.get(self.end, RECORD_HEADER_BYTES)
         if len(raw) < RECORD_HEADER_BYTES:
@@ -299,15 +310,8 @@ class SegmentScan:
         return not any(any(window.get(at, READ_AHEAD_BYTES)) for at in range(self.end, size, READ_AHEAD_BYTES))
 
 
-SEGMENT_SUFFIX = ".seg"
-FOOTER_SUFFIX = ".footer"
-TEMPORARY_SUFFIX = ".tmp"
-_NAME = re.compile(r"(\d{10})(?:-(\d{5})\.(\d{5}))?\.seg")
-_logger = logging.getLogger(__name__)
-
-
 class SegmentName(NamedTuple):
-    """A segment file, as its name tells: it holds the records of `span` segment numbers from `number` on."""
+    """A segment file's name. The file holds the records of `span` segment numbers from `number` on."""
 
     number: int
     span: int = 1
@@ -315,12 +319,12 @@ class SegmentName(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The number after the last that it stands for."""
+        """The first number after its range."""
         return self.number + self.span
 
     @property
     def footer_copy(self) -> str:
-        """The name of the file that holds its footer once more."""
+        """Name of the file that holds a copy of its footer."""
         return str(self).removesuffix(SEGMENT_SUFFIX) + FOOTER_SUFFIX
 
     def __str__(self) -> str:
@@ -329,16 +333,16 @@ class SegmentName(NamedTuple):
 
 
 def parse_segment_name(name: str) -> SegmentName | None:
-    """What a file's name says; None where it is no segment's."""
+    """The parsed name, or None if it is not a segment's name."""
     match = _NAME.fullmatch(name)
     return SegmentName(int(match[1]), int(match[2] or 1), int(match[3] or 0)) if match else None
 
 
 def resolve_generations(names: Iterable[SegmentName]) -> tuple[list[SegmentName], list[SegmentName]]:
-    """The files that make up the log, in order, and those whose place a later generation has taken.
+    """The files that make up the log, in order, and the files that a later generation replaces.
 
-    A rewritten file gets its name only once it is whole and durable, so the highest generation always counts: with the
-    manifest, with an old one, and with none.
+    A rewritten file gets its name only when it is whole and durable, so the highest generation always counts, with
+    any manifest or without one.
     """
     owned: set[int] = set()
     chosen, shadowed = [], []
@@ -353,7 +357,7 @@ def resolve_generations(names: Iterable[SegmentName]) -> tuple[list[SegmentName]
 
 
 def list_segments(path: Path, files: Files = OS_FILES) -> list[SegmentName]:
-    """Every segment file in the folder, in no order; none where `path` is no folder."""
+    """Every segment file in the folder, unordered; empty if `path` is not a folder."""
     try:
         names = files.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -362,19 +366,19 @@ def list_segments(path: Path, files: Files = OS_FILES) -> list[SegmentName]:
 
 
 def remove_segment(files: Files, path: Path, name: SegmentName) -> None:
-    """Deletes a segment's file and the copy of its footer. Raises OSError."""
+    """Deletes a segment's file and its footer copy. Raises OSError."""
     files.unlink(path / str(name))
     with contextlib.suppress(FileNotFoundError):
         files.unlink(path / name.footer_copy)
 
 
 def segment_numbers(path: Path, files: Files = OS_FILES) -> list[int]:
-    """The number of each of the log's segments, ascending; empty where `path` is no log."""
+    """The number of each segment, ascending; empty if `path` is not a log."""
     return [name.number for name in resolve_generations(list_segments(path, files))[0]]
 
 
 def segment_path(path: Path, number: int, span: int = 1, generation: int = 0) -> Path:
-    """The file of a segment of the log at `path`."""
+    """Path of a segment's file in the log at `path`."""
     return path / str(SegmentName(number, span, generation))
 
 
@@ -383,7 +387,7 @@ def read_segment_header(files: Files, fd: int) -> SegmentHeader | None:
 
 
 class WriterLock:
-    """An exclusive lock on ``<log>/LOCK``, which names its holder; the kernel lets go of it when the process dies."""
+    """An exclusive lock on ``<log>/LOCK``, which contains the holder's process id. The kernel releases it on exit."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self._files = files
@@ -404,7 +408,9 @@ class WriterLock:
         except OSError as error:
             if error.errno not in NO_SPACE_ERRNOS:
                 raise
-            _logger.warning("store.lock-unnamed path=%s: %s", path, error.strerror)  # the lock itself holds
+            _logger.warning(
+                "store.lock_pid_write_failed path=%s: %s", path, error.strerror
+            )  # the lock is held regardless
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1
@@ -413,8 +419,10 @@ class WriterLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process has the lock of the log at `path`. Never waits; a writer that starts within the same
-    microseconds is refused."""
+    """Whether a live process holds the writer lock of the log at `path`. Never blocks.
+
+    A writer that starts within the same microseconds is refused.
+    """
     try:
         fd = os.open(path / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -428,19 +436,9 @@ def is_locked(path: Path) -> bool:
         os.close(fd)
 
 
-TRAILER_MAGIC = b"USEREND\n"
-TRAILER_BYTES = 64
-# magic, version, records, index at, summary at, first sequence, next sequence, bytes of the file, zero
-_TRAILER = struct.Struct("<8sIIQQQQQI")
-_COLUMNS = (("offset", "<u8"), ("sequence", "<u8"), ("length", "<u4"), ("schema", "<u4"), ("kind", "<u2"))
-_ROW_BYTES = sum(np.dtype(code).itemsize for _, code in _COLUMNS)
-
-Column = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, eq=False)
 class RecordTable:
-    """Some records of one segment in ascending order, as columns of n int64 each, with the meaning of `RecordRef`'s."""
+    """Records of one segment in ascending order, as int64 columns (n,) with the fields of `RecordRef`."""
 
     segment: int
     offset: Column
@@ -458,7 +456,7 @@ class RecordTable:
 
     @classmethod
     def from_flat(cls, segment: int, flat: array[int]) -> Self:
-        """From the fields of one reference after the other."""
+        """From the concatenated fields of references."""
         table = np.array(flat, np.int64).reshape(-1, len(RecordRef._fields))
         _, offset, length, kind, sequence, schema = table.T.copy()
         return cls(segment, offset, length, kind, sequence, schema)
@@ -475,12 +473,12 @@ class RecordTable:
         return (RecordRef(self.segment, *row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
     def select(self, mask: npt.NDArray[np.bool_]) -> RecordTable:
-        """Those where `mask` is true."""
+        """The records for which `mask` is true."""
         columns = (self.offset, self.length, self.kind, self.sequence, self.schema)
         return RecordTable(self.segment, *(column[mask] for column in columns))
 
     def find(self, sequence: int) -> RecordRef | None:
-        """The record of that number."""
+        """The record with that sequence number, or None."""
         at = int(np.searchsorted(self.sequence, sequence))
         return self[at] if at < len(self) and self.sequence[at] == sequence else None
 
@@ -489,7 +487,7 @@ class RecordTable:
 
     @classmethod
     def decode(cls, segment: int, payload: Buffer, count: int) -> Self:
-        """From what `encode` made. Raises StoreCorrupt where that is not `count` records long."""
+        """The inverse of `encode`. Raises StoreCorrupt if the payload does not hold `count` records."""
         if len(payload) != count * _ROW_BYTES:
             raise StoreCorrupt(f"an index of {len(payload)} bytes for {count} records")
         columns, at = {}, 0
@@ -501,12 +499,12 @@ class RecordTable:
 
 @dataclass(frozen=True, eq=False)
 class Footer:
-    """What a sealed segment says of itself.
+    """The footer of a sealed segment.
 
     Attributes:
-        summary: of its owner; None where the footer is damaged and this was made by a scan.
-        end: where its records end and the index begins, in bytes.
-        next_sequence: the number of the first record after it; numbers between may be missing.
+        summary: bytes of the log's owner; None if the footer is damaged and was rebuilt by a scan.
+        end: end of its records and start of the index, in bytes.
+        next_sequence: number of the first record after it; numbers in between may be missing.
         size: of the file, in bytes.
     """
 
@@ -518,7 +516,7 @@ class Footer:
     size: int
 
     def gaps(self, name: SegmentName) -> Iterator[Damage]:
-        """The places between its records that hold no record."""
+        """Byte ranges between its records that hold no record."""
         starts = np.append(self.records.offset, self.end)
         padded = RECORD_HEADER_BYTES + (self.records.length + 7) // 8 * 8
         stops = np.append(SEGMENT_HEADER_BYTES, self.records.offset + padded)
@@ -529,7 +527,7 @@ class Footer:
 
 
 def encode_footer(name: SegmentName, records: RecordTable, summary: bytes, end: int, sequences: range) -> list[Buffer]:
-    """The bytes that seal a segment whose records end at `end`; the file's end is theirs.
+    """The bytes that seal a segment whose records end at `end`.
 
     Args:
         sequences: from the segment's first number to the first number after it.
@@ -562,10 +560,10 @@ def _framed(name: SegmentName, kind: int, payload: bytes, offset: int, sequence:
 
 
 def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
-    """The footer of a segment's file; None where it does not end in a trailer, which is to say that it is not sealed.
+    """The footer of a segment's file; None if the file has no trailer, so is not sealed.
 
     Raises:
-        StoreCorrupt: it is sealed, and the footer is damaged.
+        StoreCorrupt: it is sealed and the footer is damaged.
         OSError: it cannot be read.
     """
     size = files.size(fd)
@@ -580,9 +578,9 @@ def read_footer(files: Files, fd: int, name: SegmentName) -> Footer | None:
 
 
 def write_footer_copy(files: Files, path: Path, name: SegmentName, footer: Sequence[Buffer]) -> None:
-    """Keeps a second footer in a file beside the segment, which tells what a segment held that has lost its end.
+    """Writes a copy of the footer beside the segment, so that losses are known if the segment loses its end.
 
-    It is not synced, and only logged if it cannot be written: no record depends on it.
+    The copy is not synced. A failure is only logged, because no record depends on the copy.
     """
     try:
         fd = files.open(path / name.footer_copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -591,11 +589,11 @@ def write_footer_copy(files: Files, path: Path, name: SegmentName, footer: Seque
         finally:
             files.close(fd)
     except OSError as error:
-        _logger.warning("store.footer-not-copied path=%s segment=%s: %s", path, name, error)
+        _logger.warning("store.footer_copy_failed path=%s segment=%s: %s", path, name, error)
 
 
 def read_footer_copy(files: Files, path: Path, name: SegmentName) -> Footer | None:
-    """What `write_footer_copy` kept for the segment; None where that is missing, torn or damaged. Raises OSError."""
+    """The copy of the segment's footer; None if it is missing, torn or damaged. Raises OSError."""
     try:
         fd = files.open(path / name.footer_copy, os.O_RDONLY)
     except FileNotFoundError:
@@ -611,7 +609,7 @@ def read_footer_copy(files: Files, path: Path, name: SegmentName) -> Footer | No
             raise StoreCorrupt("the trailer does not fit the file")
         return trailer.footer(name, block)
     except StoreCorrupt as error:
-        _logger.warning("store.footer-copy-damaged path=%s segment=%s: %s", path, name, error)
+        _logger.warning("store.footer_copy_damaged path=%s segment=%s: %s", path, name, error)
         return None
 
 
@@ -626,7 +624,7 @@ class _Trailer(NamedTuple):
     @classmethod
     def decode(cls, name: SegmentName, raw: bytes, at: int = -1) -> Self:
         """Args:
-        at: where it stands in the segment's file; -1 where it says so itself.
+            at: offset of the trailer in the segment's file; -1 to derive it from the trailer.
 
         Raises:
             StoreCorrupt: it is damaged.
@@ -645,14 +643,14 @@ class _Trailer(NamedTuple):
         return trailer
 
     def footer(self, name: SegmentName, block: memoryview) -> Footer:
-        """`block`: what stands between the records and the trailer. Raises StoreCorrupt: it is damaged."""
+        """`block`: the bytes between records and trailer. Raises StoreCorrupt if they are damaged."""
         records = RecordTable.decode(name.number, _unframed(name, INDEX_KIND, block, 0, self.end), self.records)
         summary = _unframed(name, SUMMARY_KIND, block, self.summary_at - self.end, self.end)
         return Footer(records, bytes(summary), self.end, self.first_sequence, self.next_sequence, self.size)
 
 
 def _unframed(name: SegmentName, kind: int, block: memoryview, at: int, start: int) -> memoryview:
-    """The payload of the footer's record at `at` of `block`, which begins at `start` in the file."""
+    """Payload of the footer record at `at` of `block`; `start` is the offset of `block` in the file."""
     found = decode_record_header(block[at : at + RECORD_HEADER_BYTES], name.number, name.generation, start + at)
     what = {INDEX_KIND: "index", SUMMARY_KIND: "summary"}[kind]
     if found is None or found[0].kind != kind:

@@ -1,15 +1,11 @@
-"""Sealing a segment that is full: after its last record come index, summary and trailer, and it never changes again.
+"""Writes segment files: the active segment, sealing, rewriting by compaction, and dropping.
 
-A crash in the middle leaves records that were durable before, and bytes after them that are no trailer. The next writer
-finds the segment unsealed, cuts those bytes off and seals it.
+A sealed segment ends in index, summary and trailer and never changes. A crash during sealing leaves durable
+records and bytes that are not a trailer; the next writer truncates those bytes and seals the segment.
 
-The segment that takes records: what was appended, what of it is in the file, and what of that is durable.
-
-Giving space back: segments rewritten without some of their records, and old segments dropped.
-
-Nothing is deleted before what takes its place is durable. The new file is synced before it gets its name, and the
-folder is synced before the old files are deleted: from the rename on, the higher generation counts, and whichever name
-a power cut leaves has whole content behind it. The manifest is switched in between; it decides nothing.
+Nothing is deleted before its replacement is durable. A rewritten file is synced before it gets its name, and the
+folder is synced before the old files are deleted. From the rename on, the higher generation counts, so any name
+that a power cut leaves has whole content. The manifest is updated in between and decides nothing.
 """
 
 from __future__ import annotations
@@ -57,15 +53,19 @@ from user_sys.store.record_format import (
 )
 
 Summarise = Callable[[Iterable[tuple[RecordRef, memoryview]]], bytes]
+JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload to its header is cheaper than two more buffers
+MAX_GENERATION = (1 << 16) - 1
+MAX_SPAN = (1 << 16) - 1
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedSegment:
-    """A segment that gets no more records and is durable up to `end`, which is a multiple of 8.
+    """A segment that takes no more records and is durable up to `end`, a multiple of 8.
 
     Attributes:
-        fd: open for writing; whoever seals it closes it.
-        flat_refs: the fields of its records' references, one after the other.
+        fd: open for writing; the sealer closes it.
+        flat_refs: concatenated fields of its records' references.
         sequences: from its first number to the first number after it.
     """
 
@@ -77,13 +77,13 @@ class FinishedSegment:
 
 
 def seal_segment(files: Files, path: Path, finished: FinishedSegment, summarise: Summarise | None) -> SegmentEntry:
-    """Writes the footer and makes it durable; the manifest may list the segment from then on.
+    """Writes the footer and makes it durable, so that the manifest may list the segment.
 
-    The sync is what a manifest that lists it relies on: else a power cut could leave a listed segment without footer. A
-    log whose owner summarises its records keeps a copy of the footer beside the file.
+    Without the sync, a power cut could leave a listed segment without a footer. If the log's owner summarises its
+    records, a copy of the footer is written too.
 
     Raises:
-        OSError: the footer could not be written. It may be tried again, unless it was the sync that failed.
+        OSError: the footer could not be written. Retry unless the sync failed.
     """
     name, fd = finished.name, finished.fd
     records = RecordTable.from_flat(name.number, finished.flat_refs)
@@ -100,7 +100,7 @@ def seal_segment(files: Files, path: Path, finished: FinishedSegment, summarise:
 
 
 def summarise_segment(files: Files, fd: int, end: int, records: RecordTable, summarise: Summarise | None) -> bytes:
-    """What the owner says of the records of a file whose first `end` bytes hold them; empty where it says nothing."""
+    """The owner's summary of the records in the first `end` bytes of a file; empty without `summarise`."""
     if summarise is None:
         return b""
     view = files.map(fd, min(end, files.size(fd)))
@@ -114,10 +114,10 @@ def _payloads(view: memoryview, records: RecordTable) -> Iterator[tuple[RecordRe
 
 
 def scan_unsealed(files: Files, path: Path, name: SegmentName, records_end: int) -> FinishedSegment:
-    """A segment that a predecessor left unsealed, as its scan finds it.
+    """Scans a segment that a previous writer left unsealed.
 
     Args:
-        records_end: where the header of the next segment says that its records end; 0 where that is not known.
+        records_end: end of its records by the header of the next segment; 0 if unknown.
 
     Raises:
         OSError: it cannot be read.
@@ -139,18 +139,15 @@ def _scan_finished(files: Files, fd: int, name: SegmentName, records_end: int) -
     flat = array("q")
     for ref in refs:
         flat.extend(ref)
-    # What follows the last whole record may be a damaged one: it stays, and the gap in the index tells of it.
+    # Bytes after the last whole record may be a damaged record. They stay, and the index shows the gap.
     end = scan.end if scan.at_footer else max(scan.end, records_end or align_up(files.size(fd)))
     if header is None and refs:
         first = refs[0].sequence
     return FinishedSegment(name, fd, end, flat, range(first, scan.sequence))
 
 
-JOIN_BELOW_BYTES = 16 << 10  # copying a smaller payload beside its header costs less than two more buffers
-
-
 class SyncPoint(NamedTuple):
-    """A place in the log: all that was appended before it has been written, and waits for its sync."""
+    """A position in the log. All earlier records are written and wait for a sync."""
 
     segment: int
     end: int
@@ -158,14 +155,16 @@ class SyncPoint(NamedTuple):
 
 @dataclass(eq=False)
 class ActiveSegment:
-    """The thread that appends changes it, but for `fd`, `synced` and `previous`, which whoever syncs the log does.
+    """The segment that takes records: appended, written and durable offsets.
+
+    The appending thread changes it, except `fd`, `synced` and `previous`, which the syncing thread changes.
 
     Attributes:
-        first_sequence: the lowest number that its records can have.
-        fd: open for reading and writing; -1 while there is no file yet.
-        end, written, synced: where the records end that were added, written to the file, made durable.
-        flat_refs: the fields of its records' references, one after the other.
-        previous: the segment before it, while that may not be durable or this one has no file.
+        first_sequence: lowest possible number of its records.
+        fd: open for reading and writing; -1 before the file exists.
+        end, written, synced: end offset of the appended, written and durable records.
+        flat_refs: concatenated fields of its records' references.
+        previous: the segment before it, until that is durable and this one has a file.
     """
 
     number: int
@@ -180,15 +179,15 @@ class ActiveSegment:
 
     @classmethod
     def resumed(cls, found: FinishedSegment) -> ActiveSegment:
-        """What recovery found to be the last segment, all of which is durable."""
+        """The last segment found by recovery; all of it is durable."""
         end = found.end
         return cls(found.name.number, found.sequences.start, found.fd, end, end, end, found.flat_refs)
 
     def create(self, files: Files, path: Path, log_id: bytes, previous_bytes: int) -> None:
-        """Makes its file in the log at `path`; the one before ends at `previous_bytes` and is durable. Raises OSError.
+        """Creates its file in the log at `path`; the previous segment ends durably at `previous_bytes`. Raises OSError.
 
-        The header is synced before the file gets its name, so that no segment is ever without one; the folder is synced
-        before a record goes in, since a record is acknowledged by a sync of its file only.
+        The header is synced before the rename, so no segment lacks a header. The folder is synced before any record is
+        written, because a sync of the file alone acknowledges the record.
         """
         target = path / str(SegmentName(self.number))
         temporary = target.with_suffix(TEMPORARY_SUFFIX)
@@ -205,7 +204,7 @@ class ActiveSegment:
         self.fd = fd
 
     def append(self, kind: int, payload: Buffer, sequence: int, schema: int) -> RecordRef:
-        """Queues a record. A payload that may change is copied."""
+        """Queues a record. A mutable payload is copied."""
         body = bytes(payload)
         ref = RecordRef(self.number, self.end, len(body), kind, sequence, schema)
         header = encode_record_header(ref, checksum(body))
@@ -221,104 +220,98 @@ class ActiveSegment:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes added that are not in the file yet."""
+        """Bytes appended and not yet written to the file."""
         return self.end - self.written
 
     def write(self, files: Files) -> None:
-        """Writes what is queued. Raises OSError; what is not written stays queued."""
+        """Writes the queue. Raises OSError; unwritten records stay queued."""
         while self._pending:
             count = files.pwritev(self.fd, next_buffers(self._pending), self.written)
             drop_written(self._pending, count)
             self.written += count
 
     def finish(self, next_sequence: int) -> FinishedSegment:
-        """It as what is to be sealed; the record after its last one has the number `next_sequence`."""
+        """The segment as input of `seal_segment`; the next record gets number `next_sequence`."""
         name, sequences = SegmentName(self.number), range(self.first_sequence, next_sequence)
         return FinishedSegment(name, self.fd, self.end, self.flat_refs, sequences)
 
     def close(self, files: Files) -> None:
-        """Closes its file where it has one."""
+        """Closes its file, if open."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             files.close(fd)
 
 
-MAX_GENERATION = (1 << 16) - 1
-MAX_SPAN = (1 << 16) - 1
+def drop_segments_before(files: Files, path: Path, manifest_file: ManifestFile, segment: int) -> None:
+    """Deletes the segments that lie entirely below `segment`. Raises OSError.
 
-_logger = logging.getLogger(__name__)
-
-
-def drop_segments_before(files: Files, path: Path, catalog: ManifestFile, segment: int) -> None:
-    """Deletes the segments that lie wholly below `segment`. Raises OSError.
-
-    Without space for a manifest they are deleted first, which is what gives the space; until the next switch the
-    manifest then lists files that are missing.
+    If there is no space for a manifest, segments are deleted first to free some; until the next update the manifest
+    then lists missing files.
     """
     names = list_segments(path, files)
-    # A file that stands for numbers on both sides stays whole.
+    # A file whose span includes `segment` stays.
     segment = min(
         [segment, *(name.number for name in resolve_generations(names)[0] if name.number < segment < name.stop)]
     )
     doomed = [name for name in names if name.stop <= segment]
-    if not doomed and catalog.manifest.first_number >= segment:
+    if not doomed and manifest_file.manifest.first_number >= segment:
         return
-    _switch(catalog, lambda old: old.without_segments_below(segment))
-    files.sync_folder(path)  # the names come off the disk only once the manifest that does not list them is there
+    _update_or_defer(manifest_file, lambda old: old.without_segments_below(segment))
+    files.sync_folder(path)  # files are deleted only after the new manifest is durable
     for name in doomed:
         remove_segment(files, path, name)
 
 
-def _switch(catalog: ManifestFile, change: Callable[[LogManifest], LogManifest]) -> None:
-    """Switches the manifest; without space for it the next switch makes up for it, and space is given first."""
+def _update_or_defer(manifest_file: ManifestFile, change: Callable[[LogManifest], LogManifest]) -> None:
+    """Updates the manifest. Without disk space the next update writes it, after space was freed."""
     try:
-        catalog.update(change)
+        manifest_file.update(change)
     except OSError as error:
         if error.errno not in NO_SPACE_ERRNOS:
             raise
-        _logger.warning("store.manifest-late: %s", error)
+        _logger.warning("store.manifest_write_deferred: %s", error)
 
 
 def rewrite_segments(
     files: Files,
     path: Path,
-    catalog: ManifestFile,
+    manifest_file: ManifestFile,
     segments: Sequence[int],
     keep: Callable[[RecordRef], bool],
     summarise: Summarise | None,
 ) -> SegmentEntry:
-    """See `LogWriter.rewrite`. The caller holds ``catalog.maintenance``."""
-    names = _neighbours(path, files, catalog, segments)
+    """See `LogWriter.rewrite`. The caller holds ``manifest_file.maintenance_lock``."""
+    names = _neighbours(path, files, manifest_file, segments)
     target = SegmentName(names[0].number, names[-1].stop - names[0].number, 1 + max(name.generation for name in names))
     if target.generation > MAX_GENERATION or target.span > MAX_SPAN:
-        raise StoreError(f"{path}: segment {target} would be rewritten too often, or stand for too many")
+        raise StoreError(f"{path}: segment {target} exceeds the maximum generation or span")
     temporary = path / f"{target}{TEMPORARY_SUFFIX}"
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(_SealedSource.opened(files, path, name)) for name in names]
         fd = files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         stack.callback(files.close, fd)
         try:
-            finished = _SegmentCopy(files, fd, target).run(sources, keep, catalog.manifest)
+            finished = _SegmentCopy(files, fd, target).run(sources, keep, manifest_file.manifest)
             entry = seal_segment(files, path, finished, summarise)
         except BaseException:
             files.unlink(temporary)
             raise
     files.rename(temporary, path / str(target))
-    _switch(catalog, lambda old: old.with_entry(entry))
+    _update_or_defer(manifest_file, lambda old: old.with_entry(entry))
     files.sync_folder(path)
     for name in names:
         remove_segment(files, path, name)
     return entry
 
 
-def _neighbours(path: Path, files: Files, catalog: ManifestFile, segments: Sequence[int]) -> list[SegmentName]:
-    listed = {entry.name for entry in catalog.manifest.segments}
+def _neighbours(path: Path, files: Files, manifest_file: ManifestFile, segments: Sequence[int]) -> list[SegmentName]:
+    listed = {entry.name for entry in manifest_file.manifest.segments}
     chosen = resolve_generations(list_segments(path, files))[0]
     names = [name for name in chosen if name.number in set(segments)]
     if not names or len(names) != len(set(segments)) or not listed.issuperset(names):
         raise StoreError(f"{path}: segments {sorted(segments)} are not all sealed segments of this log")
     if any(left.stop != right.number for left, right in zip(names, names[1:], strict=False)):
-        raise StoreError(f"{path}: segments {sorted(segments)} are no neighbours")
+        raise StoreError(f"{path}: segments {sorted(segments)} are not neighbours")
     return names
 
 
@@ -336,23 +329,25 @@ class _SealedSource:
         try:
             footer = read_footer(files, fd, name) or read_footer_copy(files, path, name)
             if footer is None:
-                raise StoreCorrupt(f"{path / str(name)} has lost its footer; verify the log")
+                raise StoreCorrupt(f"{path / str(name)} has no footer; run `user-sys store verify`")
             yield cls(files, fd, name, footer)
         finally:
             files.close(fd)
 
     def payload(self, ref: RecordRef) -> tuple[memoryview, int] | None:
-        """A record's payload and its CRC; None where it is damaged."""
+        """A record's payload and its CRC; None if it is damaged."""
         start = ref.offset + RECORD_HEADER_BYTES
-        found = decode_record_header(self._view[ref.offset : start], self.name.number, self.name.generation, ref.offset)
+        decoded = decode_record_header(
+            self._view[ref.offset : start], self.name.number, self.name.generation, ref.offset
+        )
         payload = self._view[start : start + ref.length]
-        if found is None or found[0] != ref or crc32c(payload) != found[1]:
+        if decoded is None or decoded[0] != ref or crc32c(payload) != decoded[1]:
             return None
-        return payload, found[1]
+        return payload, decoded[1]
 
 
 class _SegmentCopy:
-    """The new segment while it is being written."""
+    """The new segment during a rewrite."""
 
     def __init__(self, files: Files, fd: int, target: SegmentName) -> None:
         self._files, self._fd, self._target = files, fd, target
@@ -377,10 +372,10 @@ class _SegmentCopy:
         for source in sources:
             _require_quarantined(source, manifest)
             for ref in filter(keep, source.footer.records):
-                self._take(source, ref, manifest)
+                self._copy_record(source, ref, manifest)
         return FinishedSegment(self._target, self._fd, self._end, self._flat, sequences)
 
-    def _take(self, source: _SealedSource, ref: RecordRef, manifest: LogManifest) -> None:
+    def _copy_record(self, source: _SealedSource, ref: RecordRef, manifest: LogManifest) -> None:
         found = source.payload(ref)
         if found is None:
             damage = Damage(
@@ -388,7 +383,10 @@ class _SegmentCopy:
             )
             if manifest.is_quarantined(damage):
                 return
-            raise StoreCorrupt(f"segment {source.name}: record {ref.sequence} at {ref.offset} is damaged; repair first")
+            raise StoreCorrupt(
+                f"segment {source.name}: record {ref.sequence} at {ref.offset} is damaged; "
+                "run `user-sys store repair` first"
+            )
         payload, crc = found
         moved = ref._replace(segment=self._target.number, offset=self._end)
         padding = bytes(record_bytes(ref.length) - RECORD_HEADER_BYTES - ref.length)
@@ -398,8 +396,10 @@ class _SegmentCopy:
 
 
 def _require_quarantined(source: _SealedSource, manifest: LogManifest) -> None:
-    """Raises StoreCorrupt: bytes between its records hold none and are not quarantined; a copy would lose them."""
+    """Raises StoreCorrupt if damaged bytes between its records are not quarantined, since a copy would lose them."""
     for damage in source.footer.gaps(source.name):
         if not manifest.is_quarantined(damage):
             place = f"{damage.length} bytes at {damage.offset}"
-            raise StoreCorrupt(f"segment {source.name}: {place} are damaged, no whole record; repair first")
+            raise StoreCorrupt(
+                f"segment {source.name}: {place} hold no whole record; run `user-sys store repair` first"
+            )

@@ -1,11 +1,9 @@
-"""Which chunks a store has and whose its episodes are: all that its writer must remember.
+"""The experience store: every chunk of every episode once, and the labels added later.
 
-The experience store: every chunk of every episode, once, and what people said about it afterwards.
-
-Durability is the log's (`user_sys.store.log`): a chunk is acknowledged when `StoreWriter.sync` has returned, and
-survives kills and power cuts from then on. Ingestion is idempotent by (episode, index): a chunk that is sent again is
-recognised, also by a writer that was started anew, and also when its episode was deleted and its space is taken. An
-episode belongs to the robot of its first chunk: another's chunks never get into it.
+Durability is that of `user_sys.store.log_writer`: a chunk is acknowledged when `StoreWriter.sync` has returned, and
+then survives kills and power cuts. Ingestion is idempotent by (episode, index), also after a restart and after the
+episode was deleted and compacted away. An episode belongs to the robot of its first chunk; chunks of other robots
+are refused.
 """
 
 from __future__ import annotations
@@ -35,40 +33,45 @@ from user_sys.store.index_block import (
     summarise_records,
 )
 from user_sys.store.labels import DeleteLabel, Label, encode_label
-from user_sys.store.log import SEGMENT_BYTES, LogReader, LogWriter, RecordBatch, SyncPoint, segment_numbers
+from user_sys.store.log_reader import LogReader, RecordBatch
+from user_sys.store.log_writer import SEGMENT_BYTES, LogWriter
 from user_sys.store.manifest import SegmentEntry
-from user_sys.store.record_format import Damage, RecordRef
+from user_sys.store.record_format import Damage, RecordRef, segment_numbers
+from user_sys.store.segment_writer import SyncPoint
+
+POLL_S = 0.05
+_logger = logging.getLogger(__name__)
 
 
 class IngestedChunks:
-    """The (episode, index) of each chunk: a count for each episode, and single ones only behind a gap.
+    """The (episode, index) of each stored chunk: a count per episode, and single indices only behind a gap.
 
     Attributes:
-        chunks, steps: how many there are.
+        chunks, steps: totals.
         deleted: episodes that a label deletes.
     """
 
     def __init__(self) -> None:
         self.chunks = self.steps = 0
         self.deleted: set[str] = set()
-        self._next: dict[str, int] = {}  # all below are there
+        self._next: dict[str, int] = {}  # all lower indices are stored
         self._robots: dict[str, str] = {}
-        self._strays: set[tuple[str, int]] = set()
+        self._out_of_order: set[tuple[str, int]] = set()
 
     def has(self, episode: str, index: int) -> bool:
-        """Whether that chunk is there."""
-        return index < self._next.get(episode, 0) or (episode, index) in self._strays
+        """Whether that chunk is stored."""
+        return index < self._next.get(episode, 0) or (episode, index) in self._out_of_order
 
     def has_episode(self, episode: str) -> bool:
-        """Whether any chunk of that episode is there."""
+        """Whether any chunk of that episode is stored."""
         return episode in self._next
 
     def robot_of(self, episode: str) -> str | None:
-        """Whose chunk was the first of that episode to come; None while there is none."""
+        """Robot of the episode's first stored chunk; None without one."""
         return self._robots.get(episode)
 
     def add(self, header: ChunkHeader) -> None:
-        """Takes note of a chunk that is not there yet."""
+        """Adds a chunk that is not stored yet."""
         if header.episode not in self._robots:
             self._robots[header.episode] = sys.intern(header.robot)
         self._add(header.episode, header.index, header.steps)
@@ -78,21 +81,21 @@ class IngestedChunks:
         self.steps += steps
         following = self._next.setdefault(episode, 0)
         if index != following:
-            self._strays.add((episode, index))
+            self._out_of_order.add((episode, index))
             return
         following += 1
-        while self._strays and (episode, following) in self._strays:
-            self._strays.remove((episode, following))
+        while self._out_of_order and (episode, following) in self._out_of_order:
+            self._out_of_order.remove((episode, following))
             following += 1
         self._next[episode] = following
 
     def add_label(self, label: Label) -> None:
-        """Takes note of what is deleted."""
+        """Applies deletions."""
         if isinstance(label, DeleteLabel):
             (self.deleted.add if label.deleted else self.deleted.discard)(label.episode)
 
     def add_blocks(self, blocks: Iterable[IndexBlock]) -> None:
-        """Takes note of all that is in `blocks`; what was there already counts once."""
+        """Adds all chunks and labels of `blocks`; repeated chunks count once."""
         for block in blocks:
             names = [record.episode for record in block.episodes]
             for record in block.episodes:
@@ -105,54 +108,48 @@ class IngestedChunks:
                 self.add_label(label)
 
 
-POLL_S = 0.05
-
-_logger = logging.getLogger(__name__)
-
-
 class StoreWriter:
-    """The one writer of a store. Obtain it with `open`.
+    """The only writer of a store. Create it with `open`.
 
-    One thread calls it, but for `sync` with a ticket, `sealed_segments` and `rewrite`, which any thread may call beside
-    it.
+    One thread calls it, except `sync` with a sync point, `sealed_segments` and `rewrite`, which are thread-safe.
     """
 
-    def __init__(self, path: Path, log: LogWriter, known: IngestedChunks) -> None:
-        self.path, self._log, self._known = path, log, known
+    def __init__(self, path: Path, log: LogWriter, ingested: IngestedChunks) -> None:
+        self.path, self._log, self._ingested = path, log, ingested
 
     @classmethod
     def open(
         cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, background: bool = True, files: Files = OS_FILES
     ) -> Self:
-        """Opens or creates the store at `path`; reads the footers of what is sealed and scans the rest.
+        """Opens or creates the store at `path`; reads the footers of sealed segments and scans the rest.
 
-        Arguments as `LogWriter.open`'s.
+        Arguments as `LogWriter.open`.
 
         Raises:
             StoreLocked: another process writes it.
-            StoreFull, StoreVersion, StoreError: as `LogWriter.open`.
+            StoreFull, StoreVersionMismatch, StoreError: as `LogWriter.open`.
         """
         log = LogWriter.open(
             path, segment_bytes=segment_bytes, summarise=summarise_records, background=background, files=files
         )
-        known = IngestedChunks()
+        ingested = IngestedChunks()
         try:
             with LogReader.open(path, files=files) as reader:
-                known.add_blocks(_new_blocks(reader).blocks)
+                ingested.add_blocks(_new_blocks(reader).blocks)
         except BaseException:
             log.close()
             raise
-        return cls(path, log, known)
+        return cls(path, log, ingested)
 
     @property
     def chunks(self) -> int:
-        """How many chunks the store has, those not yet synced included."""
-        return self._known.chunks
+        """Number of chunks, with unsynced ones."""
+        return self._ingested.chunks
 
     @property
     def steps(self) -> int:
-        """How many steps the store has, those not yet synced included."""
-        return self._known.steps
+        """Number of steps, with unsynced ones."""
+        return self._ingested.steps
 
     @property
     def pending_bytes(self) -> int:
@@ -160,75 +157,74 @@ class StoreWriter:
         return self._log.pending_bytes
 
     def has(self, episode: str, index: int) -> bool:
-        """Whether that chunk was appended; durable only if `sync` has returned since."""
-        return self._known.has(episode, index)
+        """Whether that chunk was appended; it is durable only after the next `sync`."""
+        return self._ingested.has(episode, index)
 
     def append(self, packet: bytes | memoryview, parsed: PackedChunk | None = None) -> bool:
-        """Adds an encoded chunk; False where it is not needed, which costs nothing.
+        """Adds an encoded chunk; returns False, at no cost, if it is not needed.
 
-        Not needed is what the store has already, and what belongs to a deleted episode of which it has nothing: that
-        was compacted away, or deleted before it came.
+        A chunk is not needed if the store already has it, or if its episode is deleted and no chunk of it is stored.
 
-        It is acknowledged by the next `sync`. That holds for False too: what is known may still wait for its sync.
+        The next `sync` acknowledges it, also after False, because the stored chunk may be unsynced.
 
         Args:
-            packet: the chunk's bytes, which are stored as they are.
-            checked: what `open_chunk` made of this very `packet`, if the caller has called it; saves doing so again.
+            packet: the chunk's bytes, stored unchanged.
+            parsed: result of `open_chunk` for this `packet`, if the caller has it.
 
         Raises:
-            WireError: the packet is no valid chunk, or the episode is another robot's; nothing was stored.
-            StoreFull: no space; this chunk was not taken, those before it are kept.
+            WireError: the packet is not a valid chunk, or the episode belongs to another robot; nothing was stored.
+            StoreFull: no space; this chunk was not taken, earlier ones are kept.
             StoreError: the disk failed.
         """
         chunk = parse_chunk(packet) if parsed is None else parsed
-        header, known = chunk.header, self._known
-        if (owner := known.robot_of(header.episode)) not in (None, header.robot):
-            raise WireError(f"the episode {header.episode} is {owner}'s; {header.robot} cannot write to it")
-        if known.has(header.episode, header.index):
+        header, ingested = chunk.header, self._ingested
+        if (owner := ingested.robot_of(header.episode)) not in (None, header.robot):
+            raise WireError(f"the episode {header.episode} belongs to {owner}; {header.robot} cannot write to it")
+        if ingested.has(header.episode, header.index):
             return False
-        if header.episode in known.deleted and not known.has_episode(header.episode):
+        if header.episode in ingested.deleted and not ingested.has_episode(header.episode):
             return False
         self._log.append(CHUNK_KIND, packet, schema=chunk.schema)
-        known.add(header)
+        ingested.add(header)
         return True
 
     def append_label(self, label: Label) -> None:
-        """Adds a label, of an episode that may still be unknown. Raises as `append`."""
+        """Adds a label; its episode may be unknown. Raises as `append`."""
         self._log.append(LABEL_KIND, encode_label(label))
-        self._known.add_label(label)
+        self._ingested.add_label(label)
 
     def flush(self) -> SyncPoint:
-        """Writes out all that was appended; `sync` with the ticket makes it durable. Raises as `append`."""
+        """Writes all appended records; `sync` with the sync point makes them durable. Raises as `append`."""
         return self._log.flush()
 
-    def sync(self, ticket: SyncPoint | None = None) -> None:
-        """Makes all that was appended, or flushed by the time of `ticket`, durable: one fdatasync, however many chunks.
+    def sync(self, point: SyncPoint | None = None) -> None:
+        """Makes all appended records durable, or those before the sync point, with one fdatasync.
 
         Raises as `LogWriter.sync`.
         """
-        self._log.sync(ticket)
+        self._log.sync(point)
 
-    # Giving space back
+    # Freeing space
 
     @property
     def deleted_episodes(self) -> int:
-        """How many episodes labels delete, those whose space was taken long ago included. Any thread may ask."""
-        return len(self._known.deleted)
+        """Number of episodes that labels delete, with those already compacted away. Thread-safe."""
+        return len(self._ingested.deleted)
 
     def rotate(self) -> None:
-        """Begins a new segment, so that those before can be rewritten; they are sealed by the time `close` returns."""
+        """Starts a new segment, so that earlier ones can be rewritten; they are sealed when `close` returns."""
         self._log.rotate()
 
     def sealed_segments(self) -> tuple[SegmentEntry, ...]:
-        """The segments that are sealed by now, in order."""
+        """The sealed segments, in order."""
         return self._log.sealed_segments()
 
     def rewrite(self, segments: Sequence[int], keep: Callable[[RecordRef], bool]) -> SegmentEntry:
-        """Rewrites neighbouring sealed segments into one without the records that `keep` refuses. As `LogWriter`'s."""
+        """Rewrites neighbouring sealed segments into one with the records for which `keep` is true. See `LogWriter`."""
         return self._log.rewrite(segments, keep)
 
     def close(self) -> None:
-        """Syncs and lets go of the store. Calling it twice is harmless."""
+        """Syncs and releases the store. Idempotent."""
         self._log.close()
 
     def __enter__(self) -> Self:
@@ -239,9 +235,9 @@ class StoreWriter:
 
 
 class StoreReader:
-    """Reads a store, in any process, also while it is written. Obtain it with `open`.
+    """Reads a store in any process, also during writes. Create it with `open`.
 
-    One thread calls `refresh`, `drop` and `close`; `read` may be called from several at once.
+    One thread calls `refresh` and `close`; the read methods are thread-safe.
 
     Attributes:
         index: steps, chunks and episodes as of the last `refresh`.
@@ -258,7 +254,7 @@ class StoreReader:
 
         Raises:
             StoreError: there is no store at `path`.
-            StoreVersion: another format version wrote it.
+            StoreVersionMismatch: it has another format version.
         """
         deadline = time.monotonic() + wait_s
         while not segment_numbers(path, files) and time.monotonic() < deadline:
@@ -266,24 +262,24 @@ class StoreReader:
         return cls(LogReader.open(path, files=files))
 
     def refresh(self) -> IndexChange:
-        """Takes what was stored since the last call into `index` and says what came and changed. Never waits.
+        """Adds new records to `index` and returns the changes. Never blocks for a writer.
 
         Raises:
-            StoreVersion, StoreError: as `LogReader.refresh`.
+            StoreVersionMismatch, StoreError: as `LogReader.refresh`.
         """
-        news = _new_blocks(self._log)
-        for block in news.blocks:
+        new = _new_blocks(self._log)
+        for block in new.blocks:
             self._damaged += block.damaged
-        return self.index.apply(news.blocks, news.dropped)
+        return self.index.apply(new.blocks, new.dropped)
 
     def read(self, chunk: int) -> Chunk:
-        """The chunk of row `chunk`; its arrays are read-only views of the file, its checksum is verified.
+        """The chunk of row `chunk`. Its arrays are read-only views of the file; its checksum is verified.
 
-        They are as recorded; what labels say of success by then stands in ``header.end``.
+        Values are as recorded, except that ``header.end`` has the labelled success.
 
         Raises:
-            StoreCorrupt: the bytes are no longer what was stored.
-            StoreGone: the record was dropped; `refresh` says so too.
+            StoreCorrupt: the bytes changed.
+            StoreRecordGone: the record was dropped; the next `refresh` reports that too.
             StoreError: the file cannot be read.
         """
         found = decode_chunk(self._log.read(self.index.record_ref(chunk)))
@@ -298,10 +294,10 @@ class StoreReader:
         return Chunk(msgspec.structs.replace(found.header, end=end), found.columns, found.final)
 
     def read_packed(self, chunk: int, *, verify: bool = True) -> PackedChunk:
-        """The chunk of row `chunk`, not unpacked; any thread may call it.
+        """The chunk of row `chunk`, not unpacked. Thread-safe.
 
         Args:
-            verified: check the record's checksum; else only that it is a chunk, for callers with sums of their own.
+            verify: check the record's checksum. Without it only the format is checked, for callers with own checksums.
 
         Raises:
             StoreCorrupt, StoreError: as `read`.
@@ -311,13 +307,13 @@ class StoreReader:
         return parse_chunk(self._log.read(ref) if verify else self._log.read_range(ref, 0, ref.length))
 
     def read_into(self, chunk: int, start: int, out: Sequence[memoryview], *, wait: bool = True) -> bool:
-        """Fills buffers with a chunk's packet from byte `start` on, not verified. Any thread may.
+        """Fills buffers with a chunk's packet from byte `start` on, without verification. Thread-safe.
 
         Args:
-            wait: for the disk. Else False where it would have to; the disk begins to read then.
+            wait: wait for the disk. Otherwise returns False if it would block, and starts reading ahead.
 
         Raises:
-            StoreError: the record is gone, or not that long.
+            StoreError: the record is gone or shorter than that.
         """
         return self._log.read_into(self.index.record_ref(chunk), start, out, wait=wait)
 
@@ -327,11 +323,11 @@ class StoreReader:
 
     @property
     def damaged(self) -> list[Damage]:
-        """What was found so far that cannot be read."""
+        """Unreadable records found so far."""
         return [*self._log.damaged, *self._damaged]
 
     def close(self) -> None:
-        """Lets go of the files; chunks that were read stay valid. Calling it twice is harmless."""
+        """Releases the files; chunks that were read stay valid. Idempotent."""
         self._log.close()
 
     def __enter__(self) -> Self:
@@ -342,24 +338,24 @@ class StoreReader:
 
 
 class _NewBlocks(NamedTuple):
-    """What a log has that was not told of before: blocks in order, and the numbers of records that are gone."""
+    """New content of a log: blocks in order, and sequence numbers of dropped records."""
 
     blocks: list[IndexBlock]
     dropped: list[Array]
 
 
 def _new_blocks(log: LogReader) -> _NewBlocks:
-    """What is new; of segments that are sealed only the footers are read. Raises as `LogReader.refresh`."""
-    news = _NewBlocks([], [])
+    """New blocks; of sealed segments only the footers are read. Raises as `LogReader.refresh`."""
+    new = _NewBlocks([], [])
     for batch in log.refresh():
-        news.dropped.append(batch.dropped)
-        if block := _summary(batch) or _block_of(log, batch):
-            news.blocks.append(_readable(block, log.quarantined_ranges(batch.segment)))
-    return news
+        new.dropped.append(batch.dropped)
+        if block := _block_from_summary(batch) or _block_from_records(log, batch):
+            new.blocks.append(_without_quarantined(block, log.quarantined_ranges(batch.segment)))
+    return new
 
 
-def _readable(block: IndexBlock, quarantined: Sequence[range]) -> IndexBlock:
-    """The block without chunks that were damaged and set aside: they may come again, and are then stored again."""
+def _without_quarantined(block: IndexBlock, quarantined: Sequence[range]) -> IndexBlock:
+    """The block without quarantined chunks, which may arrive and be stored again."""
     offset = block.chunks["offset"]
     lost = np.zeros(len(offset), bool)
     for each in quarantined:
@@ -367,23 +363,23 @@ def _readable(block: IndexBlock, quarantined: Sequence[range]) -> IndexBlock:
     return block.without_chunks(lost) if lost.any() else block
 
 
-def _summary(batch: RecordBatch) -> IndexBlock | None:
+def _block_from_summary(batch: RecordBatch) -> IndexBlock | None:
     if not batch.summary:
         return None
     try:
         return decode_block(batch.summary)
     except WireError as error:
-        _logger.warning("store.no-summary segment=%d: its records are read instead: %s", batch.segment, error)
+        _logger.warning("store.summary_undecodable segment=%d: its records are read instead: %s", batch.segment, error)
         return None
 
 
-def _block_of(log: LogReader, batch: RecordBatch) -> IndexBlock | None:
+def _block_from_records(log: LogReader, batch: RecordBatch) -> IndexBlock | None:
     builder = IndexBlockBuilder()
     for ref in batch.records:
         try:
             builder.add(ref, log.read(ref))
         except StoreRecordGone as error:
-            _logger.info("store.gone %s", error)
+            _logger.info("store.record_dropped %s", error)
         except StoreCorrupt as error:
             builder.add_damage(ref, str(error))
     block = builder.build()

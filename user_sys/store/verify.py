@@ -1,7 +1,7 @@
-"""Finding everything in a log that is not what was written, and setting it aside.
+"""Verifies a log and quarantines damage.
 
-Nothing is rewritten in place: what is damaged is copied, the manifest records the range, and from then on nobody
-reports it as new. The records beside it are not touched.
+Nothing is rewritten in place: damaged bytes are copied, and the manifest records the range, which is then no
+longer reported. Neighbouring records are not touched.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ COPY_BYTES = 4 << 20
 
 
 def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], object] | None = None) -> list[Damage]:
-    """Reads all of the log at `path`: manifest, headers, footers, and every record with its payload.
+    """Reads the whole log at `path`: manifest, headers, footers, and every record with its payload.
 
-    A writer may be at work meanwhile. What is quarantined is left out.
+    A writer may be active. Quarantined ranges are skipped.
 
     Args:
-        advance: told of each record how many bytes it takes in its file, once it is read.
+        advance: called with the size of each record, in bytes of its file, after it was read.
 
     Raises:
         StoreError: there is no log, or it cannot be read.
-        StoreVersion: another format version wrote it.
+        StoreVersionMismatch: it has another format version.
     """
     with LogReader.open(path, files=files) as reader:
         batches = reader.refresh()
         names = {name.number: name for name in resolve_generations(list_segments(path, files))[0]}
-        known = _manifest(files, path)
+        known = _load_manifest(files, path)
         found = list(reader.damaged)
         next_sequences: dict[int, int] = {}
         for batch in batches:
@@ -62,12 +62,12 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
                 try:
                     reader.read(ref)
                 except StoreRecordGone:
-                    continue  # by a compaction since the refresh
+                    continue  # dropped by a compaction since the refresh
                 except StoreCorrupt as error:
                     size = record_bytes(ref.length)
                     found.append(Damage(ref.segment, ref.offset, size, str(error), ref.sequence, generation))
     try:
-        found += _around(files, path, sorted(names.values()), known, next_sequences)
+        found += _unreported_damage(files, path, sorted(names.values()), known, next_sequences)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     quarantined = known.quarantined if known else ()
@@ -76,7 +76,7 @@ def verify_log(path: Path, *, files: Files = OS_FILES, advance: Callable[[int], 
 
 
 def _joined(damaged: Iterable[Damage]) -> list[Damage]:
-    """Records that were lost together, as at the end of a file that is cut off, as one damage."""
+    """Merges adjacent damage with the same reason, as at the end of a truncated file."""
     joined: list[Damage] = []
     for damage in damaged:
         last = joined[-1] if joined else damage
@@ -88,20 +88,20 @@ def _joined(damaged: Iterable[Damage]) -> list[Damage]:
     return joined
 
 
-def _manifest(files: Files, path: Path) -> LogManifest | None:
+def _load_manifest(files: Files, path: Path) -> LogManifest | None:
     try:
         return manifest.load(files, path)
     except StoreCorrupt:
-        return None  # which the reader has reported
+        return None  # already reported by the reader
 
 
-def _around(
+def _unreported_damage(
     files: Files, path: Path, names: list[SegmentName], known: LogManifest | None, next_sequences: Mapping[int, int]
 ) -> Iterator[Damage]:
-    """What a reader does not look at: whether the files are the listed ones, and what follows the last record.
+    """Damage that a reader does not detect: files that the manifest does not list, and bytes after the last record.
 
     Args:
-        next_sequences: by segment, the number after that of its last record that was found.
+        next_sequences: by segment, the number after that of its last found record.
     """
     listed = {entry.name: entry for entry in known.segments} if known else {}
     sealed = False
@@ -111,40 +111,40 @@ def _around(
             footer = read_footer_or_copy(files, path, fd, name)
             sealed = sealed or footer is not None
             if footer is not None and name in listed and SegmentEntry.of(name, footer) != listed[name]:
-                reason = "the file is not the one that the manifest lists"
+                reason = "the file differs from the manifest's entry"
                 yield Damage(name.number, 0, 0, reason, -1, name.generation)
             if footer is None and name in listed:
                 first = next_sequences.get(name.number, listed[name].first_sequence)
                 if (last := listed[name].next_sequence - 1) >= first:
-                    reason = "the records at the segment's end are gone, and so is what said which these were"
+                    reason = "the records at the segment's end and the index of them are lost"
                     yield Damage(name.number, files.size(fd), 0, reason, first, name.generation, last)
             if footer is None and name == names[-1] and name not in listed:
-                yield from _after_last(files, fd, name, known)
+                yield from _damage_after_last(files, fd, name, known)
         finally:
             files.close(fd)
     if sealed and manifest.MANIFEST not in files.listdir(path):
         yield Damage(-1, 0, 0, f"{path / manifest.MANIFEST} is missing")
 
 
-def _after_last(files: Files, fd: int, name: SegmentName, known: LogManifest | None) -> Iterator[Damage]:
+def _damage_after_last(files: Files, fd: int, name: SegmentName, known: LogManifest | None) -> Iterator[Damage]:
     header = read_segment_header(files, fd)
     if header is not None and not header.belongs_to(name, known.log_id if known else header.log_id):
-        return  # which the reader has reported
+        return  # already reported by the reader
     scan = SegmentScan(files, fd, name.number, name.generation, sequence=header.first_sequence if header else 0)
     for _ in scan:
         pass
     if not scan.is_unfinished():
-        yield scan.damage(align_up(files.size(fd)), "no whole record: damaged, or an append that a power cut tore")
+        yield scan.damage(align_up(files.size(fd)), "no whole record: damage, or an append interrupted by a power cut")
 
 
 def quarantine_damage(path: Path, damaged: Iterable[Damage], *, files: Files = OS_FILES) -> list[Path]:
-    """Copies damaged ranges into ``<log>/quarantine/`` and has the manifest list them; returns the copies.
+    """Copies damaged ranges into ``<log>/quarantine/`` and lists them in the manifest; returns the copies.
 
-    The copies are durable before the manifest lists them, and the manifest when this returns. A manifest that is
-    damaged or missing is made anew from the segments.
+    Copies are durable before the manifest lists them; the manifest is durable on return. A damaged or missing manifest
+    is rebuilt from the segments.
 
     Raises:
-        StoreLocked: a writer is at work; stop it first.
+        StoreLocked: a writer is active; stop it first.
         StoreFull: no space; nothing is listed.
         StoreError: the disk failed.
     """
@@ -161,17 +161,17 @@ def quarantine_damage(path: Path, damaged: Iterable[Damage], *, files: Files = O
 
 def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
     names = resolve_generations(list_segments(path, files))[0]
-    known = _manifest(files, path) or manifest.rebuild(files, path, names)
+    known = _load_manifest(files, path) or manifest.rebuild(files, path, names)
     by_number = {name.number: name for name in names}
-    room, copies = path / QUARANTINE, []
-    files.make_folder(room)
+    folder, copies = path / QUARANTINE, []
+    files.make_folder(folder)
     for damage in damaged:
         name = by_number.get(damage.segment)
         if name is not None and name.generation == damage.generation and damage.length:
-            copies.append(_copy(files, path / str(name), damage, room))
+            copies.append(_copy(files, path / str(name), damage, folder))
     if copies:
-        files.sync_folder(room)
-        files.sync_folder(path)  # the room itself may be new
+        files.sync_folder(folder)
+        files.sync_folder(path)  # the quarantine folder may be new
     ranges = [
         QuarantinedRange(damage.segment, damage.generation, damage.offset, damage.length, damage.reason)
         for damage in damaged
@@ -182,9 +182,9 @@ def _quarantine(files: Files, path: Path, damaged: list[Damage]) -> list[Path]:
     return copies
 
 
-def _copy(files: Files, source: Path, damage: Damage, room: Path) -> Path:
-    """Copies the range as far as it can be read; a file that ends before it gives what it has."""
-    target = room / f"{source.stem}-{damage.offset:012d}.bytes"
+def _copy(files: Files, source: Path, damage: Damage, folder: Path) -> Path:
+    """Copies the readable part of the range; a file that ends within it gives a shorter copy."""
+    target = folder / f"{source.stem}-{damage.offset:012d}.bytes"
     source_fd = files.open(source, os.O_RDONLY)
     try:
         target_fd = files.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

@@ -1,7 +1,7 @@
-"""What a store's writer does in its life, and what must hold of whatever a crash leaves of it.
+"""Scenarios of a store's writer, and checks of the state after a crash.
 
-Each life runs on a `Disk` and notes on its trace what is acknowledged by then. Each check opens what a crash left, as
-the next writer and a reader would, and raises `Violation` where a promise is broken.
+Each scenario runs on a `Disk` and notes acknowledged data on its trace. Each check opens the remaining files as the
+next writer and a reader would, and raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from user_sys.store.files import Files
 from user_sys.store.index import Index
 from user_sys.store.index_block import CHUNK_KIND, summarise_records
 from user_sys.store.labels import DeleteLabel, Label, SuccessLabel
-from user_sys.store.log import LogReader, LogWriter
+from user_sys.store.log_reader import LogReader
+from user_sys.store.log_writer import LogWriter
 from user_sys.store.maintenance import reclaim_space
 from user_sys.store.record_format import Damage
 from user_sys.store.store import IngestedChunks, StoreReader, StoreWriter
@@ -34,7 +35,7 @@ UNWRITTEN = "no whole record"  # what a reader says of an append that a power cu
 
 
 class Violation(AssertionError):
-    """A promise that was broken."""
+    """A broken promise."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -42,17 +43,16 @@ def require(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-class Said(msgspec.Struct, frozen=True):
-    """What was acknowledged by a moment: chunks by (episode, index), labels, episodes that may be gone, and damage
-    that is set aside."""
+class Acknowledged(msgspec.Struct, frozen=True):
+    """Data acknowledged at a moment: chunks by (episode, index), labels, deleted episodes, quarantined damage."""
 
     chunks: frozenset[tuple[str, int]] = frozenset()
     labels: tuple[Label, ...] = ()
     deleted: frozenset[str] = frozenset()
     quarantined: tuple[Damage, ...] = ()
 
-    def and_also(self, other: Said) -> Said:
-        return Said(
+    def and_also(self, other: Acknowledged) -> Acknowledged:
+        return Acknowledged(
             self.chunks | other.chunks,
             self.labels + other.labels,
             self.deleted | other.deleted,
@@ -61,17 +61,17 @@ class Said(msgspec.Struct, frozen=True):
 
 
 def packet(episode: str, index: int) -> bytes:
-    """The chunk that is stored under this name; of a size that depends on it."""
+    """The chunk stored under this name; its size depends on it."""
     return chunk(episode, index, steps=4 if index < 2 else 3, end=index == 2, width=40 + 30 * index).encode()
 
 
 @dataclass
-class Life:
-    """A store's writer on a `Disk`; says on the disk's trace what is acknowledged."""
+class Scenario:
+    """A store's writer on a `Disk`; notes acknowledged data on the disk's trace."""
 
     disk: Disk
-    said: Said = Said()
-    pending: Said = Said()
+    acknowledged: Acknowledged = Acknowledged()
+    pending: Acknowledged = Acknowledged()
     writer: StoreWriter = field(init=False)
 
     def open(self) -> None:
@@ -82,7 +82,7 @@ class Life:
         self.writer = StoreWriter(ROOT, log, known(files))
 
     def append(self, episode: str, index: int) -> None:
-        self.pending = self.pending.and_also(Said(frozenset({(episode, index)})))
+        self.pending = self.pending.and_also(Acknowledged(frozenset({(episode, index)})))
         self.writer.append(packet(episode, index))
 
     def append_many(self, episode: str, indices: Iterable[int]) -> None:
@@ -91,20 +91,20 @@ class Life:
 
     def label(self, label: Label) -> None:
         deleted = frozenset({label.episode} if isinstance(label, DeleteLabel) else ())
-        self.pending = self.pending.and_also(Said(labels=(label,), deleted=deleted))
+        self.pending = self.pending.and_also(Acknowledged(labels=(label,), deleted=deleted))
         self.writer.append_label(label)
 
     def sync(self) -> None:
         self.writer.sync()
         self.acknowledge(self.pending)
 
-    def acknowledge(self, what: Said) -> None:
-        self.said, self.pending = self.said.and_also(what), Said()
-        self.disk.note(self.said)
+    def acknowledge(self, what: Acknowledged) -> None:
+        self.acknowledged, self.pending = self.acknowledged.and_also(what), Acknowledged()
+        self.disk.note(self.acknowledged)
 
     def kill(self) -> None:
         self.disk.kill()
-        self.pending = Said()
+        self.pending = Acknowledged()
 
     def reclaim(self) -> None:
         with StoreReader.open(ROOT, files=self.disk.files()) as reader:
@@ -119,7 +119,7 @@ class Life:
 
 
 def known(files: Files) -> IngestedChunks:
-    """What `StoreWriter.open` learns of a log; here, because the writer's log seals in the foreground."""
+    """As in `StoreWriter.open`, separate because this writer seals in the foreground."""
     found = IngestedChunks()
     with StoreReader.open(ROOT, files=files) as reader:
         reader.refresh()
@@ -131,89 +131,89 @@ def known(files: Files) -> IngestedChunks:
     return found
 
 
-def appending(life: Life) -> None:
-    """Groups of all sizes, synced and pipelined; rotation and sealing; a kill, and what was sent is sent again."""
-    life.open()
+def appending(scenario: Scenario) -> None:
+    """Groups of all sizes, synced and pipelined; rotation and sealing; a kill, then resending."""
+    scenario.open()
     for number in range(5):
         for index in range(3):
-            life.append(f"ep-{number}", index)
+            scenario.append(f"ep-{number}", index)
             if (number + index) % 2:
-                life.sync()
-    life.append("ep-5", 0)
-    ticket, flushed = life.writer.flush(), life.pending
-    life.append("ep-5", 1)
-    life.writer.sync(ticket)
-    pending, life.pending = life.pending, Said()
-    life.acknowledge(flushed)
-    life.pending = pending
-    life.label(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
-    life.sync()
-    life.append("ep-6", 0)  # written, and seen by readers, but not acknowledged by this writer
-    life.writer.flush()
-    life.kill()
-    life.open()
-    life.append_many("ep-6", range(2))
-    life.sync()
-    life.writer.close()
+                scenario.sync()
+    scenario.append("ep-5", 0)
+    ticket, flushed = scenario.writer.flush(), scenario.pending
+    scenario.append("ep-5", 1)
+    scenario.writer.sync(ticket)
+    pending, scenario.pending = scenario.pending, Acknowledged()
+    scenario.acknowledge(flushed)
+    scenario.pending = pending
+    scenario.label(SuccessLabel(episode="ep-1", labeller="ada", at_unix_ns=1, success=False))
+    scenario.sync()
+    scenario.append("ep-6", 0)  # written, and seen by readers, but not acknowledged by this writer
+    scenario.writer.flush()
+    scenario.kill()
+    scenario.open()
+    scenario.append_many("ep-6", range(2))
+    scenario.sync()
+    scenario.writer.close()
 
 
-def compacting(life: Life) -> None:
-    """Deletion by labels and compaction, twice, with small segments put together."""
-    life.open()
+def compacting(scenario: Scenario) -> None:
+    """Deletion by labels and compaction, twice, with small segments joined."""
+    scenario.open()
     for number in range(5):
-        life.append_many(f"ep-{number}", range(3))
-        life.sync()
-    life.delete("ep-0", "ep-2", "ep-3")
-    life.reclaim()
-    life.append_many("ep-7", range(3))
-    life.sync()
-    life.append("ep-8", 0)
-    life.kill()
-    life.open()
-    life.delete("ep-4")
-    life.reclaim()
-    life.append("ep-9", 0)
-    life.sync()
-    life.writer.close()
+        scenario.append_many(f"ep-{number}", range(3))
+        scenario.sync()
+    scenario.delete("ep-0", "ep-2", "ep-3")
+    scenario.reclaim()
+    scenario.append_many("ep-7", range(3))
+    scenario.sync()
+    scenario.append("ep-8", 0)
+    scenario.kill()
+    scenario.open()
+    scenario.delete("ep-4")
+    scenario.reclaim()
+    scenario.append("ep-9", 0)
+    scenario.sync()
+    scenario.writer.close()
 
 
-def filling(life: Life) -> None:
-    """The disk becomes full in the middle of an append, and of a segment's creation; then there is room again."""
-    life.open()
+def filling(scenario: Scenario) -> None:
+    """The disk fills up during an append and during a segment's creation; then space is freed."""
+    scenario.open()
     for number in range(8):
-        life.append(f"ep-{number}", 0)
-        life.sync()
-        life.disk.room_bytes = 700 * (number % 3)
+        scenario.append(f"ep-{number}", 0)
+        scenario.sync()
+        scenario.disk.room_bytes = 700 * (number % 3)
         for index in (1, 2):
             try:
-                life.append(f"ep-{number}", index)
-                life.writer.sync()
+                scenario.append(f"ep-{number}", index)
+                scenario.writer.sync()
             except StoreFull:
-                life.disk.room_bytes = None
-                life.writer.append(packet(f"ep-{number}", index))
-        life.disk.room_bytes = None
-        life.sync()
-    life.writer.close()
+                scenario.disk.room_bytes = None
+                scenario.writer.append(packet(f"ep-{number}", index))
+        scenario.disk.room_bytes = None
+        scenario.sync()
+    scenario.writer.close()
 
 
-def resume(life: Life) -> None:
-    """What follows a kill: the next writer opens the store, and all that was not acknowledged is sent again."""
-    unsure, life.pending = life.pending, Said()
-    life.open()
+def resume(scenario: Scenario) -> None:
+    """After a kill: the next writer opens the store, and all unacknowledged data is sent again."""
+    unsure, scenario.pending = scenario.pending, Acknowledged()
+    scenario.open()
     for episode, index in sorted(unsure.chunks):
-        life.append(episode, index)
-        life.sync()
-    life.append_many("later", range(2))
-    life.sync()
-    life.writer.close()
+        scenario.append(episode, index)
+        scenario.sync()
+    scenario.append_many("later", range(2))
+    scenario.sync()
+    scenario.writer.close()
 
 
 @dataclass
-class OutboxLife:
+class OutboxScenario:
     """A log whose oldest segments are dropped, as an edge's outbox does; opened again in between."""
 
     disk: Disk
-    said: Said = Said()
+    acknowledged: Acknowledged = Acknowledged()
 
     def session(self, first: int, last: int) -> None:
         files, homes = self.disk.files(), dict[str, int]()
@@ -222,32 +222,34 @@ class OutboxLife:
                 name = f"ep-{number}"
                 homes[name] = log.append(CHUNK_KIND, twofold(name)).segment
                 log.sync()
-                self._say(Said(frozenset({(name, 0)})))
+                self._say(Acknowledged(frozenset({(name, 0)})))
                 if number % 4 == 3:
                     upto = homes[name] - 1
                     earlier = {f"ep-{old}" for old in range(first)}
-                    self._say(Said(deleted=frozenset(earlier | {each for each, at in homes.items() if at < upto})))
+                    self._say(
+                        Acknowledged(deleted=frozenset(earlier | {each for each, at in homes.items() if at < upto}))
+                    )
                     log.drop_before(upto)
 
-    def _say(self, more: Said) -> None:
-        self.said = self.said.and_also(more)
-        self.disk.note(self.said)
+    def _say(self, more: Acknowledged) -> None:
+        self.acknowledged = self.acknowledged.and_also(more)
+        self.disk.note(self.acknowledged)
 
 
 def outbox(disk: Disk) -> None:
     for first in range(0, 18, 6):
-        OutboxLife(disk, said_by(disk)).session(first, first + 6)
+        OutboxScenario(disk, said_by(disk)).session(first, first + 6)
 
 
-def said_by(disk: Disk) -> Said:
+def said_by(disk: Disk) -> Acknowledged:
     notes = [event.note for event in disk.trace if event.kind == "note"]
-    return _said(notes)
+    return _acknowledged_at(notes)
 
 
-def _said(notes: Iterable[object]) -> Said:
-    last = Said()
+def _acknowledged_at(notes: Iterable[object]) -> Acknowledged:
+    last = Acknowledged()
     for note in notes:
-        assert isinstance(note, Said)
+        assert isinstance(note, Acknowledged)
         last = note
     return last
 
@@ -256,11 +258,11 @@ def twofold(name: str) -> bytes:
     return packet(name, 0) + packet(name, 1)
 
 
-def damaged_store() -> tuple[dict[str, bytes], Said]:
-    """A store with two flipped bits, in a sealed segment and in a later one; the records hit count as deleted."""
-    life = Life(Disk())
-    compacting(life)
-    content = current(life.disk)
+def damaged_store() -> tuple[dict[str, bytes], Acknowledged]:
+    """A store with two flipped bits, in a sealed segment and in a later one; the hit records count as deleted."""
+    scenario = Scenario(Disk())
+    compacting(scenario)
+    content = current(scenario.disk)
     for name in sorted(name for name in content if name.endswith(".seg"))[:2]:
         raw = bytearray(content[name])
         raw[600] ^= 1
@@ -268,12 +270,14 @@ def damaged_store() -> tuple[dict[str, bytes], Said]:
     with StoreReader.open(ROOT, files=Disk(content).files()) as reader:
         reader.refresh()
         left = whole_chunks(reader)
-    lost = {episode for episode, index in life.said.chunks - left}
-    return content, Said(life.said.chunks, life.said.labels, life.said.deleted | lost)
+    lost = {episode for episode, index in scenario.acknowledged.chunks - left}
+    return content, Acknowledged(
+        scenario.acknowledged.chunks, scenario.acknowledged.labels, scenario.acknowledged.deleted | lost
+    )
 
 
 def whole_chunks(reader: StoreReader) -> set[tuple[str, int]]:
-    """Those that can be read, all of which must be as they were stored."""
+    """The readable chunks, all of which must be unchanged."""
     found = set()
     for row in range(len(reader.index.chunks)):
         try:
@@ -286,47 +290,47 @@ def whole_chunks(reader: StoreReader) -> set[tuple[str, int]]:
     return found
 
 
-def repairing(disk: Disk, said: Said) -> None:
+def repairing(disk: Disk, acknowledged: Acknowledged) -> None:
     """Quarantine of all damage, twice."""
-    disk.note(said)
+    disk.note(acknowledged)
     for _ in range(2):
         files = disk.files()
         damaged = verify_log(ROOT, files=files)
         quarantine_damage(ROOT, damaged, files=files)
-        said = said.and_also(Said(quarantined=tuple(damaged)))
-        disk.note(said)
-    assert said.quarantined and not verify_log(ROOT, files=disk.files())
+        acknowledged = acknowledged.and_also(Acknowledged(quarantined=tuple(damaged)))
+        disk.note(acknowledged)
+    assert acknowledged.quarantined and not verify_log(ROOT, files=disk.files())
 
 
 # What must hold
 
 
 def check_store(state: CrashState, forget: str = "") -> None:
-    """What was acknowledged is there once and right, for a reader before and after the next writer, and for good."""
-    said = _said(state.notes)
-    check_before(state, said)
+    """Acknowledged data is present once, before the next writer, after it, and after another power cut."""
+    acknowledged = _acknowledged_at(state.notes)
+    check_before(state, acknowledged)
     disk = Disk(state.content, forget=forget)
-    life = Life(disk)
-    life.open()
-    check_content(disk, said, state.torn)
-    life.append(PROBE, 0)
-    life.sync()
+    scenario = Scenario(disk)
+    scenario.open()
+    check_content(disk, acknowledged, state.torn)
+    scenario.append(PROBE, 0)
+    scenario.sync()
     # What the next writer made of it must itself survive the next power cut, at once.
-    after = said.and_also(Said(frozenset({(PROBE, 0)})))
+    after = acknowledged.and_also(Acknowledged(frozenset({(PROBE, 0)})))
     again = Disk(durable(disk))
-    Life(again).open()
+    Scenario(again).open()
     check_content(again, after, state.torn)
 
 
-def check_before(state: CrashState, said: Said) -> None:
-    """What a reader finds that comes before the next writer."""
+def check_before(state: CrashState, acknowledged: Acknowledged) -> None:
+    """The check of a reader before the next writer."""
     if any(name.endswith(".seg") for name in state.content):
-        check_content(Disk(state.content), said, state.torn)
+        check_content(Disk(state.content), acknowledged, state.torn)
     else:
-        require(not said.chunks, "all segments are lost")
+        require(not acknowledged.chunks, "all segments are lost")
 
 
-def check_content(disk: Disk, said: Said, torn: bool) -> None:
+def check_content(disk: Disk, acknowledged: Acknowledged, torn: bool) -> None:
     with StoreReader.open(ROOT, files=disk.files()) as reader:
         reader.refresh()
         rows = Counter[tuple[str, int]]()
@@ -336,16 +340,16 @@ def check_content(disk: Disk, said: Said, torn: bool) -> None:
             rows[key] += 1
             require(bytes(found.packet.view) == packet(*key), f"{key} is not what was stored")
         require(not rows or max(rows.values()) == 1, f"twice: {rows.most_common(1)}")
-        lost = {key for key in said.chunks - rows.keys() if key[0] not in said.deleted}
+        lost = {key for key in acknowledged.chunks - rows.keys() if key[0] not in acknowledged.deleted}
         require(not lost, f"acknowledged and lost: {sorted(lost)}")
-        for label in said.labels:
+        for label in acknowledged.labels:
             require(label in reader.index.labels(label.episode), f"acknowledged and lost: {label}")
         check_drawable(reader.index)
         check_damage(reader.damaged, torn)
 
 
 def check_drawable(index: Index) -> None:
-    """No step that can be sampled is followed by another episode's, or by one that is not the next."""
+    """No eligible step is followed by a step of another episode, or by one that is not the next."""
     rows = np.flatnonzero(index.steps.alive)
     after = index.successor(rows)
     rows, after = rows[after >= 0], after[after >= 0]
@@ -354,19 +358,19 @@ def check_drawable(index: Index) -> None:
 
 
 def check_damage(damaged: list[Damage], torn: bool) -> None:
-    """Nothing is called damaged but, after a power cut in the middle of it, an append that was not acknowledged."""
+    """No damage is reported, except an unacknowledged append that a power cut interrupted."""
     alarming = [damage for damage in damaged if not (torn and damage.reason.startswith(UNWRITTEN))]
     require(not alarming, f"called damaged: {alarming}")
 
 
 def check_outbox(state: CrashState, forget: str = "") -> None:
-    """As `check_store`, for the outbox's log: nothing that is neither acknowledged nor dropped is lost."""
-    said = _said(state.notes)
+    """As `check_store`, for the outbox's log, from which acknowledged data may be dropped."""
+    acknowledged = _acknowledged_at(state.notes)
     disk = Disk(state.content, forget=forget)
     with LogWriter.open(ROOT, segment_bytes=SEGMENT_BYTES, background=False, files=disk.files()) as log:
         log.append(CHUNK_KIND, twofold(PROBE))
         log.sync()
-        kept = {name for name, _ in said.chunks | {(PROBE, 0)}} - said.deleted
+        kept = {name for name, _ in acknowledged.chunks | {(PROBE, 0)}} - acknowledged.deleted
         want = {twofold(name): name for name in kept}
         for view in (disk, Disk(durable(disk))):
             with LogReader.open(ROOT, files=view.files()) as reader:
@@ -378,17 +382,17 @@ def check_outbox(state: CrashState, forget: str = "") -> None:
 
 
 def check_repair(state: CrashState, forget: str = "") -> None:
-    """What was set aside stays so, with its bytes; nothing is listed as set aside of which there is no copy."""
-    said, disk = _said(state.notes), Disk(state.content)
+    """Quarantined damage stays quarantined with its bytes; each listed range has a copy."""
+    acknowledged, disk = _acknowledged_at(state.notes), Disk(state.content)
     with StoreReader.open(ROOT, files=disk.files()) as reader:
         reader.refresh()
-        lost = {key for key in said.chunks - whole_chunks(reader) if key[0] not in said.deleted}
+        lost = {key for key in acknowledged.chunks - whole_chunks(reader) if key[0] not in acknowledged.deleted}
         require(not lost, f"neighbours lost: {sorted(lost)}")
         require(all(damage.segment >= 0 for damage in reader.damaged), f"{reader.damaged}")
     found = manifest.load(disk.files(), ROOT)
     require(found is not None, "no manifest")
     listed = found.quarantined if found else ()
-    for damage in said.quarantined:
+    for damage in acknowledged.quarantined:
         require(any(each.covers(damage) for each in listed), f"forgotten: {damage}")
     for each in listed:
         stem = next(name for name in state.content if name.startswith(f"{each.number:010d}") and name.endswith(".seg"))
@@ -398,7 +402,7 @@ def check_repair(state: CrashState, forget: str = "") -> None:
 
 
 def durable(disk: Disk) -> dict[str, bytes]:
-    """What is on the disk for certain."""
+    """The content that is certainly on the disk."""
     state = State(dict(disk.start.durable), {}, dict(disk.start.names), [])
     for event in disk.trace:
         state.advance(event)
@@ -406,7 +410,7 @@ def durable(disk: Disk) -> dict[str, bytes]:
 
 
 def current(disk: Disk) -> dict[str, bytes]:
-    """What a process sees."""
+    """The content that a process sees."""
     return {name: bytes(disk.files_by_number[file]) for name, file in disk.names.items()}
 
 
@@ -414,24 +418,24 @@ Check = Callable[[CrashState, str], None]
 
 
 class Story(NamedTuple):
-    """A life that was lived on `disk`; crashes from event `first` on are of interest, and judged by `check`."""
+    """A scenario executed on `disk`; crashes from event `first` on are checked by `check`."""
 
     disk: Disk
     check: Check
     first: int = 0
 
 
-def story(run: Callable[[Life], None], forget: str, kill_at: int = -1) -> Story:
-    """A store's life; with `kill_at` the process is killed at that event, and another one goes on."""
+def story(run: Callable[[Scenario], None], forget: str, kill_at: int = -1) -> Story:
+    """Executes a store's scenario; with `kill_at` the process is killed at that event, and another one continues."""
     disk = Disk(forget=forget, kill_at=kill_at)
-    life = Life(disk)
+    scenario = Scenario(disk)
     try:
-        run(life)
+        run(scenario)
     except (StoreError, Dead):
         if kill_at < 0:
             raise
         disk.room_bytes = None
-        resume(life)
+        resume(scenario)
     return Story(disk, check_store, max(0, kill_at))
 
 
@@ -442,7 +446,7 @@ def outbox_story(forget: str) -> Story:
 
 
 def repair_story(forget: str) -> Story:
-    content, said = damaged_store()
+    content, acknowledged = damaged_store()
     disk = Disk(content, forget=forget)
-    repairing(disk, said)
+    repairing(disk, acknowledged)
     return Story(disk, check_repair)
