@@ -1,6 +1,6 @@
-"""Why a job does not get what it asks for, in sentences that a colleague would say.
+"""Placement: the resources that a job gets, and the explanation if it cannot get them.
 
-Placement: which resources a job gets. All that it asks for or nothing, the same for the same records.
+A job gets all of its requests or nothing, and the result is the same for the same records.
 """
 
 from __future__ import annotations
@@ -20,6 +20,143 @@ _GB = 1_000_000_000
 _NOUNS = {Kind.ROBOT: "robot", Kind.GPU: "GPU", Kind.COMPUTE: "computer", Kind.BUS: "motor bus"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 MAX_LISTED = 6
+MAX_COMBINATIONS = 10_000
+"""Of places for colocated requests, and of shares of processors: beyond it the search ends without a placement. A fleet
+of a hundred nodes and a job with two groups stay within it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """For each request, in its order, the records that it gets."""
+
+    assigned: tuple[tuple[ResourceRecord, ...], ...]
+
+
+def place(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement:
+    """Finds ready records for all `requests`, if possible. Only computers serve several requests.
+
+    Among the free records that fit, it prefers the least memory, then the first name.
+
+    Raises:
+        PlacementError: not all requests can be met together; the message explains why.
+    """
+    found = _find_placement(requests, records)
+    if found is None:
+        raise PlacementError(_explain_failure(requests, records))
+    return found
+
+
+def _find_placement(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement | None:
+    pool = sorted((record for record in records if record.health is Health.READY), key=_preference)
+    groups = sorted({(request.colocate, request.colocate_by) for request in requests if request.colocate})
+    places = [_candidate_places(group, requests, pool) for group in groups]
+    for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
+        where = {group: place for (group, _), place in zip(groups, chosen, strict=True)}
+        if (placement := _match_slots(requests, pool, where)) is not None:
+            return placement
+    return None
+
+
+def _preference(record: ResourceRecord) -> tuple[int, str]:
+    return record.memory_bytes, record.name
+
+
+def _candidate_places(
+    group: tuple[str, str], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord]
+) -> list[str]:
+    """The places in which every request of the group finds a record, by name."""
+    members = [request for request in requests if (request.colocate, request.colocate_by) == group]
+    each = [{member.location_of(record) for record in pool if member.matches(record)} for member in members]
+    return sorted(set.intersection(*each))
+
+
+def _match_slots(
+    requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], where: Mapping[str, str]
+) -> Placement | None:
+    """With the places chosen, whole resources and shares of computers are independent of each other."""
+    slots = [index for index, request in enumerate(requests) for _ in range(request.count)]
+
+    def fits(slot: int, record: ResourceRecord) -> bool:
+        request = requests[slots[slot]]
+        return request.matches(record) and (
+            not request.colocate or request.location_of(record) == where[request.colocate]
+        )
+
+    whole = [slot for slot, index in enumerate(slots) if requests[index].kind is not Kind.COMPUTE]
+    shared = [slot for slot, index in enumerate(slots) if requests[index].kind is Kind.COMPUTE]
+    taker: dict[int, int] = {}  # position in the pool -> slot
+    if not all(_assign_slot(slot, pool, fits, taker, set()) for slot in whole):
+        return None
+    shares = _assign_shares(shared, [requests[slots[slot]] for slot in shared], pool, fits)
+    if shares is None:
+        return None
+    chosen = {slot: pool[position] for position, slot in taker.items()} | shares
+    rows = ((chosen[slot] for slot, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
+    return Placement(tuple(tuple(sorted(row, key=_preference)) for row in rows))
+
+
+SlotFits = Callable[[int, ResourceRecord], bool]
+
+
+def _assign_slot(
+    slot: int, pool: Sequence[ResourceRecord], fits: SlotFits, taker: dict[int, int], tried: set[int]
+) -> bool:
+    """One augmenting path of Kuhn's algorithm: a record in use may move to another slot that it fits."""
+    for position in sorted(range(len(pool)), key=taker.__contains__):
+        if position in tried or not fits(slot, pool[position]):
+            continue
+        tried.add(position)
+        if position not in taker or _assign_slot(taker[position], pool, fits, taker, tried):
+            taker[position] = slot
+            return True
+    return False
+
+
+def _assign_shares(
+    slots: Sequence[int], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], fits: SlotFits
+) -> dict[int, ResourceRecord] | None:
+    """A computer for each slot, within its processors and memory: the largest request first, with backtracking."""
+    order = sorted(range(len(slots)), key=lambda i: (-requests[i].cores, -requests[i].memory_bytes, i))
+    free = {record.name: (record.cores, record.memory_bytes) for record in pool if record.kind is Kind.COMPUTE}
+    left = itertools.count()
+
+    def fill(depth: int) -> dict[int, ResourceRecord] | None:
+        if depth == len(order):
+            return {}
+        request, slot = requests[order[depth]], slots[order[depth]]
+        for record in pool:
+            if not fits(slot, record) or next(left) > MAX_COMBINATIONS:
+                continue
+            cores, memory_bytes = free[record.name]
+            if cores < request.cores or memory_bytes < request.memory_bytes:
+                continue
+            free[record.name] = (cores - request.cores, memory_bytes - request.memory_bytes)
+            if (rest := fill(depth + 1)) is not None:
+                return {slot: record, **rest}
+            free[record.name] = (cores, memory_bytes)
+        return None
+
+    return fill(0)
+
+
+def _explain_failure(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> str:
+    alone = [_find_placement([request], records) is not None for request in requests]
+    missing = [request for request, possible in zip(requests, alone, strict=True) if not possible]
+    return explain_failure_text(
+        requests, missing or requests, records, together=not missing, relief=_blocking_records(requests, records)
+    )
+
+
+def _blocking_records(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
+    """The resources each of which, if it alone were free, would make the whole job possible."""
+    found = []
+    for number, record in enumerate(records):
+        if record.health is Health.READY or not any(request.matches(record) for request in requests):
+            continue
+        freed = msgspec.structs.replace(record, health=Health.READY)
+        if _find_placement(requests, [*records[:number], freed, *records[number + 1 :]]) is not None:
+            found.append(record)
+    return sorted(found, key=lambda record: record.name)
 
 
 def explain_failure_text(
@@ -30,12 +167,12 @@ def explain_failure_text(
     together: bool,
     relief: Sequence[ResourceRecord],
 ) -> str:
-    """A few sentences: what was asked, what there is, what is missing and what would help.
+    """A few sentences on the request, the resources, the lack and its remedies.
 
     Args:
         missing: the requests that cannot be met.
-        together: each could be met if it were alone.
-        relief: the resources each of which would help if it were there and free.
+        together: each request could be met without the others.
+        relief: the resources each of which would help if it were present and free.
     """
     sentences = [
         f"The job asks for {format_list([describe_request(request) for request in requests])}{_nearness(requests)}"
@@ -68,7 +205,7 @@ def describe_record(record: ResourceRecord) -> str:
         Health.LOST: f"has not been there since {format_time(seen)}"
         if (seen := record.seen_unix_s)
         else "is not there",
-        Health.DRAINING: "is to be given back and goes to nobody else",
+        Health.DRAINING: "is draining and is not given to another job",
         Health.QUARANTINED: "is quarantined",
     }[record.health]
     why = record.note or record.trouble
@@ -76,12 +213,12 @@ def describe_record(record: ResourceRecord) -> str:
 
 
 def format_time(unix_s: float) -> str:
-    """When that was, by this computer's clock and time zone, e.g. ``2026-11-21 14:05``."""
+    """A time by this computer's clock and time zone, e.g. ``2026-11-21 14:05``."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
 def format_list(parts: Sequence[str], last: str = "and") -> str:
-    """E.g. ``a, b and c``; a long list is cut."""
+    """E.g. ``a, b and c``; a long list is shortened."""
     shown = [*parts[:MAX_LISTED], f"{len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED + 1 else list(parts)
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} {last} {shown[-1]}"
 
@@ -96,30 +233,30 @@ def _describe_lack(request: ResourceRequest, records: Sequence[ResourceRecord]) 
     ]
     if request.name:
         return format_list(taken) if taken else f"{request.name} is there, but not near the rest"
-    if len(fitting) < request.count and request.kind is not Kind.COMPUTE:  # of a computer, several may have parts
-        there = _too_few(len(fitting), sorted(record.name for record in free), bool(taken))
+    if len(fitting) < request.count and request.kind is not Kind.COMPUTE:  # several requests may share a computer
+        text = _too_few(len(fitting), sorted(record.name for record in free), bool(taken))
     elif not free:
-        there = f"{_number(len(fitting)).capitalize()} would do, but none is free"
+        text = f"{_number(len(fitting)).capitalize()} would do, but none is free"
     elif len(free) < request.count:
         names = format_list(sorted(record.name for record in free))
-        there = f"Only {_number(len(free))} {_is_or_are(len(free))} free, {names}"
+        text = f"Only {_number(len(free))} {_is_or_are(len(free))} free, {names}"
     else:
-        there = f"There are enough, but not near each other: {_whereabouts(request, free)}"
-    return f"{there}: {format_list(taken)}" if taken else there
+        text = f"There are enough, but not near each other: {_whereabouts(request, free)}"
+    return f"{text}: {format_list(taken)}" if taken else text
 
 
-def _too_few(there: int, free: Sequence[str], taken: bool) -> str:
-    """Even if all of them were free."""
-    text = f"There {_is_or_are(there)} only {_number(there)}"
+def _too_few(count: int, free: Sequence[str], taken: bool) -> str:
+    """There would be too few even if all were free."""
+    text = f"There {_is_or_are(count)} only {_number(count)}"
     if not taken:
         return f"{text}, {format_list(free)}"
     if free:
         return f"{text}, of which only {format_list(free)} {_is_or_are(len(free))} free"
-    return f"{text}, and {'it is not' if there == 1 else 'none is'} free"
+    return f"{text}, and {'it is not' if count == 1 else 'none is'} free"
 
 
 def _nothing_fits(request: ResourceRequest, records: Sequence[ResourceRecord]) -> str:
-    """Names the first demand that nothing meets, and what comes closest."""
+    """Names the first criterion that no record meets, and the closest records."""
     closest = list(records)
     for number, fits in enumerate(request.criteria()):
         left = [record for record in closest if fits(record)]
@@ -133,87 +270,84 @@ def _no_kind(request: ResourceRequest, _: Sequence[ResourceRecord]) -> str:
     return f"No {_noun(request, 1)} is known here"
 
 
-def _no_name(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    names = [record.name for record in there]
+def _no_name(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
+    names = [record.name for record in closest]
     near = get_close_matches(request.name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there is {format_list(names)}"
     return f"There is no {_noun(request, 1)} called {request.name}; {hint}"
 
 
-def _no_model(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    models = format_list([f"{record.name} is a {record.model}" for record in there])
+def _no_model(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
+    models = format_list([f"{record.name} is a {record.model}" for record in closest])
     return f"There is no {_noun(request, 1)} of model {request.model}: {models}"
 
 
-def _no_capability(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
+def _no_capability(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
     def lacks(record: ResourceRecord) -> str:
         lacking = [_capability(c) for c in request.capabilities if c not in record.capabilities]
         return f"{record.name} lacks {format_list(lacking)}"
 
-    return f"None has all that is wanted: {format_list([lacks(record) for record in there])}"
+    return f"None has all capabilities: {format_list([lacks(record) for record in closest])}"
 
 
-def _no_label(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    wanted = " and ".join(_label(name, value) for name, value in sorted(request.labels.items()))
+def _no_label(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
+    required = " and ".join(_label(name, value) for name, value in sorted(request.labels.items()))
 
     def has(record: ResourceRecord) -> str:
         facts = [_label(n, record.labels[n]) for n in sorted(request.labels) if n in record.labels]
-        return f"{record.name} is {format_list(facts)}" if facts else f"{record.name} does not say"
+        return f"{record.name} is {format_list(facts)}" if facts else f"{record.name} has no such label"
 
-    return f"None is {wanted}: {format_list([has(record) for record in there])}"
+    return f"None is {required}: {format_list([has(record) for record in closest])}"
 
 
-def _no_memory(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    most = max(there, key=lambda record: record.memory_bytes)
+def _no_memory(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
+    most = max(closest, key=lambda record: record.memory_bytes)
     if not most.memory_bytes and most.kind is Kind.GPU:
-        return (
-            f"No {_noun(request, 1)} here says how much memory it has: {format_list([record.name for record in there])}"
-        )
+        return f"The memory of the {_noun(request, 2)} here is unknown: {format_list([r.name for r in closest])}"
     free = " free" if most.kind is Kind.COMPUTE and most.found_by == "ray" else ""
     return (
         f"The largest {_noun(request, 1)} here, {most.name} ({most.model}), has {_format_gb(most.memory_bytes)}{free}"
     )
 
 
-def _no_cores(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    most = max(there, key=lambda record: record.cores)
-    if not any(record.note for record in there):
+def _no_cores(request: ResourceRequest, closest: Sequence[ResourceRecord]) -> str:
+    most = max(closest, key=lambda record: record.cores)
+    if not any(record.note for record in closest):
         return f"The largest computer here, {most.name}, has {most.cores} processors"
-    used = [f"{record.name} has {record.cores} free ({record.note})" for record in there if record.note]
+    used = [f"{record.name} has {record.cores} free ({record.note})" for record in closest if record.note]
     return f"No computer here has as many processors free: {format_list(used)}"
 
 
 _CAUSES = (_no_kind, _no_name, _no_model, _no_capability, _no_label, _no_memory, _no_cores)
-"""In the order of `Request.demands`."""
+"""In the order of `ResourceRequest.criteria`."""
 
 
 def _not_together(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> str:
-    near = [request for request in requests if request.colocate]
+    grouped = [request for request in requests if request.colocate]
     ready = [record for record in records if record.health is Health.READY]
-    if near:
-        where = [_spread(request, [record for record in ready if request.matches(record)]) for request in near]
-        return f"Each of them is there, but not near each other ({'; '.join(where)})"
+    if grouped:
+        places = [_spread(request, [record for record in ready if request.matches(record)]) for request in grouped]
+        return f"Each of them is there, but not near each other ({'; '.join(places)})"
     return "Each of them is there alone, but there are not enough for all at the same time"
 
 
-def _spread(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    """E.g. ``GPUs: rack/gpu-0 on rack``; of one that is named, its place."""
-    places = _whereabouts(request, there)
+def _spread(request: ResourceRequest, matching: Sequence[ResourceRecord]) -> str:
+    """E.g. ``GPUs: rack/gpu-0 on rack``; for a named resource, its place only."""
+    places = _whereabouts(request, matching)
     return places if request.name else f"{_describe_sort(request, 2)}: {places}"
 
 
-def _whereabouts(request: ResourceRequest, there: Sequence[ResourceRecord]) -> str:
-    return format_list(
-        [f"{record.name} on {request.location_of(record)}" for record in sorted(there, key=lambda r: r.name)]
-    )
+def _whereabouts(request: ResourceRequest, records: Sequence[ResourceRecord]) -> str:
+    by_name = sorted(records, key=lambda record: record.name)
+    return format_list([f"{record.name} on {request.location_of(record)}" for record in by_name])
 
 
 def _nearness(requests: Sequence[ResourceRequest]) -> str:
     groups = {request.colocate: request.colocate_by for request in requests if request.colocate}
     words = {"node": "on one computer", "site": "at one site"}
     parts = []
-    for near, by in groups.items():
-        members = [_noun(request, request.count) for request in requests if request.colocate == near]
+    for group, by in groups.items():
+        members = [_noun(request, request.count) for request in requests if request.colocate == group]
         parts.append(f", the {format_list(members)} {words[by]}")
     return "".join(parts)
 
@@ -259,142 +393,3 @@ def _is_or_are(count: int) -> str:
 def _format_gb(size: int) -> str:
     gigabytes = size / _GB
     return f"{gigabytes:.3g} GB" if gigabytes < 1000 else f"{gigabytes:,.0f} GB"
-
-
-MAX_COMBINATIONS = 10_000
-"""Of places for groups that are to be near each other, and of ways to share out processors: beyond them it is given up.
-A fleet of a hundred nodes and a job with two groups stay within it."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """For each request, in its order, the records that it gets."""
-
-    assigned: tuple[tuple[ResourceRecord, ...], ...]
-
-
-def place(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement:
-    """Finds ready records for all `requests`, if that is possible at all; only computers are given out more than once.
-
-    Among the free records that fit, the one with the least memory and then the first by name is preferred.
-
-    Raises:
-        PlacementError: not all can be met at once; says why as a colleague would.
-    """
-    found = _find_placement(requests, records)
-    if found is None:
-        raise PlacementError(_explain_failure(requests, records))
-    return found
-
-
-def _find_placement(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> Placement | None:
-    pool = sorted((record for record in records if record.health is Health.READY), key=_preference)
-    groups = sorted({(request.colocate, request.colocate_by) for request in requests if request.colocate})
-    places = [_candidate_places(group, requests, pool) for group in groups]
-    for chosen in itertools.islice(itertools.product(*places), MAX_COMBINATIONS):
-        where = {group: place for (group, _), place in zip(groups, chosen, strict=True)}
-        if (placement := _match_slots(requests, pool, where)) is not None:
-            return placement
-    return None
-
-
-def _preference(record: ResourceRecord) -> tuple[int, str]:
-    return record.memory_bytes, record.name
-
-
-def _candidate_places(
-    group: tuple[str, str], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord]
-) -> list[str]:
-    """Where every request of the group finds something, by name."""
-    members = [request for request in requests if (request.colocate, request.colocate_by) == group]
-    each = [{member.location_of(record) for record in pool if member.matches(record)} for member in members]
-    return sorted(set.intersection(*each))
-
-
-def _match_slots(
-    requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], where: Mapping[str, str]
-) -> Placement | None:
-    """Whole resources and shares of computers are independent of each other once the places are chosen."""
-    slots = [index for index, request in enumerate(requests) for _ in range(request.count)]
-
-    def fits(slot: int, record: ResourceRecord) -> bool:
-        request = requests[slots[slot]]
-        return request.matches(record) and (
-            not request.colocate or request.location_of(record) == where[request.colocate]
-        )
-
-    whole = [slot for slot, index in enumerate(slots) if requests[index].kind is not Kind.COMPUTE]
-    shared = [slot for slot, index in enumerate(slots) if requests[index].kind is Kind.COMPUTE]
-    taker: dict[int, int] = {}  # position in the pool -> slot
-    if not all(_assign_slot(slot, pool, fits, taker, set()) for slot in whole):
-        return None
-    shares = _assign_shares(shared, [requests[slots[slot]] for slot in shared], pool, fits)
-    if shares is None:
-        return None
-    chosen = {slot: pool[position] for position, slot in taker.items()} | shares
-    rows = ((chosen[slot] for slot, owner in enumerate(slots) if owner == index) for index in range(len(requests)))
-    return Placement(tuple(tuple(sorted(row, key=_preference)) for row in rows))
-
-
-SlotFits = Callable[[int, ResourceRecord], bool]
-
-
-def _assign_slot(
-    slot: int, pool: Sequence[ResourceRecord], fits: SlotFits, taker: dict[int, int], tried: set[int]
-) -> bool:
-    """One augmenting path of Kuhn's algorithm: where no record is free, one may move to another slot that it fits."""
-    for position in sorted(range(len(pool)), key=taker.__contains__):
-        if position in tried or not fits(slot, pool[position]):
-            continue
-        tried.add(position)
-        if position not in taker or _assign_slot(taker[position], pool, fits, taker, tried):
-            taker[position] = slot
-            return True
-    return False
-
-
-def _assign_shares(
-    slots: Sequence[int], requests: Sequence[ResourceRequest], pool: Sequence[ResourceRecord], fits: SlotFits
-) -> dict[int, ResourceRecord] | None:
-    """A computer for each slot, none beyond its processors and memory: the hungriest first, by trial."""
-    order = sorted(range(len(slots)), key=lambda i: (-requests[i].cores, -requests[i].memory_bytes, i))
-    free = {record.name: (record.cores, record.memory_bytes) for record in pool if record.kind is Kind.COMPUTE}
-    left = itertools.count()
-
-    def fill(depth: int) -> dict[int, ResourceRecord] | None:
-        if depth == len(order):
-            return {}
-        request, slot = requests[order[depth]], slots[order[depth]]
-        for record in pool:
-            if not fits(slot, record) or next(left) > MAX_COMBINATIONS:
-                continue
-            cores, memory_bytes = free[record.name]
-            if cores < request.cores or memory_bytes < request.memory_bytes:
-                continue
-            free[record.name] = (cores - request.cores, memory_bytes - request.memory_bytes)
-            if (rest := fill(depth + 1)) is not None:
-                return {slot: record, **rest}
-            free[record.name] = (cores, memory_bytes)
-        return None
-
-    return fill(0)
-
-
-def _explain_failure(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> str:
-    alone = [_find_placement([request], records) is not None for request in requests]
-    missing = [request for request, possible in zip(requests, alone, strict=True) if not possible]
-    return explain_failure_text(
-        requests, missing or requests, records, together=not missing, relief=_blocking_records(requests, records)
-    )
-
-
-def _blocking_records(requests: Sequence[ResourceRequest], records: Sequence[ResourceRecord]) -> list[ResourceRecord]:
-    """The resources each of which, were it free alone, would make the whole job possible."""
-    found = []
-    for number, record in enumerate(records):
-        if record.health is Health.READY or not any(request.matches(record) for request in requests):
-            continue
-        freed = msgspec.structs.replace(record, health=Health.READY)
-        if _find_placement(requests, [*records[:number], freed, *records[number + 1 :]]) is not None:
-            found.append(record)
-    return sorted(found, key=lambda record: record.name)

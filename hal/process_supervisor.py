@@ -1,13 +1,13 @@
-"""Keeps one node's process running: starts it, restarts it when it ends on its own, stops it within a deadline.
+"""Supervision of one child process: start it, restart it when it exits by itself, stop it within a deadline.
 
-A supervised process is STOPPED, RUNNING, WAITING (to be started again) or FAILED::
+A supervised process is STOPPED, RUNNING, WAITING (for its restart) or FAILED::
 
     STOPPED -start-> RUNNING -exit status not 0, or a signal-> WAITING -pause over-> RUNNING
     RUNNING -exit status 0-> STOPPED          WAITING -too many restarts-> FAILED
     RUNNING, WAITING -stop-> STOPPED          STOPPED, FAILED -start-> RUNNING
 
-The process is killed when its supervisor's process ends, however that ends (PR_SET_PDEATHSIG): no orphan goes on
-driving a robot. One that has a robot to stop asks for another signal (`set_parent_death_signal`).
+The process is killed when its supervisor's process ends, also after a kill (PR_SET_PDEATHSIG), so that no orphan drives
+a robot. A process that must stop a robot first requests another signal (`set_parent_death_signal`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hal.errors import SupervisionError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-KILL_WAIT_S = 5.0  # how long a killed process may take to vanish
-MAX_LOG_BYTES = 16 << 20  # of a log, and of the older one that is kept beside it
+KILL_WAIT_S = 5.0  # from SIGKILL to the end of the process
+MAX_LOG_BYTES = 16 << 20  # of a log, and of its older copy
 
-# Runs in the new process before the program itself: no code of ours runs between fork and exec of a process that has
-# threads. 1 is PR_SET_PDEATHSIG (linux/prctl.h), 9 is SIGKILL; a supervisor that died before the call is noticed too.
+# Runs in the new process before the program: no Python code of a process with threads runs between fork and exec.
+# 1 is PR_SET_PDEATHSIG (linux/prctl.h), 9 is SIGKILL. It also detects a supervisor that died before the call.
 _BIND_TO_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[3:])"
@@ -45,7 +45,7 @@ _BIND_TO_PARENT = (
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Has the signal `number` take the place of SIGKILL where a supervisor has bound this process to itself."""
+    """Replaces SIGKILL by the signal `number`, if a supervisor has bound this process to itself."""
     libc, bound = ctypes.CDLL(None), ctypes.c_int(0)
     libc.prctl(2, ctypes.byref(bound))  # PR_GET_PDEATHSIG
     if bound.value:
@@ -53,7 +53,7 @@ def set_parent_death_signal(number: int) -> None:
 
 
 class ProcessState(enum.StrEnum):
-    """Where a supervised process is in its life; see the module's docstring."""
+    """The state of a supervised process; see the module's docstring."""
 
     STOPPED = "stopped"
     RUNNING = "running"
@@ -62,12 +62,12 @@ class ProcessState(enum.StrEnum):
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process that ended on its own is started again.
+    """How a process that exits by itself is restarted.
 
     Attributes:
-        backoff_s, backoff_max_s: the first pause; each further one is twice as long, up to the longest.
-        max_restarts, window_s: with more restarts than this within the window it is given up.
-        stop_after_s: how long SIGTERM may take before SIGKILL follows.
+        backoff_s, backoff_max_s: the first and the longest pause; each pause is twice the one before.
+        max_restarts, window_s: more restarts within the window lead to FAILED.
+        stop_after_s: the time from SIGTERM to SIGKILL.
     """
 
     backoff_s: float = 0.2
@@ -78,13 +78,13 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A supervised process as it is now.
+    """The present status of a supervised process.
 
     Attributes:
         pid: of the running process, else None.
-        restarts: how often it was started again since `start`.
-        last_exit: how it ended last: its exit status, or minus the signal that killed it; None before the first end.
-        error: why it was given up; empty unless FAILED.
+        restarts: the number of restarts since `start`.
+        last_exit: the last exit status, or minus the signal that killed the process; None before the first end.
+        error: the reason of FAILED, else empty.
     """
 
     state: ProcessState
@@ -95,7 +95,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSupervisor:
-    """One process and the thread that watches it. Any thread may call it."""
+    """One process and the thread that supervises it. Any thread may call it."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class ProcessSupervisor:
     ) -> None:
         """Args:
         argv: program and arguments.
-        env: variables that are added to this process's own.
-        log_path: where its output is appended; None throws it away. Beyond `max_log_bytes` it is put aside, as
-            ``NAME.1``, in the place of the one before.
-        restart: how it is started again.
+        env: variables in addition to this process's own.
+        log_path: the file that its output is appended to; None discards it. Beyond `max_log_bytes` the log replaces
+            ``NAME.1``.
+        restart: the restart policy.
         """
         self._argv = tuple(argv)
         self._env = {**os.environ, **(env or {})}
@@ -122,11 +122,11 @@ class ProcessSupervisor:
         self._status = ProcessStatus(state=ProcessState.STOPPED)
 
     def start(self) -> None:
-        """Starts the process and the watch over it; harmless while it is RUNNING or WAITING.
+        """Starts the process and its supervision; harmless while it is RUNNING or WAITING.
 
         Raises:
-            SupervisionError: the program is not there, its log cannot be written, or a process that `stop` could not
-                end is there still.
+            SupervisionError: the program is missing, its log cannot be written, or a process that `stop` could not end
+                is still running.
         """
         with self._lock:
             if self._thread is not None:
@@ -134,7 +134,7 @@ class ProcessSupervisor:
                     raise self._unending()
                 if self._status.state in (ProcessState.RUNNING, ProcessState.WAITING):
                     return
-                self._thread.join(KILL_WAIT_S)  # it has said that the process ended, and is about to end itself
+                self._thread.join(KILL_WAIT_S)  # its status is final, and the thread is about to end
             program = self._require_program()
             self._stopping.clear()
             self._status = ProcessStatus(state=ProcessState.WAITING)
@@ -142,14 +142,14 @@ class ProcessSupervisor:
             self._thread.start()
 
     def request_stop(self) -> None:
-        """Begins `stop`, without waiting; harmless where nothing runs."""
+        """Begins `stop` without waiting; harmless if no process is running."""
         self._stopping.set()
 
     def stop(self) -> ProcessStatus:
-        """Ends the process: SIGTERM, and SIGKILL after the policy's deadline. Blocks until it is gone.
+        """Ends the process: SIGTERM, and SIGKILL after the policy's deadline. Blocks until it has ended.
 
         Raises:
-            SupervisionError: not even SIGKILL ended it, e.g. because it hangs in a device.
+            SupervisionError: SIGKILL did not end it, e.g. because it is blocked in a device.
         """
         with self._lock:
             self._stopping.set()
@@ -160,16 +160,16 @@ class ProcessSupervisor:
         return self._status
 
     def _unending(self) -> SupervisionError:
-        return SupervisionError(f"process {self._status.pid} ({self._argv[0]}) cannot be ended")
+        return SupervisionError(f"process {self._status.pid} ({self._argv[0]}) does not end, not even by SIGKILL")
 
     def status(self) -> ProcessStatus:
-        """The process as it is now; never blocks."""
+        """The present status; never blocks."""
         return self._status
 
     def _require_program(self) -> str:
         program = shutil.which(self._argv[0]) if self._argv else None
         if program is None:
-            raise SupervisionError(f"no program {self._argv[0] if self._argv else ''!r} to start")
+            raise SupervisionError(f"the program {self._argv[0] if self._argv else ''!r} is not installed")
         if self._log_path is not None:
             try:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ class ProcessSupervisor:
         return program
 
     def _watch(self, program: str) -> None:
-        """The thread's life. It starts every process itself: PR_SET_PDEATHSIG follows the thread that forked."""
+        """Runs in the supervisor's thread, which starts every process: PR_SET_PDEATHSIG follows the forking thread."""
         recent: deque[float] = deque()
         pause_s = self._policy.backoff_s
         while True:
@@ -193,12 +193,12 @@ class ProcessSupervisor:
             self._set(restarts=self._status.restarts + 1)
 
     def _run_once(self, program: str) -> int | None:
-        """Runs the process to its end; None where it is not to be started again."""
+        """Runs the process to its end. Returns its exit code, or None if it must not be restarted."""
         try:
             child = self._launch(program)
         except OSError as error:
             self._set(state=ProcessState.FAILED, pid=None, error=f"{self._argv[0]} cannot be started: {error}")
-            logger.error("node.failed %s", self._status.error)
+            logger.error("process.failed %s", self._status.error)
             return None
         while child.poll() is None:
             self._bound_log()
@@ -209,7 +209,7 @@ class ProcessSupervisor:
         self._set(state=ProcessState.STOPPED if stopped else ProcessState.WAITING, pid=None, last_exit=child.returncode)
         logger.log(
             logging.INFO if stopped else logging.WARNING,
-            "node.ended pid=%d exit=%s argv=%s",
+            "process.ended pid=%d exit=%s argv=%s",
             child.pid,
             child.returncode,
             self._argv,
@@ -225,40 +225,40 @@ class ProcessSupervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C at the terminal is the launcher's to handle
+                start_new_session=True,  # Ctrl-C at the terminal reaches the launcher only
             )
         self._set(state=ProcessState.RUNNING, pid=child.pid)
-        logger.info("node.started pid=%d argv=%s", child.pid, self._argv)
+        logger.info("process.started pid=%d argv=%s", child.pid, self._argv)
         return child
 
     def _bound_log(self) -> None:
-        """The process goes on to write to the same file, which it appends to: its content is copied away, not its name.
+        """Copies a full log and truncates it, since the process keeps its file open for appending.
 
-        What it writes between the copy and the truncation is lost.
+        Output between the copy and the truncation is lost.
         """
         try:
             if self._log_path is not None and self._log_path.stat().st_size > self._max_log_bytes:
-                with contextlib.suppress(OSError):  # as of a full disk: then the older half of the log is lost
+                with contextlib.suppress(OSError):  # a full disk: the older half of the log is lost
                     shutil.copy(self._log_path, self._log_path.with_name(f"{self._log_path.name}.1"))
                 os.truncate(self._log_path, 0)
         except OSError as error:
-            logger.debug("node.log_not_bounded path=%s error=%s", self._log_path, error)
+            logger.debug("process.log_not_bounded path=%s error=%s", self._log_path, error)
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
-        """Returns once the process is gone. One that hangs in a device outlives SIGKILL for as long as that lasts:
-        `stop` says so, and this thread stays with it."""
+        """Returns when the process has ended. A process that is blocked in a device survives SIGKILL: `stop` raises
+        then, and this thread keeps waiting."""
         child.terminate()
         if _has_exited(child, self._policy.stop_after_s):
             return
-        logger.warning("node.killed pid=%d: SIGTERM did not end it in %g s", child.pid, self._policy.stop_after_s)
+        logger.warning("process.killed pid=%d: SIGTERM did not end it in %g s", child.pid, self._policy.stop_after_s)
         child.kill()
         if not _has_exited(child, KILL_WAIT_S):
-            logger.error("node.unending pid=%d: SIGKILL did not end it in %g s", child.pid, KILL_WAIT_S)
+            logger.error("process.unending pid=%d: SIGKILL did not end it in %g s", child.pid, KILL_WAIT_S)
         while not _has_exited(child, KILL_WAIT_S):
             pass
 
     def _may_restart(self, code: int, recent: deque[float]) -> bool:
-        """Notes the restart that is due; False, and FAILED, where there were too many of late."""
+        """Counts a restart. Too many within the window lead to FAILED and False."""
         now = time.monotonic()
         recent.append(now)
         while recent[0] < now - self._policy.window_s:
@@ -270,7 +270,7 @@ class ProcessSupervisor:
         if self._log_path is not None:
             error += f"; see {self._log_path}"
         self._set(state=ProcessState.FAILED, pid=None, error=error)
-        logger.error("node.failed %s", error)
+        logger.error("process.failed %s", error)
         return False
 
     def _set(self, **changes: object) -> None:
@@ -286,5 +286,5 @@ def _has_exited(child: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def exit_reason(code: int) -> str:
-    """How a process ended whose `ProcessStatus.last_exit` is `code`, in words that follow "it ended"."""
+    """`ProcessStatus.last_exit` for people, to follow "it ended"."""
     return f"by signal {-code}" if code < 0 else f"with exit status {code}"

@@ -497,7 +497,7 @@ class RayCluster:
         for name, call in calls.items():
             done = self._wait([call], max(0.0, deadline - time.monotonic()))
             if not done:
-                logger.warning("node.stop_unanswered name=%s: killing its actor", name)
+                logger.warning("process.stop_unanswered name=%s: killing its actor", name)
             self._last[name] = self._status_answer(name, call) if done else ProcessStatus(state=ProcessState.STOPPED)
             self._status_calls.pop(name, None)
             self._ray.kill(self._actors.pop(name), no_restart=True)
@@ -567,7 +567,7 @@ class RayCluster:
         try:
             status: ProcessStatus = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
-            logger.warning("node.unreachable name=%s error=%s", name, error)
+            logger.warning("process.unreachable name=%s error=%s", name, error)
             return ProcessStatus(state=ProcessState.FAILED, error=f"{name}: {str(error).splitlines()[0]}")
         return status
 

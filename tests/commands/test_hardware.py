@@ -71,9 +71,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> 
     return json.loads(said(capsys, *argv, "--json", status=status))
 
 
-def test_the_list_has_this_computer_the_configs_robots_and_those_that_the_run_knows(
-    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_has_this_computer_config_and_run(job: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in told(capsys, "list", job, "--run", run)}
     assert rows["left"]["health"] == "ready" and rows["left"]["labels"]["site"] == "lab"
     assert (rows["right"]["health"], rows["right"]["trouble"]) == (
@@ -89,7 +87,7 @@ def test_the_list_has_this_computer_the_configs_robots_and_those_that_the_run_kn
     assert "left" in said(capsys, "list", job)
 
 
-def test_a_robot_that_a_driver_process_has_is_shown_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_driven_robot_is_listed_as_leased(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with robot_lock("left", "for runs/other/edge/left", simulated=True):
         rows = {row["name"]: row for row in told(capsys, "list", job)}
         why = told(capsys, "explain", job, status=1)["why"]
@@ -97,7 +95,7 @@ def test_a_robot_that_a_driver_process_has_is_shown_as_leased(job: Path, capsys:
     assert "left is driven by pid" in why and "right is not there" in why
 
 
-def test_explain_says_where_a_job_would_run_or_why_not(
+def test_plan_prints_placement_or_reason(
     job: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capsys, "explain", job, status=1) == (
@@ -116,9 +114,7 @@ def test_explain_says_where_a_job_would_run_or_why_not(
     )
 
 
-def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_they_are_missing(
-    job: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remote_robots_are_listed_with_time_of_loss(job: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remote_robots = (
         "remote_robots: [{name: far-0, driver: nowhere, task: reach}, {name: far-1, driver: nowhere, task: reach}]\n"
     )
@@ -142,9 +138,7 @@ def test_guests_are_told_of_whose_drivers_are_not_installed_here_and_since_when_
         assert gone in said(capsys, "explain", job, "--run", run, status=1), "also of a job that cannot run now"
 
 
-def test_what_a_gateway_knew_that_was_killed_is_not_told_as_if_it_were_so(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_of_killed_gateway_are_lost(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = create_run_folder(RunConfig(runs=tmp_path / "runs"), "killed", "tcp://127.0.0.1:5999")
     registry = Registry(LeaseTable(None), folder.path)
     for name in ("far-0", "far-1", "left"):
@@ -180,7 +174,7 @@ def lose(run: Path, name: str, last_there_unix_s: float) -> None:
         (["join", "10.0.0.2:6379", "--label", "site=lab (2nd floor)"], "Ray does not take 'lab (2nd floor)'"),
     ],
 )
-def test_a_node_that_is_wrongly_described_is_not_started(
+def test_invalid_node_arguments_are_refused(
     argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,7 +184,7 @@ def test_a_node_that_is_wrongly_described_is_not_started(
     assert not list(tmp_path.iterdir()), "no token is drawn either"
 
 
-def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(job: Path, tmp_path: Path) -> None:
+def test_watch_prints_changes_until_interrupted(job: Path, tmp_path: Path) -> None:
     with user_sys(tmp_path, "hardware", "watch", job, "--json") as launch:
         until(lambda: all(f'"name":"{name}"' in launch.out for name in ("left", "right")), "both are told of", 120)
         launch.interrupt()
@@ -199,7 +193,7 @@ def test_watching_tells_what_appears_and_what_is_absent_until_it_is_interrupted(
     assert (events["left"]["change"], events["right"]["change"]) == ("appeared", "absent")
 
 
-def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_problems_and_fixes(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     findings = told(capsys, "doctor", job, status=1)
     (problem,) = [finding for finding in findings if finding["check"] == "robots" and finding["verdict"] == "problem"]
     assert problem["says"] == "right: nothing answers at 127.0.0.1:1: Connection refused"
@@ -207,14 +201,14 @@ def test_the_doctor_says_what_does_not_work_and_how_to_mend_it(job: Path, capsys
     assert "-> switch it on" in said(capsys, "doctor", job, status=1)
 
 
-def test_the_doctor_tries_to_draw(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_rendering(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "egl")
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent")  # the library loads, and has no driver
     (found,) = [f for f in told(capsys, "doctor", status=1) if f["check"] == "drawing"]
     assert found["verdict"] == "problem" and "libegl-mesa0" in found["mend"]
 
 
-def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_unbuildable_robot(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text(JOB.replace("task: reach, labels: {site: lab}", "task: reach, options: {rate: 5}"))
     robots = {f["says"].partition(":")[0]: f for f in told(capsys, "doctor", job, status=1) if f["check"] == "robots"}
     assert "unknown option 'rate'; did you mean 'rate_hz'" in robots["robot left"]["says"]
@@ -222,9 +216,7 @@ def test_the_doctor_goes_on_where_a_robot_cannot_be_built(job: Path, capsys: pyt
     assert "nothing answers" in robots["right"]["says"]
 
 
-def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_driver_hides_no_other_robot(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = "{name: crane, driver: nowhere, task: reach, address: '127.0.0.1:1', labels: {site: yard}}"
     job.write_text(f"robots: [{nowhere}, {{name: left, driver: fake, task: reach}}]\n")
     rows = {row["name"]: row for row in told(capsys, "list", job)}
@@ -240,7 +232,7 @@ def test_a_robot_whose_driver_is_not_installed_keeps_no_other_from_being_told_of
     assert problem["says"].startswith("robot e: no scene 'nonsense'"), "also where its name is part of any sentence"
 
 
-def test_a_robot_whose_driver_lacks_a_library_is_told_of_with_what_installs_it(
+def test_missing_library_is_reported_with_install_command(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Some drivers import their vendor's library when they connect, and no sooner."""
@@ -256,7 +248,7 @@ def test_a_robot_whose_driver_lacks_a_library_is_told_of_with_what_installs_it(
     assert problem["mend"] == "pip install it"
 
 
-def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
+def test_unreadable_locks_do_not_stop_list(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -267,7 +259,7 @@ def test_locks_that_cannot_be_looked_at_keep_nobody_from_the_list(
     assert problem["verdict"] == "problem" and problem["says"].startswith("it could not be looked at")
 
 
-def test_an_order_of_a_user_without_a_name_has_a_number(
+def test_override_of_nameless_user_has_uid(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def nameless() -> str:
@@ -277,9 +269,7 @@ def test_an_order_of_a_user_without_a_name_has_a_number(
     assert f"far-0 is quarantined by uid {os.getuid()}" in said(capsys, "quarantine", "far-0", "--run", run)
 
 
-def test_the_doctor_looks_at_the_ports_that_a_run_is_to_listen_on(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_checks_ports_of_run(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.write_text(f"gateway: {{endpoint: 'tcp://127.0.0.1:{port}'}}\nconsole: {{port: 99999}}\n")
@@ -290,12 +280,12 @@ def test_the_doctor_looks_at_the_ports_that_a_run_is_to_listen_on(
     ]
 
 
-def test_a_robot_that_a_probe_found_may_have_any_name() -> None:
+def test_found_robot_may_have_any_name() -> None:
     record = ResourceRecord(kind=Kind.ROBOT, name="ros2/0/arm", model="arm", node="desk", found_by="crane")
     assert with_local_lease(record) == record
 
 
-def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operator_quarantines_and_restores_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--run", run, "--by", "carol")
     assert "far-0 is quarantined by carol: oil" in said(capsys, "quarantine", "far-0", *given, "--reason", "oil")
     registry = Registry(LeaseTable(None), run)
@@ -308,9 +298,7 @@ def test_a_person_takes_a_robot_out_of_use_and_puts_it_back(run: Path, capsys: p
     assert registry.record("far-0").health == "draining"
 
 
-def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_override_of_unknown_robot_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     far = RobotConfig(name="far-7", driver="nowhere")
     folder, _ = create_run_folder(RunConfig(runs=tmp_path, remote_robots=(far,)), "fresh", "tcp://127.0.0.1:5999")
     assert main(["hardware", "quarantine", "fra-7", "--run", str(folder.path)]) == 2
@@ -321,7 +309,7 @@ def test_what_a_person_orders_is_one_line_about_a_robot_that_the_run_knows(
     )
 
 
-def test_the_audit_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_lists_leases_of_robot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = told(capsys, "audit", "--run", run)
     assert (entry["robot"], entry["event"], entry["peer"], entry["token"]) == (
         "far-0",
@@ -332,7 +320,7 @@ def test_the_audit_says_who_had_a_robot(run: Path, capsys: pytest.CaptureFixture
     assert "edge on cart" in said(capsys, "audit", "far-0", "--run", run)
 
 
-def test_the_audit_of_a_robot_that_no_one_has_had_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_without_entries_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = create_run_folder(
         RunConfig(runs=tmp_path, remote_robots=(RobotConfig(name="far-7"),)), "new", "tcp://127.0.0.1:5999"
     )
@@ -352,20 +340,22 @@ def test_the_audit_of_a_robot_that_no_one_has_had_says_so(tmp_path: Path, capsys
         (["list", "nowhere.yaml"], "nowhere.yaml: no such file"),
     ],
 )
-def test_a_mistake_is_one_line(argv: list[str], why: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_fail_with_one_line(
+    argv: list[str], why: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["hardware", *(word.format(run=run) for word in argv)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and why in err
 
 
-def test_the_needs_of_a_config_are_checked(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_resource_requests_are_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job.write_text("resources: [{kind: gpu, count: 0}]\n")
     assert main(["hardware", "explain", str(job)]) == 2
     assert "count must be at least 1" in capsys.readouterr().err
     assert msgspec.json.encode(RunConfig().requests()) == b"[]"
 
 
-def test_on_a_cluster_the_compute_is_the_clusters_and_the_robots_are_of_both() -> None:
+def test_plan_on_cluster_uses_its_compute_and_both_robots() -> None:
     def record(name: str, kind: Kind, node: str, **facts: Any) -> ResourceRecord:
         return ResourceRecord(kind=kind, name=name, model=facts.pop("model", ""), node=node, **facts)
 

@@ -13,7 +13,7 @@ GONE = ResourceRecord(kind=Kind.GPU, name="desk/gpu-1", model="H200", node="desk
 ROBOT = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="desk")
 
 
-def test_it_tells_of_devices_that_come_and_go() -> None:
+def test_added_and_removed_devices_are_reported() -> None:
     plugged, told = [CAMERA, GPU, GONE, ROBOT], queue.Queue[tuple[ResourceRecord, ...]]()
     with DeviceMonitor(told.put, {"usb": ScheduledProbe(lambda: tuple(plugged), interval_s=0.01)}):
         while [r.name for r in told.get(timeout=60)] != ["desk/camera-7", "desk/gpu-0"]:

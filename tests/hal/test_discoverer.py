@@ -55,7 +55,7 @@ def next_event(discoverer: Discoverer) -> DiscoveryEvent:
     return event
 
 
-def test_a_robot_appears_degrades_recovers_vanishes_and_returns() -> None:
+def test_each_change_of_a_robot_is_an_event() -> None:
     bench = Bench()
     with Discoverer({"bench": quick(bench)}) as discoverer:
         story = []
@@ -73,7 +73,7 @@ def test_a_robot_appears_degrades_recovers_vanishes_and_returns() -> None:
     ]
 
 
-def test_a_probe_that_fails_degrades_what_it_found_and_says_when_it_works_again() -> None:
+def test_failing_probe_degrades_its_records_until_it_works() -> None:
     bench = Bench(ARM)
     with Discoverer({"usb": quick(bench)}) as discoverer:
         assert next_event(discoverer).change is ResourceChange.APPEARED
@@ -89,7 +89,7 @@ def test_a_probe_that_fails_degrades_what_it_found_and_says_when_it_works_again(
         ]
 
 
-def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -> None:
+def test_hanging_probe_delays_no_other_and_is_not_repeated() -> None:
     released, calls = threading.Event(), []
 
     def hanging() -> Iterable[ResourceRecord]:
@@ -116,7 +116,7 @@ def test_a_probe_that_hangs_stops_no_other_and_is_not_called_again_meanwhile() -
         released.set()
 
 
-def test_a_probe_that_says_one_name_twice_is_believed_the_first_time() -> None:
+def test_duplicate_name_of_one_probe_keeps_first_record() -> None:
     bench = Bench(ARM, msgspec.structs.replace(ARM, node="elsewhere"))
     with Discoverer({"bench": quick(bench)}) as discoverer:
         assert next_event(discoverer).change is ResourceChange.APPEARED
@@ -124,7 +124,7 @@ def test_a_probe_that_says_one_name_twice_is_believed_the_first_time() -> None:
         assert next_event(discoverer).change is ResourceChange.VANISHED, "and nothing has changed to and fro meanwhile"
 
 
-def test_of_what_vanished_long_ago_nothing_is_kept() -> None:
+def test_oldest_lost_records_are_dropped() -> None:
     """As of the nodes of a ROS graph, whose names have a number that grows."""
     bench = Bench(*(msgspec.structs.replace(ARM, name=f"arm-{number:05}") for number in range(MAX_LOST_RECORDS + 100)))
     with Discoverer({"bench": quick(bench)}) as discoverer:
@@ -137,7 +137,7 @@ def test_of_what_vanished_long_ago_nothing_is_kept() -> None:
     assert (len(known), known["arm-00000"], known["arm-00100"]) == (MAX_LOST_RECORDS + 2, Health.READY, Health.LOST)
 
 
-def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
+def test_discover_waits_for_each_probe_within_its_timeout() -> None:
     released, found_one = threading.Event(), threading.Event()
 
     def hanging() -> Iterable[ResourceRecord]:
@@ -158,7 +158,7 @@ def test_looking_once_waits_for_nobody_longer_than_its_probe_may_take() -> None:
     assert found.failures == {"stuck": "no answer within 0.05 s"}
 
 
-def test_load_is_no_news_and_what_is_known_and_not_there_is_told_once() -> None:
+def test_load_is_no_change_and_absence_is_reported_once() -> None:
     assert classify_change(ARM, msgspec.structs.replace(ARM, load=0.5)) is None
     assert classify_change(ARM, msgspec.structs.replace(ARM, memory_bytes=1)) is ResourceChange.CHANGED
     gone = msgspec.structs.replace(ARM, health=Health.LOST)
@@ -166,7 +166,7 @@ def test_load_is_no_news_and_what_is_known_and_not_there_is_told_once() -> None:
     assert classify_change(gone, msgspec.structs.replace(gone, trouble="still")) is None
 
 
-def test_an_address_is_lost_while_nothing_listens_there_and_ready_with_what_it_says_of_itself() -> None:
+def test_networked_robot_is_ready_with_firmware_or_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         probe = configured_robots_probe(

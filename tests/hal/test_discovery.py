@@ -32,7 +32,7 @@ SPEC = RobotSpec(
 )
 
 
-def test_the_configured_robots_are_found_with_what_they_are() -> None:
+def test_configured_robots_are_found() -> None:
     found = discover({"config": configured_robots_probe({"panda-1": SPEC, "panda-0": SPEC}, node="desk")})
     assert [record.name for record in found.records] == ["panda-0", "panda-1"]
     record = found.records[0]
@@ -40,7 +40,7 @@ def test_the_configured_robots_are_found_with_what_they_are() -> None:
     assert (record.embodiment, record.capabilities) == (SPEC.embodiment, ("camera:front",))
 
 
-def test_a_probe_that_fails_is_reported_and_stops_no_other() -> None:
+def test_failing_probe_is_reported_and_stops_no_other() -> None:
     def broken() -> Iterator[ResourceRecord]:
         yield from configured_robots_probe({"panda-0": SPEC})()
         raise OSError("no such bus")
@@ -50,7 +50,7 @@ def test_a_probe_that_fails_is_reported_and_stops_no_other() -> None:
     assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
 
 
-def test_a_foreign_probe_that_yields_something_else_is_reported_and_stops_no_other() -> None:
+def test_probe_with_invalid_records_is_reported() -> None:
     def foreign() -> Iterator[Any]:
         yield from configured_robots_probe({"panda-0": SPEC})()
         yield {"name": "arm"}
@@ -60,7 +60,7 @@ def test_a_foreign_probe_that_yields_something_else_is_reported_and_stops_no_oth
     assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
 
 
-def test_of_two_records_with_one_name_the_first_stands() -> None:
+def test_duplicate_name_keeps_record_of_first_probe() -> None:
     probes = {
         "one": configured_robots_probe({"a": SPEC}, "first"),
         "two": configured_robots_probe({"a": SPEC}, "second"),
@@ -68,14 +68,14 @@ def test_of_two_records_with_one_name_the_first_stands() -> None:
     assert [record.node for record in discover(probes).records] == ["first"]
 
 
-def test_this_computer_is_found_and_the_built_in_probes_never_fail() -> None:
+def test_built_in_probes_find_this_computer() -> None:
     found = discover(installed_probes())
     assert found.failures == {}
     (computer,) = [record for record in found.records if record.kind is Kind.COMPUTE]
     assert computer.cores >= 1 and computer.memory_bytes > 1 << 20
 
 
-def test_an_installed_package_adds_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_package_adds_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "grippers-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Name: grippers\nVersion: 1\n")
@@ -90,7 +90,7 @@ def test_an_installed_package_adds_a_probe(tmp_path: Path, monkeypatch: pytest.M
     assert [record.name for record in discover({"grippers": probes["grippers"]}).records] == ["g"]
 
 
-def test_a_probe_that_ends_the_program_is_reported_and_takes_nothing_away() -> None:
+def test_probe_that_calls_exit_is_reported() -> None:
     def leaving() -> Iterator[ResourceRecord]:
         yield from configured_robots_probe({"panda-0": SPEC})()
         sys.exit("no licence")
@@ -100,7 +100,7 @@ def test_a_probe_that_ends_the_program_is_reported_and_takes_nothing_away() -> N
     assert {record.kind for record in found.records} == {Kind.ROBOT, Kind.COMPUTE}
 
 
-def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -> None:
+def test_schedule_of_lazy_probe_applies_after_import() -> None:
     answer = threading.Event()
 
     def stuck() -> Iterator[ResourceRecord]:
@@ -124,7 +124,7 @@ def test_the_pace_of_a_probe_counts_that_is_imported_when_it_is_first_called() -
         ("127.0.0.1", "is not an address: write HOST:PORT"),
     ],
 )
-def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing(address: str, why: str) -> None:
+def test_robot_with_invalid_address_is_lost(address: str, why: str) -> None:
     found = discover({"config": configured_robots_probe({"a": SPEC, "b": SPEC}, addresses={"a": address})})
     assert not found.failures
     a, b = found.records
@@ -132,7 +132,7 @@ def test_a_robot_with_an_impossible_address_is_lost_and_costs_the_others_nothing
 
 
 @pytest.mark.usefixtures("ipv6")
-def test_an_ipv6_address_stands_in_brackets() -> None:
+def test_ipv6_address_in_brackets_is_probed() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         address = f"[::1]:{server.getsockname()[1]}"
         found = discover({"config": configured_robots_probe({"a": SPEC}, addresses={"a": address})})
@@ -140,7 +140,7 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
     assert (record.health, record.trouble, record.labels["address"]) == (Health.READY, "", address)
 
 
-def test_a_name_that_nobody_resolves_in_time_costs_the_other_robots_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_name_resolution_does_not_delay_other_robots(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
 
     def resolve(*_: object, **__: object) -> list[object]:
@@ -158,7 +158,7 @@ def test_a_name_that_nobody_resolves_in_time_costs_the_other_robots_nothing(monk
         answer.set()
 
 
-def test_a_gpu_that_has_failed_or_does_not_tell_all_of_itself_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_gpu_does_not_hide_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusal(Exception):
         pass
 
@@ -195,7 +195,7 @@ def test_a_gpu_that_has_failed_or_does_not_tell_all_of_itself_hides_no_other(mon
 @pytest.mark.parametrize(
     ("cpu", "memory", "may"), [("150000 100000", "1000000", (1, 10**6)), ("50000 100000", "max", (1, None))]
 )
-def test_a_container_has_what_it_may_use(cpu: str, memory: str, may: tuple[int, int | None], tmp_path: Path) -> None:
+def test_container_limits_are_applied(cpu: str, memory: str, may: tuple[int, int | None], tmp_path: Path) -> None:
     (whole,) = probe_compute(tmp_path)
     (tmp_path / "cpu.max").write_text(f"{cpu}\n")
     (tmp_path / "memory.max").write_text(f"{memory}\n")

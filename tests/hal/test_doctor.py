@@ -28,7 +28,7 @@ def make(root: Path, *paths: str) -> None:
         (root / path).write_text("HD Webcam\n")
 
 
-def test_devices_that_this_user_may_not_use_are_named_with_the_group_that_may(tmp_path: Path) -> None:
+def test_inaccessible_devices_are_named_with_their_group(tmp_path: Path) -> None:
     make(tmp_path, "dev/ttyUSB0", "dev/ttyACM0", "dev/video0", "dev/hidraw0")
     machine = DoctorConfig(root=tmp_path, can_access=lambda path: path.name in ("video0", "ttyACM0"))
     (serial,) = findings(machine, "serial")
@@ -42,7 +42,7 @@ def test_devices_that_this_user_may_not_use_are_named_with_the_group_that_may(tm
     assert entered.status is CheckStatus.ADVICE and "/dev/hidraw0" in entered.message, "of a desk's own keyboard too"
 
 
-def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> None:
+def test_missing_camera_node_is_a_problem(tmp_path: Path) -> None:
     make(tmp_path, "sys/class/video4linux/video0/name", "sys/class/video4linux/video2/name", "dev/video0")
     known, missing = findings(DoctorConfig(root=tmp_path), "cameras")
     assert known.message == "/dev/video0 (HD Webcam), /dev/video2 (HD Webcam)"
@@ -51,7 +51,7 @@ def test_a_camera_that_a_container_does_not_see_is_a_problem(tmp_path: Path) -> 
     )
 
 
-def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_path: Path) -> None:
+def test_used_port_missing_library_and_power_saving_are_advice(tmp_path: Path) -> None:
     make(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").write_text("powersave\n")
     libraries = (
@@ -71,15 +71,13 @@ def test_a_port_in_use_a_missing_library_and_processors_that_sleep_are_told(tmp_
     assert found["real time", "processors save power, and wake up late"].status is CheckStatus.ADVICE
 
 
-def test_a_folder_that_only_tests_use_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_SYS_TEST_FOLDER", str(tmp_path / "r"))
     (place,) = findings(DoctorConfig(root=tmp_path), "place")
     assert place.status is CheckStatus.PROBLEM and place.fix.startswith("unset USER_SYS_TEST_FOLDER")
 
 
-def test_a_computer_without_the_folder_of_locks_is_told_how_to_make_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_machine_folder_is_advice_with_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USER_SYS_TEST_FOLDER", raising=False)
     monkeypatch.setattr(place_of_machine, "MACHINE_FOLDER", tmp_path / "absent")
     (place,) = findings(DoctorConfig(root=tmp_path), "place")
@@ -95,19 +93,19 @@ def test_a_computer_without_the_folder_of_locks_is_told_how_to_make_it(
     ],
     ids=["reason", "traceback", "crash"],
 )
-def test_cameras_that_cannot_be_drawn_are_a_problem(program: str, says: str) -> None:
+def test_failed_rendering_is_a_problem(program: str, says: str) -> None:
     (found,) = findings(DoctorConfig(render_command=(sys.executable, "-c", program)), "drawing")
     assert found.status is CheckStatus.PROBLEM and found.message.endswith(says)
     assert "libegl1 libegl-mesa0" in found.fix
 
 
-def test_this_computer_can_be_examined_and_every_complaint_says_how_to_mend_it(tmp_path: Path) -> None:
+def test_every_problem_of_this_computer_has_a_fix(tmp_path: Path) -> None:
     found = list(run_checks(DoctorConfig(runs_folder=tmp_path)))
     assert {"gpu", "serial", "video", "clock", "real time", "drawing", "disk", "place"} <= {f.check for f in found}
     assert all(finding.message and (finding.fix or finding.status is CheckStatus.OK) for finding in found)
 
 
-def test_a_device_that_is_pulled_out_meanwhile_ends_no_examination(tmp_path: Path) -> None:
+def test_device_removed_during_check_is_a_problem(tmp_path: Path) -> None:
     make(tmp_path, "dev/ttyUSB0")
     (tmp_path / "dev/ttyUSB1").symlink_to("gone")
     found = list(run_checks(DoctorConfig(root=tmp_path, can_access=lambda path: False)))
@@ -117,7 +115,7 @@ def test_a_device_that_is_pulled_out_meanwhile_ends_no_examination(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("capabilities", "may"), [("0000000000804000", True), ("0000000000000400", False)])
-def test_the_root_of_a_container_may_not_claim_what_it_was_not_given(
+def test_root_without_capabilities_has_real_time_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, may: bool
 ) -> None:
     make(tmp_path, "proc/self/status")
@@ -141,7 +139,7 @@ def test_the_root_of_a_container_may_not_claim_what_it_was_not_given(
         ("'12.8'", CheckStatus.OK, "torch was built for CUDA 12.8, which the driver speaks", ""),
     ],
 )
-def test_a_torch_that_does_not_fit_the_gpus_driver_is_told(
+def test_torch_for_another_cuda_is_reported(
     built_for: str, verdict: CheckStatus, says: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "SystemGetDriverVersion": "550.54.14"}

@@ -28,7 +28,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_second_session_is_refused_and_told_who_drives(tmp_path: Path, clock: Clock) -> None:
+def test_second_session_is_refused_with_holder(tmp_path: Path, clock: Clock) -> None:
     table = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock)
     table.acquire("panda-0", "alice@desk")
     clock.now_s += 4
@@ -36,12 +36,12 @@ def test_a_second_session_is_refused_and_told_who_drives(tmp_path: Path, clock: 
         table.acquire("panda-0", "bob@lab")
 
 
-def test_robots_are_leased_apart(clock: Clock) -> None:
+def test_robots_are_leased_independently(clock: Clock) -> None:
     table = LeaseTable(None, clock=clock)
     assert table.acquire("a", "x").token == table.acquire("b", "y").token == 1
 
 
-def test_a_lease_ends_without_renewal_and_lives_with_it(clock: Clock) -> None:
+def test_lease_ends_without_renewal(clock: Clock) -> None:
     table = LeaseTable(None, ttl_s=10, clock=clock)
     lease = table.acquire("panda-0", "alice")
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_lease_ends_without_renewal_and_lives_with_it(clock: Clock) -> None:
         table.renew("panda-0", lease.token)
 
 
-def test_a_lease_that_lapsed_comes_back_after_a_restart_too(tmp_path: Path, clock: Clock) -> None:
+def test_lapsed_lease_is_restored_after_restart(tmp_path: Path, clock: Clock) -> None:
     lease = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock).acquire("panda-0", "alice")
     clock.now_s += 11
     table = LeaseTable(tmp_path / "leases.json", ttl_s=10, clock=clock)
@@ -68,7 +68,7 @@ def test_a_lease_that_lapsed_comes_back_after_a_restart_too(tmp_path: Path, cloc
     assert table.renew("panda-0", lease.token) == lease == table.lease("panda-0")
 
 
-def test_the_former_session_is_fenced_off_after_a_takeover(clock: Clock) -> None:
+def test_former_session_is_fenced_after_takeover(clock: Clock) -> None:
     table = LeaseTable(None, ttl_s=10, clock=clock)
     old = table.acquire("panda-0", "alice")
     clock.now_s += 11
@@ -80,7 +80,7 @@ def test_the_former_session_is_fenced_off_after_a_takeover(clock: Clock) -> None
     assert table.renew("panda-0", new.token).holder == "bob"
 
 
-def test_a_restarted_session_takes_over_from_its_former_self(clock: Clock) -> None:
+def test_restarted_session_replaces_its_own_lease(clock: Clock) -> None:
     table = LeaseTable(None, clock=clock)
     old, new = table.acquire("panda-0", "alice"), table.acquire("panda-0", "alice")
     assert new.token == old.token + 1
@@ -88,7 +88,7 @@ def test_a_restarted_session_takes_over_from_its_former_self(clock: Clock) -> No
         table.renew("panda-0", old.token)
 
 
-def test_release_frees_the_robot_once(clock: Clock) -> None:
+def test_second_release_raises(clock: Clock) -> None:
     table = LeaseTable(None, clock=clock)
     lease = table.acquire("panda-0", "alice")
     table.release("panda-0", lease.token)
@@ -98,7 +98,7 @@ def test_release_frees_the_robot_once(clock: Clock) -> None:
     assert table.acquire("panda-0", "bob").token == 2
 
 
-def test_tokens_and_leases_survive_a_restart(tmp_path: Path, clock: Clock) -> None:
+def test_tokens_and_leases_survive_restart(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "leases.json"
     lease = LeaseTable(path, clock=clock).acquire("panda-0", "alice")
     clock.now_s += 100
@@ -110,7 +110,7 @@ def test_tokens_and_leases_survive_a_restart(tmp_path: Path, clock: Clock) -> No
     assert LeaseTable(path, clock=clock).acquire("panda-0", "bob").token == 2
 
 
-def test_a_token_is_on_the_disk_before_it_is_given_out(tmp_path: Path, clock: Clock) -> None:
+def test_token_is_synced_before_it_is_returned(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "table"
     table = LeaseTable(folder / "leases.json", clock=clock)
     folder.write_text("a file where the folder should be")
@@ -126,7 +126,7 @@ def test_a_token_is_on_the_disk_before_it_is_given_out(tmp_path: Path, clock: Cl
     "content",
     [b"", b"{", b'{"version": 2, "robots": {}}', b'{"robots": {"a": {"token": "x"}}}', b'{"robots": {"\x90": {}}}'],
 )
-def test_a_damaged_table_never_starts_tokens_over(tmp_path: Path, content: bytes) -> None:
+def test_damaged_table_raises(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "leases.json"
     path.write_bytes(content)
     with pytest.raises(LeaseError, match="lease table"):
@@ -134,13 +134,13 @@ def test_a_damaged_table_never_starts_tokens_over(tmp_path: Path, content: bytes
 
 
 @pytest.mark.parametrize(("robot", "holder"), [("", "a"), ("../x", "a"), ("r", " "), ("r", "a\nb"), ("r", "a" * 999)])
-def test_names_are_checked(robot: str, holder: str) -> None:
+def test_invalid_names_are_refused(robot: str, holder: str) -> None:
     with pytest.raises(SpecError):
         LeaseTable(None).acquire(robot, holder)
 
 
 @given(st.lists(st.sampled_from(["acquire-a", "acquire-b", "renew", "release", "wait", "restart"]), max_size=40))
-def test_tokens_only_grow_and_one_session_drives(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
+def test_tokens_grow_and_one_session_holds_lease(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
     clock = Clock()
     path = tmp_path_factory.mktemp("leases") / "leases.json"
     table, tokens = LeaseTable(path, ttl_s=10, clock=clock), [0]
@@ -165,7 +165,7 @@ def test_tokens_only_grow_and_one_session_drives(tmp_path_factory: pytest.TempPa
         table = LeaseTable(path, ttl_s=10, clock=clock) if move == "restart" else table
 
 
-def test_a_fence_admits_only_the_newest_session(tmp_path: Path) -> None:
+def test_fence_accepts_newest_token_only(tmp_path: Path) -> None:
     fence = Fence(tmp_path / "token")
     fence.check_token(3)
     fence.check_token(3)
@@ -176,7 +176,7 @@ def test_a_fence_admits_only_the_newest_session(tmp_path: Path) -> None:
     assert fence.newest == 5
 
 
-def test_a_fence_remembers_across_a_restart(tmp_path: Path) -> None:
+def test_fence_survives_restart(tmp_path: Path) -> None:
     Fence(tmp_path / "token").check_token(7)
     fence = Fence(tmp_path / "token")
     with pytest.raises(StaleToken):
@@ -184,12 +184,12 @@ def test_a_fence_remembers_across_a_restart(tmp_path: Path) -> None:
     fence.check_token(7)
 
 
-def test_a_fence_without_a_session_admits_nothing() -> None:
+def test_fence_refuses_token_zero() -> None:
     with pytest.raises(StaleToken):
         Fence(None).check_token(0)
 
 
-def test_a_damaged_fence_is_never_opened(tmp_path: Path) -> None:
+def test_damaged_fence_raises(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("seven")
     with pytest.raises(LeaseError, match="cannot be read"):
         Fence(tmp_path / "token")
@@ -201,7 +201,7 @@ MachineLock(Path(sys.argv[1]) / "panda-0.lock", "demo run").acquire(); print("he
 """
 
 
-def test_a_second_driver_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_second_driver_process_is_refused_until_first_ends(tmp_path: Path) -> None:
     folder = tmp_path
     command = [sys.executable, "-c", _HOLD, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -215,7 +215,7 @@ def test_a_second_driver_process_is_refused_until_the_first_is_gone(tmp_path: Pa
         MachineLock(folder / "panda-0.lock").acquire()
 
 
-def test_a_lock_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
+def test_released_lock_can_be_acquired_again(tmp_path: Path) -> None:
     lock = MachineLock(tmp_path / "panda-0.lock")
     for _ in range(2):
         lock.acquire()
@@ -224,7 +224,7 @@ def test_a_lock_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_whether_a_machine_lock_is_held_can_be_asked_without_taking_it(tmp_path: Path) -> None:
+def test_is_held_does_not_take_lock(tmp_path: Path) -> None:
     mine, asker = MachineLock(tmp_path / "arm.lock"), MachineLock(tmp_path / "arm.lock")
     assert not asker.is_held()
     with mine:
@@ -234,7 +234,7 @@ def test_whether_a_machine_lock_is_held_can_be_asked_without_taking_it(tmp_path:
         assert asker.is_held()
 
 
-def test_tokens_grow_beyond_what_the_driver_has_seen_of_another_run(clock: Clock) -> None:
+def test_token_exceeds_min_token_of_driver(clock: Clock) -> None:
     table = LeaseTable(None, clock=clock)
     assert table.acquire("panda-0", "run b", min_token=41).token == 42
     table.release("panda-0", 42)

@@ -72,7 +72,7 @@ def applied(verdict: SafetyDecision) -> Array:
     return verdict.applied
 
 
-def test_the_tools_motion_builds_up_and_ends_within_acceleration_and_jerk() -> None:
+def test_tool_motion_stays_within_acceleration_and_jerk() -> None:
     kernel, steps = kernel_of(TOOL), []
     for wish in (0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0):
         verdict = filtered(kernel, (wish, 0, 0, 0), 0, 0.5, 0, 0, 0, 0)
@@ -81,7 +81,7 @@ def test_the_tools_motion_builds_up_and_ends_within_acceleration_and_jerk() -> N
     np.testing.assert_allclose(steps, (0.04, 0.08, 0.08, 0.08, 0.04, 0, 0, 0), atol=ROUNDING)
 
 
-def test_an_axis_keeps_its_jerk_while_another_brakes_and_after() -> None:
+def test_axis_keeps_jerk_limit_while_another_brakes() -> None:
     kernel, before, change = kernel_of(TOOL), np.zeros(3), np.zeros(3)
     wishes = (
         [(0.07, 0, 0)] * 3 + [(0.07, 0.07, 0)] * 2 + [(0.07, -0.08, 0)] * 3 + [(0.08, 0, 0)] * 3 + [(0, 0, 0.08)] * 4
@@ -95,7 +95,7 @@ def test_an_axis_keeps_its_jerk_while_another_brakes_and_after() -> None:
         before, change, place = step, step - before, place + step
 
 
-def test_only_the_axis_that_presses_stops_at_once() -> None:
+def test_only_pressing_axis_stops_at_once() -> None:
     kernel = kernel_of(TOOL)
     for _ in range(4):
         filtered(kernel, (0.05, 0, -0.05, 0), 0, 0.5, 0, 0, 0, 0)
@@ -104,7 +104,7 @@ def test_only_the_axis_that_presses_stops_at_once() -> None:
     np.testing.assert_allclose(applied(filtered(kernel, (0, 0, 0.05, 0), 0, 0.5, 0, 0, 0, 21))[2], 0.04, atol=ROUNDING)
 
 
-def test_the_reduced_speed_is_reached_within_the_limits() -> None:
+def test_reduced_speed_is_reached_within_limits() -> None:
     kernel = kernel_of(TOOL)
     for _ in range(4):
         filtered(kernel, (0.08, 0, 0, 0), 0, 0.5, 0, 0, 0, 0)
@@ -114,7 +114,7 @@ def test_the_reduced_speed_is_reached_within_the_limits() -> None:
     assert steps[0] >= 0.04 - ROUNDING and steps[-1] == pytest.approx(0.02, abs=ROUNDING)
 
 
-def test_the_speed_limit_is_one_on_the_whole_step() -> None:
+def test_speed_limit_applies_to_norm_of_step() -> None:
     kernel = kernel_of(TOOL)
     for _ in range(5):
         step = applied(filtered(kernel, (0.1, 0.1, -0.1, 0), 0, 0, 0, 0, 0, 0))[:3]
@@ -122,7 +122,7 @@ def test_the_speed_limit_is_one_on_the_whole_step() -> None:
     np.testing.assert_allclose(step / step[0], (1, 1, -1), atol=ROUNDING)
 
 
-def test_a_person_at_the_robot_slows_it_down() -> None:
+def test_reduced_speed_scales_motion() -> None:
     kernel = kernel_of(TOOL)
     kernel.is_speed_reduced = True
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_a_person_at_the_robot_slows_it_down() -> None:
         ((0.39, 0.0, 0.0), (-0.03, 0, 0), (0, 0, 0)),
     ],
 )
-def test_the_tool_does_not_enter_a_forbidden_box_and_may_leave_it(
+def test_tool_stays_out_of_forbidden_box_and_may_leave_it(
     tool: tuple[float, ...], step: tuple[float, ...], reaches: tuple[float, ...]
 ) -> None:
     verdict = filtered(kernel_of(TOOL), (*step, 0), *tool, 0, 0, 0)
@@ -151,7 +151,7 @@ def test_the_tool_does_not_enter_a_forbidden_box_and_may_leave_it(
     assert (verdict.reasons == SafetyReason.WORKSPACE) == (step != reaches)
 
 
-def test_a_pressed_tool_may_only_give_way() -> None:
+def test_pressed_tool_moves_with_force_only() -> None:
     kernel = kernel_of(TOOL)
     against = filtered(kernel, (0, 0, -0.03, 0.05), 0, 0, 0.5, 0, 0, 21)
     np.testing.assert_allclose(applied(against), (0, 0, 0, 0.05), atol=ROUNDING)
@@ -160,7 +160,7 @@ def test_a_pressed_tool_may_only_give_way() -> None:
     np.testing.assert_allclose(applied(away), (0, 0, 0.03, 0.05), atol=ROUNDING)
 
 
-def test_joint_targets_are_reached_within_speed_acceleration_and_jerk() -> None:
+def test_joint_targets_are_reached_within_limits() -> None:
     kernel, angle, angles = kernel_of(JOINTS), 0.5, []
     for _ in range(5):
         angle = float(applied(filtered(kernel, (5, 0, 0), angle, 0))[0])
@@ -175,7 +175,7 @@ def test_joint_targets_are_reached_within_speed_acceleration_and_jerk() -> None:
 
 
 @pytest.mark.parametrize("rate_hz", [10.0, 100.0])
-def test_a_target_is_reached_without_passing_it(rate_hz: float) -> None:
+def test_target_is_reached_without_overshoot(rate_hz: float) -> None:
     kernel, angle = kernel_of(msgspec.structs.replace(JOINTS, rate_hz=rate_hz)), 0.0
     for _ in range(round(2 * rate_hz)):
         angle = float(applied(filtered(kernel, (1, 0, 0), angle, 0))[0])
@@ -183,7 +183,7 @@ def test_a_target_is_reached_without_passing_it(rate_hz: float) -> None:
     assert angle == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_motion_within_the_limits_is_not_changed() -> None:
+def test_motion_within_limits_is_unchanged() -> None:
     kernel, angle = kernel_of(msgspec.structs.replace(JOINTS, rate_hz=100.0)), 0.0
     for time_s in np.arange(1, 400) / 100:
         target = 0.4 * (time_s - np.sin(2 * time_s) / 2)
@@ -192,7 +192,7 @@ def test_a_motion_within_the_limits_is_not_changed() -> None:
         angle = float(applied(verdict)[0])
 
 
-def test_joint_steps_obey_the_same_limits_and_end_at_the_joints_range() -> None:
+def test_joint_steps_stay_within_limits_and_range() -> None:
     fields = {name: getattr(JOINTS, name) for name in JOINTS.__struct_fields__}
     kernel = kernel_of(RobotSpec(**fields | {"joint_target": (), "joint_delta": (0, 1)}))
     steps = [float(applied(filtered(kernel, (1, 0, 0), 0, 0))[0]) for _ in range(4)]
@@ -202,14 +202,14 @@ def test_joint_steps_obey_the_same_limits_and_end_at_the_joints_range() -> None:
     assert applied(verdict)[1] < 0
 
 
-def test_after_a_stop_joint_targets_start_from_the_measured_angles() -> None:
+def test_joint_targets_start_from_measured_angles_after_stop() -> None:
     kernel = kernel_of(JOINTS)
     filtered(kernel, (1, 0, 0), 0, 0)
     kernel.hold()
     assert applied(filtered(kernel, (2, 0, 0), 0.9, 0))[0] == pytest.approx(0.96, abs=ROUNDING)
 
 
-def test_the_target_of_a_joint_that_is_held_up_does_not_run_away_from_it() -> None:
+def test_target_of_blocked_joint_stays_near() -> None:
     kernel = kernel_of(JOINTS)
     targets = [applied(filtered(kernel, (2, -1, 0), 0.5, 0.25))[:2] for _ in range(30)]
     np.testing.assert_allclose(targets[-1], (0.5 + 1.0, 0.25 - 0.5), atol=ROUNDING)  # 2 and 1 rad/s for half a second
@@ -222,13 +222,13 @@ def test_the_target_of_a_joint_that_is_held_up_does_not_run_away_from_it() -> No
     assert free[-1] > targets[-1][0], "and goes on once the joint is free"
 
 
-def test_a_joint_out_of_its_range_may_come_back() -> None:
+def test_joint_outside_range_may_come_back() -> None:
     kernel = kernel_of(JOINTS)
     assert applied(filtered(kernel, (3, 0, 0), 2.5, 0))[0] == pytest.approx(2.5)
     assert applied(filtered(kernel, (0, 0, 0), 2.5, 0))[0] < 2.5
 
 
-def test_a_joint_that_stands_out_of_the_actions_bounds_comes_back_no_faster_than_its_speed() -> None:
+def test_joint_outside_action_bounds_returns_within_speed() -> None:
     action = msgspec.structs.replace(JOINTS.action, low=(-2.0, -1.0, -9.0), high=(2.0, 1.0, 9.0))
     kernel = kernel_of(msgspec.structs.replace(JOINTS, action=action))
     way = [2.5]
@@ -240,14 +240,14 @@ def test_a_joint_that_stands_out_of_the_actions_bounds_comes_back_no_faster_than
     assert (steps > 0).all() and steps.max() <= 0.2 + ROUNDING, "2 rad/s at 10 Hz"
 
 
-def test_what_the_hardware_made_of_a_target_is_where_the_next_starts() -> None:
+def test_next_target_starts_from_applied_one() -> None:
     kernel = kernel_of(JOINTS)
     filtered(kernel, (1, 0, 0), 0, 0)
     kernel.set_applied(np.array([0.01, 0, 0], np.float32))
     assert applied(filtered(kernel, (1, 0, 0), 0, 0))[0] == pytest.approx(0.01 + 0.01 + 0.01 + 0.06, abs=ROUNDING)
 
 
-def test_a_robot_whose_action_does_not_say_where_its_tool_goes_stops_in_a_forbidden_place() -> None:
+def test_robot_without_tool_action_stops_in_forbidden_place() -> None:
     state = ArraySpec(name=STATE, labels=TOOL_LABELS, units=("1",) * 6, low=(-99.0,) * 6, high=(99.0,) * 6)
     action = ArraySpec(name="action", labels=("u",), units=("1",), low=(-1.0,), high=(1.0,))
     limits = SafetyLimits(
@@ -263,7 +263,7 @@ def test_a_robot_whose_action_does_not_say_where_its_tool_goes_stops_in_a_forbid
         assert (verdict.stop, verdict.reasons) == (StopLevel.HOLD, reason) and "the tool is at" in verdict.text
 
 
-def test_a_force_stops_a_robot_that_does_not_say_where_its_tool_is() -> None:
+def test_force_stops_robot_without_tool_position() -> None:
     state = ArraySpec(name=STATE, labels=TOOL_LABELS, units=("1",) * 6, low=(-99.0,) * 6, high=(99.0,) * 6)
     action = ArraySpec(name="action", labels=("u",), units=("1",), low=(-1.0,), high=(1.0,))
     limits = SafetyLimits(tool_force=(3, 4, 5), tool_force_max=9)
@@ -272,7 +272,7 @@ def test_a_force_stops_a_robot_that_does_not_say_where_its_tool_is() -> None:
     assert filtered(kernel, (1,), 0, 0, 0, 0, 0, 10).reasons == SafetyReason.FORCE
 
 
-def test_an_action_that_is_a_speed_is_reduced_beside_people() -> None:
+def test_speed_action_is_reduced_near_people() -> None:
     action = ArraySpec(
         name="action",
         labels=("x.vel", "turn.vel", "grip"),
@@ -290,7 +290,7 @@ def test_an_action_that_is_a_speed_is_reduced_beside_people() -> None:
     assert filtered(kernel, (0.05, 0.5, 0.0)).reasons == 0
 
 
-def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
+def test_rest_action_holds_measured_joints() -> None:
     rest = JOINTS.rest_action({STATE: np.array([0.3, -0.4], np.float32)})
     np.testing.assert_array_equal(rest, np.array([0.3, -0.4, 0.0], np.float32))
 
@@ -310,7 +310,7 @@ def test_the_rest_action_of_joint_targets_is_where_the_joints_are() -> None:
         {"joint_target": (9,)},
     ],
 )
-def test_limits_of_motion_that_contradict_the_specs_are_refused(wrong: dict[str, Any]) -> None:
+def test_contradictory_motion_limits_are_refused(wrong: dict[str, Any]) -> None:
     base = {name: getattr(TOOL, name) for name in TOOL.__struct_fields__}
     with pytest.raises(SpecError):
         SafetyKernel(RobotSpec(**(base | wrong)))

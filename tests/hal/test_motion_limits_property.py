@@ -101,7 +101,7 @@ class World:
     acceleration=st.floats(1.0, 20.0),
     jerk=st.floats(20.0, 400.0),
 )
-def test_a_robot_that_moves_as_commanded_exceeds_nothing(
+def test_robot_that_moves_as_commanded_exceeds_no_limit(
     kind: str, wishes: list[tuple[tuple[float, ...], int, bool]], rate_hz: float, acceleration: float, jerk: float
 ) -> None:
     world = World(robot(rate_hz, kind, acceleration, jerk))
@@ -115,7 +115,7 @@ def test_a_robot_that_moves_as_commanded_exceeds_nothing(
 
 @pytest.mark.parametrize("kind", ["tool_delta", "joint_target"])
 @given(wishes=WISHES, pushes=st.lists(st.tuples(*[st.floats(-0.6, 0.6)] * 3), min_size=1, max_size=20))
-def test_a_robot_that_is_pushed_exceeds_only_what_keeps_it_in_its_place(
+def test_pushed_robot_exceeds_only_limits_that_conflict_with_its_place(
     kind: str, wishes: list[tuple[tuple[float, ...], int, bool]], pushes: list[tuple[float, ...]]
 ) -> None:
     world = World(robot(10.0, kind, 3.0, 40.0))
@@ -128,7 +128,7 @@ def test_a_robot_that_is_pushed_exceeds_only_what_keeps_it_in_its_place(
 
 @pytest.mark.parametrize("speed", [0.0004, 0.0016, 0.004])
 @pytest.mark.parametrize("periods", [3, 5, 9])
-def test_an_axis_out_of_its_place_turns_round_within_its_limits(speed: float, periods: int) -> None:
+def test_axis_outside_its_place_returns_within_limits(speed: float, periods: int) -> None:
     world = World(robot(100.0, "tool_delta", 3.0, 40.0))
     world.at = np.array((0.55, 0.0, 0.0))  # somebody pushed it there
     for x in [-speed] * periods + [0.004] * 20:  # it may come back, and stop on its way, and not go out again
@@ -138,7 +138,7 @@ def test_an_axis_out_of_its_place_turns_round_within_its_limits(speed: float, pe
 
 
 @pytest.mark.parametrize("pushed_n", [-30.0, 30.0])
-def test_an_axis_under_a_force_turns_round_within_its_limits(pushed_n: float) -> None:
+def test_axis_under_force_reverses_within_limits(pushed_n: float) -> None:
     world = World(felt(robot(100.0, "tool_delta", 3.0, 40.0)))
     world.force_n = np.array((pushed_n, 0.0, 0.0))
     away = np.sign(pushed_n) * 0.0016
@@ -148,7 +148,7 @@ def test_an_axis_under_a_force_turns_round_within_its_limits(pushed_n: float) ->
     assert world.limits.exceeded == 0
 
 
-def test_the_second_implementation_does_not_judge_what_rounding_hides() -> None:
+def test_reference_tolerates_rounding() -> None:
     """At 100 Hz, jerk 40 m/s3 (4e-5 m): the step to 0 exceeds the jerk by 3.4e-7 m, which the kernel sees, and counts
     the acceleration as 0 then. Of 1,000,000 hostile actions two met that, and one that exceeded it by 1.0e-6 m."""
     limits, at, broken = Limits(robot(100.0, "tool_delta", 3.0, 40.0)), 0.55, set[str]()
@@ -169,7 +169,7 @@ def test_the_second_implementation_does_not_judge_what_rounding_hides() -> None:
         ([-0.03, -0.04, -0.04, -0.04, -0.04, -0.02], "forbidden box"),
     ],
 )
-def test_the_second_implementation_sees_a_limit_that_is_broken(steps: list[float], limit: str) -> None:
+def test_reference_detects_each_violation(steps: list[float], limit: str) -> None:
     limits, at, broken = Limits(robot(10.0, "tool_delta", 3.0, 25.0)), 0.0, set[str]()
     for step in steps:
         broken |= limits.check(np.array((step, 0, 0)), np.array((at, 0, 0)))

@@ -31,7 +31,7 @@ def names(placement: Placement) -> list[list[str]]:
     return [[record.name for record in row] for row in placement.assigned]
 
 
-def test_a_job_gets_two_robots_and_the_smallest_gpu_that_suffices() -> None:
+def test_job_gets_robots_and_smallest_sufficient_gpu() -> None:
     records = [gpu("big", 80), gpu("fits", 24), gpu("small", 8), robot("b"), robot("a"), robot("u", "ur5e")]
     wanted = [
         ResourceRequest(kind=Kind.ROBOT, model="panda", count=2),
@@ -40,24 +40,24 @@ def test_a_job_gets_two_robots_and_the_smallest_gpu_that_suffices() -> None:
     assert names(place(wanted, records)) == [["a", "b"], ["fits"]]
 
 
-def test_a_modest_request_does_not_take_what_only_it_could_spare() -> None:
+def test_flexible_request_leaves_resource_to_specific_request() -> None:
     wanted = [ResourceRequest(kind=Kind.ROBOT), ResourceRequest(kind=Kind.ROBOT, model="panda")]
     assert names(place(wanted, [robot("a"), robot("z", "ur5e")])) == [["z"], ["a"]]
 
 
-def test_capabilities_and_labels_are_demanded() -> None:
+def test_capabilities_and_labels_are_required() -> None:
     seeing = msgspec.structs.replace(robot("b", site="lab"), capabilities=("camera:front",))
     wanted = [ResourceRequest(kind=Kind.ROBOT, capabilities=("camera:front",), labels={"site": "lab"})]
     assert names(place(wanted, [robot("a", site="lab"), seeing])) == [["b"]]
 
 
-def test_what_cannot_be_met_gives_nothing() -> None:
+def test_unmet_request_gets_nothing() -> None:
     records = [robot("a"), robot("b", health=Health.LEASED), robot("c", health=Health.LOST)]
     with pytest.raises(PlacementError, match="Only one is free, a"):
         place([ResourceRequest(kind=Kind.ROBOT, model="panda", count=2)], records)
 
 
-def test_the_learner_is_placed_beside_the_store_and_the_policy_on_a_gpu_at_the_robots_site() -> None:
+def test_colocated_requests_share_computer_or_site() -> None:
     records = [
         computer("rack", 8, site="cloud"),
         computer("desk", 16, site="lab"),
@@ -75,7 +75,7 @@ def test_the_learner_is_placed_beside_the_store_and_the_policy_on_a_gpu_at_the_r
     assert names(place(wanted, records)) == [["desk"], ["desk"], ["a"], ["desk/gpu"]]
 
 
-def test_a_computer_is_shared_as_far_as_it_goes() -> None:
+def test_computer_is_shared_within_its_capacity() -> None:
     records = [computer("big", 8), computer("little", 4)]
     wanted = [ResourceRequest(kind=Kind.COMPUTE, cores=4, count=2), ResourceRequest(kind=Kind.COMPUTE, cores=4)]
     assert sorted(sum(names(place(wanted, records)), [])) == ["big", "big", "little"]
@@ -83,7 +83,7 @@ def test_a_computer_is_shared_as_far_as_it_goes() -> None:
         place([*wanted, ResourceRequest(kind=Kind.COMPUTE, cores=4)], records)
 
 
-def test_asking_for_nothing_gives_nothing() -> None:
+def test_empty_request_gets_nothing() -> None:
     assert place([], [robot("a")]) == Placement(())
 
 
@@ -92,7 +92,7 @@ jobs = st.lists(st.tuples(st.sampled_from(["", "p", "u"]), st.sampled_from(["", 
 
 
 @given(fleet, jobs, st.integers())
-def test_a_placement_is_found_whenever_there_is_one_and_in_any_order_the_same(
+def test_placement_is_complete_and_independent_of_order(
     fleet: list[tuple[str, str, Health]], jobs: list[tuple[str, str]], seed: int
 ) -> None:
     records = [robot(f"r{i}", model, health, site=site) for i, (model, site, health) in enumerate(fleet)]

@@ -36,14 +36,14 @@ def why(*requests: ResourceRequest, fleet: list[ResourceRecord] | None = None) -
     return str(refusal.value)
 
 
-def test_too_few_are_free() -> None:
+def test_too_few_free_resources_are_explained() -> None:
     assert why(msgspec.structs.replace(PANDA, count=2)) == (
         "The job asks for two robots of model panda. Only one is free, panda-0: panda-1 is driven by run demo and "
         "panda-2 is quarantined (by ana: the gripper sticks). It would fit if panda-1 or panda-2 were free."
     )
 
 
-def test_there_are_too_few_even_if_all_were_free() -> None:
+def test_too_few_existing_resources_are_explained() -> None:
     three = msgspec.structs.replace(PANDA, count=3)
     assert why(three, fleet=[robot("a"), robot("b")]) == (
         "The job asks for three robots of model panda. There are only two, a and b."
@@ -57,7 +57,7 @@ def test_there_are_too_few_even_if_all_were_free() -> None:
     )
 
 
-def test_the_one_that_is_named_is_taken_lost_or_unknown() -> None:
+def test_unavailable_named_resource_is_explained() -> None:
     assert why(ResourceRequest(kind=Kind.ROBOT, name="panda-1")) == (
         "The job asks for the robot panda-1. panda-1 is driven by run demo. It would fit if panda-1 were free."
     )
@@ -70,7 +70,7 @@ def test_the_one_that_is_named_is_taken_lost_or_unknown() -> None:
     )
 
 
-def test_nothing_of_the_kind_or_the_model_is_there() -> None:
+def test_unknown_kind_or_model_is_explained() -> None:
     large = ResourceRequest(kind=Kind.GPU, memory_bytes=24 * GB)
     assert why(PANDA, large) == (
         "The job asks for one robot of model panda and one GPU with at least 24 GB. "
@@ -82,20 +82,20 @@ def test_nothing_of_the_kind_or_the_model_is_there() -> None:
     )
 
 
-def test_what_comes_closest_is_named() -> None:
+def test_closest_resources_are_named() -> None:
     fleet = [robot("a", labels={"site": "lab"}, capabilities=("camera:front",)), robot("b", labels={"site": "hall"})]
     seeing = ResourceRequest(kind=Kind.ROBOT, capabilities=("camera:front", "camera:wrist"))
     assert why(seeing, fleet=fleet) == (
         "The job asks for one robot with a front camera and a wrist camera. "
-        "None has all that is wanted: a lacks a wrist camera and b lacks a front camera and a wrist camera."
+        "None has all capabilities: a lacks a wrist camera and b lacks a front camera and a wrist camera."
     )
     assert why(ResourceRequest(kind=Kind.ROBOT, labels={"site": "plant"}), fleet=fleet) == (
         "The job asks for one robot at site plant. None is at site plant: a is at site lab and b is at site hall."
     )
 
 
-def test_they_are_there_but_not_near_each_other_or_not_for_all() -> None:
-    near = {"near": "pair"}
+def test_unmet_colocation_and_competition_are_explained() -> None:
+    near = {"colocate": "pair"}
     wanted = [ResourceRequest(kind=Kind.ROBOT, **near), ResourceRequest(kind=Kind.GPU, **near)]
     assert why(*wanted, fleet=[robot("a"), gpu("rack/gpu-0", 16, "rack")]) == (
         "The job asks for one robot and one GPU, the robot and GPU on one computer. Each of them is there, but not "
@@ -112,7 +112,7 @@ def test_they_are_there_but_not_near_each_other_or_not_for_all() -> None:
     )
 
 
-def test_a_computer_is_too_small() -> None:
+def test_too_small_computer_is_explained() -> None:
     desk = ResourceRecord(kind=Kind.COMPUTE, name="desk/cpu", model="x86_64", node="desk", cores=4)
     assert why(ResourceRequest(kind=Kind.COMPUTE, cores=8), fleet=[desk]) == (
         "The job asks for one computer with 8 processors. The largest computer here, desk/cpu, has 4 processors."

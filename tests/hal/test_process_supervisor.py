@@ -29,12 +29,12 @@ STUBBORN = [
 def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"still waiting after {within_s:g} s"
         time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
-    """True where the process is there and is not a zombie that waits for its parent."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -63,15 +63,15 @@ def make(log: Path) -> Iterator[Make]:
 
 
 def running(supervisor: ProcessSupervisor, log: Path, times: int = 1) -> int:
-    """Waits until the process has come up that many times; returns its pid."""
+    """Waits until the process has started that many times; returns its pid."""
     eventually(lambda: log.exists() and log.read_text().count("up") >= times)
-    eventually(lambda: supervisor.status().state is ProcessState.RUNNING)  # it may say so before its supervisor knows
+    eventually(lambda: supervisor.status().state is ProcessState.RUNNING)  # the output may precede the status
     pid = supervisor.status().pid
     assert pid is not None
     return pid
 
 
-def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path) -> None:
+def test_process_gets_environment_and_its_output_is_logged(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "import os; print(os.environ['GREETING'])"], GREETING="hello there")
     supervisor.start()
     eventually(lambda: supervisor.status().state is ProcessState.STOPPED)
@@ -79,7 +79,7 @@ def test_it_runs_with_its_environment_and_keeps_its_output(make: Make, log: Path
     assert supervisor.status() == ProcessStatus(state=ProcessState.STOPPED, last_exit=0)
 
 
-def test_the_log_of_a_process_that_writes_on_and_on_is_bounded(log: Path) -> None:
+def test_log_size_is_bounded(log: Path) -> None:
     script = "import sys\nwhile True: sys.stdout.write('x' * 999 + chr(10)); sys.stdout.flush()"
     older = log.with_name("node.log.1")
     supervisor = ProcessSupervisor([sys.executable, "-c", script], log_path=log, max_log_bytes=1_000_000)
@@ -93,15 +93,15 @@ def test_the_log_of_a_process_that_writes_on_and_on_is_bounded(log: Path) -> Non
     assert older.stat().st_size > 1_000_000
 
 
-def test_a_process_that_has_ended_by_itself_is_started_however_soon_one_asks(make: Make, log: Path) -> None:
+def test_ended_process_can_be_started_at_once(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "print('up')"])
     ended, go_on = threading.Event(), threading.Event()
 
     class Hold(logging.Handler):
-        """Keeps the supervisor's thread from its end, once it has said that the process ended."""
+        """Holds the supervisor's thread after it has logged the end of the process."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("node.ended"):
+            if record.getMessage().startswith("process.ended"):
                 ended.set()
                 go_on.wait(60)
 
@@ -124,7 +124,7 @@ def test_a_process_that_has_ended_by_itself_is_started_however_soon_one_asks(mak
         logger.setLevel(before)
 
 
-def test_a_killed_process_is_started_again(make: Make, log: Path) -> None:
+def test_killed_process_is_restarted(make: Make, log: Path) -> None:
     supervisor = make(SLEEP)
     supervisor.start()
     supervisor.start()
@@ -135,7 +135,7 @@ def test_a_killed_process_is_started_again(make: Make, log: Path) -> None:
     assert (supervisor.status().restarts, supervisor.status().last_exit) == (1, -signal.SIGKILL)
 
 
-def test_a_process_that_crashes_again_and_again_is_given_up_with_the_reason(make: Make, log: Path) -> None:
+def test_crash_loop_fails_with_reason(make: Make, log: Path) -> None:
     supervisor = make([sys.executable, "-c", "print('no arm here'); raise SystemExit(7)"])
     supervisor.start()
     eventually(lambda: supervisor.status().state is ProcessState.FAILED)
@@ -146,7 +146,7 @@ def test_a_process_that_crashes_again_and_again_is_given_up_with_the_reason(make
     assert supervisor.stop().state is ProcessState.FAILED
 
 
-def test_crashes_far_apart_are_forgiven(make: Make, log: Path) -> None:
+def test_rare_crashes_do_not_fail(make: Make, log: Path) -> None:
     policy = RestartPolicy(backoff_s=0.01, max_restarts=1, window_s=0.001, stop_after_s=1)
     supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], policy)
     supervisor.start()
@@ -154,7 +154,7 @@ def test_crashes_far_apart_are_forgiven(make: Make, log: Path) -> None:
     assert supervisor.status().state is not ProcessState.FAILED
 
 
-def test_stopping_ends_it_and_it_may_be_started_anew(make: Make, log: Path) -> None:
+def test_stopped_process_can_be_started_again(make: Make, log: Path) -> None:
     supervisor = make(SLEEP)
     supervisor.start()
     pid = running(supervisor, log)
@@ -165,7 +165,7 @@ def test_stopping_ends_it_and_it_may_be_started_anew(make: Make, log: Path) -> N
     running(supervisor, log, times=2)
 
 
-def test_a_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
+def test_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None:
     supervisor = make(STUBBORN, msgspec.structs.replace(QUICK, stop_after_s=0.2))
     supervisor.start()
     pid = running(supervisor, log)
@@ -173,7 +173,7 @@ def test_a_process_that_ignores_sigterm_is_killed(make: Make, log: Path) -> None
     assert not alive(pid)
 
 
-def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
+def test_stop_ends_backoff_pause(make: Make) -> None:
     supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
     supervisor.start()
     eventually(lambda: supervisor.status().state is ProcessState.WAITING and supervisor.status().last_exit == 1)
@@ -182,24 +182,24 @@ def test_stopping_ends_the_pause_before_a_restart(make: Make) -> None:
     assert time.monotonic() - start < 60
 
 
-def test_a_stop_while_the_end_of_the_process_is_noted_is_a_stop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_during_exit_handling_prevents_restart(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = make([sys.executable, "-c", "raise SystemExit(1)"], RestartPolicy(backoff_s=600))
-    noting = threading.Event()
+    waiting = threading.Event()
 
-    def log(*_: object) -> None:  # called once the state is WAITING, before the pause
-        noting.set()
-        assert supervisor._stopping.wait(60)
+    def log(*_: object) -> None:  # called in state WAITING, before the pause
+        supervisor.request_stop()
+        waiting.set()
 
     monkeypatch.setattr(hal.process_supervisor.logger, "log", log)
     supervisor.start()
-    assert noting.wait(60)
+    assert waiting.wait(60)
     assert supervisor.stop().state is ProcessState.STOPPED
 
 
-def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(SupervisionError, match="no program '/no/such/program'"):
+def test_missing_program_raises_at_start(tmp_path: Path) -> None:
+    with pytest.raises(SupervisionError, match="program ./no/such/program. is not installed"):
         ProcessSupervisor(["/no/such/program"]).start()
-    with pytest.raises(SupervisionError, match="no program"):
+    with pytest.raises(SupervisionError, match="is not installed"):
         ProcessSupervisor([]).start()
     (tmp_path / "logs").write_text("a file where the folder should be")
     with pytest.raises(SupervisionError, match="cannot be written"):
@@ -207,14 +207,14 @@ def test_what_cannot_be_started_is_said_at_once(tmp_path: Path) -> None:
 
 
 _PARENT = """
-import sys, time; from pathlib import Path; from hal.process_supervisor import Supervisor
+import sys, time; from pathlib import Path; from hal.process_supervisor import ProcessSupervisor
 code = "import time; print('up', flush=True); time.sleep(600)"
-Supervisor([sys.executable, "-c", code], None, Path(sys.argv[1])).start()
+ProcessSupervisor([sys.executable, "-c", code], None, Path(sys.argv[1])).start()
 time.sleep(600)
 """
 
 
-def test_the_process_does_not_outlive_a_killed_supervisor(log: Path) -> None:
+def test_process_ends_with_killed_supervisor(log: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _PARENT, str(log)]) as parent:
         eventually(lambda: log.exists() and "up" in log.read_text())
         children = Path(f"/proc/{parent.pid}/task").glob("*/children")
@@ -224,13 +224,11 @@ def test_the_process_does_not_outlive_a_killed_supervisor(log: Path) -> None:
     eventually(lambda: not alive(child))
 
 
-def test_a_process_that_not_even_sigkill_ends_is_said_to_be_there_until_it_is_gone(
-    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unkillable_process_is_reported_until_it_ends(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = threading.Event()
 
     class Hanging(subprocess.Popen[bytes]):
-        """A process that hangs in a device: signals change nothing until that lets go of it."""
+        """A process that is blocked in a device and ignores signals until it is freed."""
 
         def send_signal(self, sig: int) -> None:
             if freed.is_set():
@@ -248,9 +246,9 @@ def test_a_process_that_not_even_sigkill_ends_is_said_to_be_there_until_it_is_go
     try:
         supervisor.start()
         pid = running(supervisor, log)
-        for deed in (supervisor.stop, supervisor.start, supervisor.stop):
-            with pytest.raises(SupervisionError, match=f"process {pid} .* cannot be ended"):
-                deed()
+        for call in (supervisor.stop, supervisor.start, supervisor.stop):
+            with pytest.raises(SupervisionError, match=f"process {pid} .* does not end"):
+                call()
         assert (supervisor.status().state, supervisor.status().pid, alive(pid)) == (ProcessState.RUNNING, pid, True)
     finally:
         freed.set()

@@ -54,7 +54,7 @@ def why(*requests: ResourceRequest, nodes: tuple[dict[str, Any], ...] = (DESK, R
     return str(refusal.value)
 
 
-def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
+def test_records_are_computers_gpus_and_declared_robots() -> None:
     records = {record.name: record for record in cluster_records([DESK, RACK], {}, [])}
     assert sorted(records) == ["desk", "panda-0", "rack", "rack/gpu-0", "rack/gpu-1"]
     assert (records["panda-0"].model, records["panda-0"].node, records["panda-0"].labels) == (
@@ -68,7 +68,7 @@ def test_a_cluster_is_computers_gpus_and_declared_robots() -> None:
     assert records["rack"].labels == {}, "what a GPU is, is no fact of its computer"
 
 
-def test_what_a_robot_can_and_where_it_stands_is_known_of_it_and_of_no_other() -> None:
+def test_robot_record_has_its_own_capabilities_and_labels() -> None:
     arm = ResourceRecord(
         kind=Kind.ROBOT,
         name="panda-0",
@@ -89,7 +89,7 @@ def test_what_a_robot_can_and_where_it_stands_is_known_of_it_and_of_no_other() -
 UNLIKE = node("b", "rack", "10.0.0.3", gpu(0, "NVIDIA T1000", 8), gpu(1), gpu(2, "NVIDIA T1000", 8), CPU=16.0)
 
 
-def test_of_unlike_gpus_in_one_computer_a_job_gets_the_one_that_it_asks_for() -> None:
+def test_job_gets_requested_gpu_of_several_models() -> None:
     for request in (TRAINING, ResourceRequest(kind=Kind.GPU, model="NVIDIA L4")):
         (chosen,) = place([request], cluster_records([UNLIKE], {}, [])).assigned
         (bundle,) = make_bundles([request], [chosen], {"rack": "10.0.0.3"})
@@ -98,7 +98,7 @@ def test_of_unlike_gpus_in_one_computer_a_job_gets_the_one_that_it_asks_for() ->
     assert modest[0].name == "rack/gpu-0", "what suffices, so that the large one stays free"
 
 
-def test_a_small_gpu_that_is_free_is_none_for_a_job_that_needs_the_large_one() -> None:
+def test_free_small_gpu_does_not_meet_request_for_large_one() -> None:
     large = {**DEMO, "bundles": {0: {"card:gpu-1": 1.0}}, "bundles_to_node_id": {0: "b"}}
     free = {"b": {"CPU": 16.0, "card:gpu-0": 1.0, "card:gpu-2": 1.0}}
     with pytest.raises(PlacementError, match="One would do, but none is free: rack/gpu-1 is used by run demo"):
@@ -107,21 +107,21 @@ def test_a_small_gpu_that_is_free_is_none_for_a_job_that_needs_the_large_one() -
         place([msgspec.structs.replace(TRAINING, memory_bytes=25 * GB)], cluster_records([UNLIKE], {}, []))
 
 
-def test_of_gpus_that_ray_has_counted_by_itself_only_the_number_is_known() -> None:
+def test_counted_gpus_have_no_model_or_memory() -> None:
     plain = node("c", "plain", "10.0.0.4", CPU=4.0, GPU=2.0)
     (chosen,) = place([ResourceRequest(kind=Kind.GPU)], cluster_records([plain], {}, [])).assigned
     (bundle,) = make_bundles([ResourceRequest(kind=Kind.GPU)], [chosen], {"plain": "10.0.0.4"})
     assert bundle.resources == {"node:10.0.0.4": 0.001, "GPU": 1.0} and bundle.is_gpu and not bundle.uuid
-    with pytest.raises(PlacementError, match="No GPU here says how much memory it has"):
+    with pytest.raises(PlacementError, match="The memory of the GPUs here is unknown"):
         place([TRAINING], cluster_records([plain], {}, []))
 
 
-def test_two_nodes_of_one_computer_are_told_apart_by_their_addresses() -> None:
+def test_nodes_of_one_computer_are_named_by_address() -> None:
     records = cluster_records([DESK, node("c", "desk", "10.0.0.4", CPU=1.0)], {}, [])
     assert {record.node for record in records} == {"10.0.0.2", "10.0.0.4"}
 
 
-def test_who_uses_a_gpu_is_said() -> None:
+def test_leased_gpu_names_its_user() -> None:
     assert why(ARM, TRAINING) == (
         "The job asks for the robot panda-0 and one GPU with at least 24 GB. Two would do, but none is free: "
         "rack/gpu-0 is used by run demo and rack/gpu-1 is used by run demo. "
@@ -129,21 +129,21 @@ def test_who_uses_a_gpu_is_said() -> None:
     )
 
 
-def test_who_uses_processors_is_said() -> None:
+def test_shared_computer_names_its_users() -> None:
     assert why(ResourceRequest(kind=Kind.COMPUTE, cores=12)) == (
         "The job asks for one computer with 12 processors. No computer here has as many processors free: "
         "rack has 10 free (run demo uses 6 of its 16)."
     )
 
 
-def test_a_robot_that_another_run_has_reserved_is_driven_by_it() -> None:
+def test_reserved_robot_is_leased() -> None:
     other = {**DEMO, "name": "run two", "bundles": {0: {"robot:panda-0": 0.6}}, "bundles_to_node_id": {0: "a"}}
     free = {"a": {"CPU": 4.0}}
     with pytest.raises(PlacementError, match=r"panda-0 is driven by run two\. It would fit if panda-0 were free"):
         place([ARM], cluster_records([DESK], free, [other]))
 
 
-def test_what_a_dead_node_had_is_not_there_until_a_node_with_its_address_is() -> None:
+def test_resources_of_dead_node_are_lost_until_it_returns() -> None:
     dead = {**RACK, "Alive": False}
     assert why(TRAINING, nodes=(DESK, dead)).endswith(
         "none is free: rack/gpu-0 is not there (its Ray node is gone) and rack/gpu-1 is not there (its Ray node is "
@@ -154,13 +154,13 @@ def test_what_a_dead_node_had_is_not_there_until_a_node_with_its_address_is() ->
     assert chosen[0].name == "rack/gpu-0"
 
 
-def test_a_reservation_that_is_over_takes_nothing() -> None:
+def test_removed_reservation_uses_nothing() -> None:
     for state in ("REMOVED", "PENDING"):
         records = cluster_records([RACK], {}, [{**DEMO, "state": state}])
         assert all(record.health is Health.READY and not record.note for record in records)
 
 
-def test_a_placement_becomes_bundles_on_the_computers_that_were_chosen() -> None:
+def test_placement_becomes_bundles_on_chosen_computers() -> None:
     asked = [ARM, TRAINING, ResourceRequest(kind=Kind.COMPUTE, cores=8, memory_bytes=16 * GB)]
     assigned = place(asked, cluster_records([DESK, RACK], {}, [])).assigned
     robot, card, share = make_bundles(asked, assigned, {"desk": "10.0.0.2", "rack": "10.0.0.3"})

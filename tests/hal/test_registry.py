@@ -48,7 +48,7 @@ def health(registry: Registry) -> Health:
     return registry.record("panda-0").health
 
 
-def test_a_robot_is_leased_to_one_session_and_given_back(registry: Registry) -> None:
+def test_resource_is_leased_to_one_session_until_release(registry: Registry) -> None:
     lease = registry.acquire("panda-0", "alice")
     assert health(registry) is Health.LEASED
     with pytest.raises(LeaseHeld, match="alice"):
@@ -57,7 +57,7 @@ def test_a_robot_is_leased_to_one_session_and_given_back(registry: Registry) -> 
     assert health(registry) is Health.READY
 
 
-def test_a_lease_that_runs_out_makes_the_robot_ready(registry: Registry, clock: Clock) -> None:
+def test_expired_lease_makes_robot_ready(registry: Registry, clock: Clock) -> None:
     registry.acquire("panda-0", "alice")
     for _ in range(3):
         clock.now_s += 4
@@ -67,7 +67,7 @@ def test_a_lease_that_runs_out_makes_the_robot_ready(registry: Registry, clock: 
     assert registry.acquire("panda-0", "bob").token == 2
 
 
-def test_renewal_keeps_the_lease(registry: Registry, clock: Clock) -> None:
+def test_renewed_lease_stays_in_force(registry: Registry, clock: Clock) -> None:
     lease = registry.acquire("panda-0", "alice")
     for _ in range(5):
         clock.now_s += 4
@@ -75,7 +75,7 @@ def test_renewal_keeps_the_lease(registry: Registry, clock: Clock) -> None:
         assert registry.renew("panda-0", lease.token) == lease
 
 
-def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Registry, clock: Clock) -> None:
+def test_silent_robot_is_lost_and_may_return(registry: Registry, clock: Clock) -> None:
     lease = registry.acquire("panda-0", "alice")
     registry.announce(GPU)
     clock.now_s += 4
@@ -93,7 +93,7 @@ def test_a_silent_robot_is_lost_its_lease_ends_and_it_may_return(registry: Regis
     assert registry.acquire("panda-0", "alice").token > lease.token
 
 
-def test_since_when_a_robot_is_lost_is_known_through_restarts_too(tmp_path: Path, clock: Clock) -> None:
+def test_time_of_loss_survives_restart(tmp_path: Path, clock: Clock) -> None:
     def started() -> Registry:
         return Registry(LeaseTable(None, clock=clock), tmp_path, clock, wall_clock=lambda: clock.now_s)
 
@@ -107,7 +107,7 @@ def test_since_when_a_robot_is_lost_is_known_through_restarts_too(tmp_path: Path
     assert registry.announce(ARM).seen_unix_s == 0.0
 
 
-def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(registry: Registry, clock: Clock) -> None:
+def test_returned_robot_is_ready_with_new_description(registry: Registry, clock: Clock) -> None:
     clock.now_s += 60
     assert registry.poll() == ("panda-0",)
     moved = ResourceRecord(kind=Kind.ROBOT, name="panda-0", model="panda", node="bench")
@@ -115,9 +115,7 @@ def test_a_lost_robot_that_announces_itself_is_ready_with_its_new_description(re
     assert registry.record("panda-0").node == "bench"
 
 
-def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
-    registry: Registry, clock: Clock
-) -> None:
+def test_returned_robot_keeps_token_unless_another_session_acquired_it(registry: Registry, clock: Clock) -> None:
     lease = registry.acquire("panda-0", "alice")
     clock.now_s += 3600
     assert registry.poll() == ("panda-0",)
@@ -136,13 +134,13 @@ def test_a_robot_that_was_cut_off_goes_on_under_its_token_unless_another_had_it(
     assert registry.renew("panda-0", newer.token) == newer
 
 
-def test_a_reconnection_keeps_the_lease(registry: Registry) -> None:
+def test_reconnection_keeps_lease(registry: Registry) -> None:
     lease = registry.acquire("panda-0", "alice")
     assert registry.announce(ARM).health is Health.LEASED
     registry.renew("panda-0", lease.token)
 
 
-def test_leases_and_what_is_known_survive_the_registrys_restart(tmp_path: Path, clock: Clock) -> None:
+def test_leases_and_records_survive_restart(tmp_path: Path, clock: Clock) -> None:
     leases = tmp_path / "leases.json"
     registry = Registry(LeaseTable(leases, clock=clock), tmp_path, clock)
     registry.announce(ARM)
@@ -160,7 +158,7 @@ def test_leases_and_what_is_known_survive_the_registrys_restart(tmp_path: Path, 
     assert registry.renew("panda-0", lease.token) == lease
 
 
-def test_a_quarantine_ends_the_lease_and_lasts_until_a_person_lifts_it(
+def test_quarantine_ends_lease_and_lasts_until_operator_clears_it(
     registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
     lease = registry.acquire("panda-0", "alice")
@@ -180,7 +178,7 @@ def test_a_quarantine_ends_the_lease_and_lasts_until_a_person_lifts_it(
     assert registry.acquire("panda-0", "alice").token > lease.token
 
 
-def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry, book: OperatorOverrides) -> None:
+def test_drained_robot_keeps_session_and_refuses_others(registry: Registry, book: OperatorOverrides) -> None:
     lease = registry.acquire("panda-0", "alice")
     book.set_override("panda-0", "draining", "carol", "maintenance")
     registry.renew("panda-0", lease.token)
@@ -193,7 +191,7 @@ def test_draining_lets_the_session_finish_and_admits_no_other(registry: Registry
     assert health(registry) is Health.READY
 
 
-def test_lifting_a_drain_leaves_the_running_session_its_lease(registry: Registry, book: OperatorOverrides) -> None:
+def test_cleared_drain_keeps_lease_of_session(registry: Registry, book: OperatorOverrides) -> None:
     lease = registry.acquire("panda-0", "alice")
     book.set_override("panda-0", "draining", "carol")
     registry.poll()
@@ -203,17 +201,17 @@ def test_lifting_a_drain_leaves_the_running_session_its_lease(registry: Registry
     registry.release("panda-0", lease.token)
 
 
-def test_an_order_has_a_person_and_lifting_needs_one_that_stands(book: OperatorOverrides) -> None:
-    with pytest.raises(RegistryError, match="nothing to lift"):
+def test_override_needs_person_and_clearing_needs_override(book: OperatorOverrides) -> None:
+    with pytest.raises(RegistryError, match="no override to clear"):
         book.clear_override("panda-0", "carol")
-    with pytest.raises(RegistryError, match="named person"):
+    with pytest.raises(RegistryError, match="name of a person"):
         book.set_override("panda-0", "draining", " ")
     book.set_override("panda-0", "draining", "carol")
-    with pytest.raises(RegistryError, match="named person"):
+    with pytest.raises(RegistryError, match="name of a person"):
         book.clear_override("panda-0", "")
 
 
-def test_damaged_orders_stop_a_start_and_change_nothing_while_it_runs(
+def test_damaged_overrides_prevent_start_and_keep_running_registry(
     registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
     book.set_override("panda-0", "quarantined", "carol")
@@ -225,7 +223,7 @@ def test_damaged_orders_stop_a_start_and_change_nothing_while_it_runs(
         Registry(LeaseTable(None, clock=clock), tmp_path, clock)
 
 
-def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_then_is_not(
+def test_frequent_faults_quarantine_robot_and_rare_faults_do_not(
     registry: Registry, book: OperatorOverrides, clock: Clock
 ) -> None:
     for _ in range(MAX_FAULTS):
@@ -233,7 +231,7 @@ def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_
         clock.now_s += 1
     assert (health(registry), registry.record("panda-0").trouble) == (
         Health.READY,
-        "10 fault(s) of late, the last: camera front froze",
+        "10 recent fault(s), the last: camera front froze",
     )
     clock.now_s += FAULT_WINDOW_S
     registry.announce(ARM)
@@ -251,9 +249,7 @@ def test_a_robot_that_fails_too_often_is_quarantined_and_one_that_fails_now_and_
     assert (health(registry), registry.record("panda-0").trouble) == (Health.READY, "")
 
 
-def test_what_is_lost_or_returns_is_news_and_what_is_there_from_the_start_is_not(
-    registry: Registry, clock: Clock
-) -> None:
+def test_loss_and_return_are_changes_and_first_announcement_is_not(registry: Registry, clock: Clock) -> None:
     gpu = ResourceRecord(kind=Kind.GPU, name="desk/gpu-0", model="H200", node="desk")
     registry.announce(gpu)
     assert registry.pop_changes() == []
@@ -273,9 +269,7 @@ def test_what_is_lost_or_returns_is_news_and_what_is_there_from_the_start_is_not
     assert registry.pop_changes() == []
 
 
-def test_who_drove_what_when_can_be_read_afterwards(
-    registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
-) -> None:
+def test_leases_are_audited(registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path) -> None:
     first = registry.acquire("panda-0", "alice")
     registry.renew("panda-0", first.token)
     registry.release("panda-0", first.token)
@@ -305,7 +299,7 @@ def test_who_drove_what_when_can_be_read_afterwards(
     assert [e.person for e in entries if e.person] == ["carol", "carol"]
 
 
-def test_the_audit_says_once_what_stands_through_restarts_and_who_ended_it_meanwhile(
+def test_override_is_audited_once_over_restarts(
     registry: Registry, book: OperatorOverrides, clock: Clock, tmp_path: Path
 ) -> None:
     book.set_override("panda-0", "quarantined", "carol", "oil")
@@ -321,9 +315,7 @@ def test_the_audit_says_once_what_stands_through_restarts_and_who_ended_it_meanw
     assert told == [("quarantined", "carol", "oil"), ("restored", "dora", "")]
 
 
-def test_a_disk_that_takes_nothing_ends_no_registry_and_what_was_due_is_done_when_it_does_again(
-    book: OperatorOverrides, clock: Clock, tmp_path: Path
-) -> None:
+def test_full_disk_delays_changes_until_it_is_writable(book: OperatorOverrides, clock: Clock, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     registry = Registry(LeaseTable(disk / "leases.json", ttl_s=10, clock=clock), tmp_path, clock, lost_after_s=5)
     for name in ("panda-0", "ur-0"):
@@ -348,7 +340,7 @@ def test_a_disk_that_takes_nothing_ends_no_registry_and_what_was_due_is_done_whe
         again.renew("panda-0", first.token)
 
 
-def test_an_unknown_resource_raises_and_names_those_that_there_are(registry: Registry) -> None:
+def test_unknown_resource_error_lists_known_ones(registry: Registry) -> None:
     for call in (
         lambda: registry.report_fault("ur-0", "it froze"),
         lambda: registry.acquire("ur-0", "alice"),
@@ -359,7 +351,7 @@ def test_an_unknown_resource_raises_and_names_those_that_there_are(registry: Reg
             call()
 
 
-def test_a_record_is_one_line_of_json() -> None:
+def test_record_is_one_line_of_json() -> None:
     record = json.loads(ARM.to_json())
     assert (record["name"], record["kind"], record["health"]) == ("panda-0", "robot", "ready")
     assert "\n" not in ARM.to_json()

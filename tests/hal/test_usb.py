@@ -53,7 +53,7 @@ def computer(tmp_path: Path) -> Computer:
     return Computer(tmp_path)
 
 
-def test_a_motor_bus_is_found_with_its_device_and_keeps_its_name_in_another_port(computer: Computer) -> None:
+def test_motor_bus_keeps_name_in_another_port(computer: Computer) -> None:
     path = computer.node(computer.plug("1-2", "1a86:55d3", serial="5A46"), "tty", "ttyACM0")
     [bus] = computer.look()
     assert (bus.kind, bus.found_by, bus.trouble) == (Kind.BUS, "usb", "")
@@ -61,21 +61,21 @@ def test_a_motor_bus_is_found_with_its_device_and_keeps_its_name_in_another_port
     assert bus.labels == {"device": str(path), "usb": "1a86:55d3", "port": "1-2", "serial": "5A46"}
 
 
-def test_a_device_without_a_serial_number_is_named_by_its_port(computer: Computer) -> None:
+def test_device_without_serial_number_is_named_by_port(computer: Computer) -> None:
     for port, name in (("1-1", "ttyUSB0"), ("1-3.2", "ttyUSB1")):
         computer.node(computer.plug(port, "0403:6014"), "tty", name)
     assert [record.name.rpartition("/")[2] for record in computer.look()] == ["serial-1-1", "serial-1-3.2"]
     assert {record.model for record in computer.look()} == {"ROBOTIS U2D2"}
 
 
-def test_two_devices_with_one_serial_number_are_told_apart(computer: Computer) -> None:
+def test_devices_with_equal_serial_numbers_are_named_by_port(computer: Computer) -> None:
     for port, name in (("1-1", "ttyUSB0"), ("1-2", "ttyUSB1")):
         computer.node(computer.plug(port, "0403:6001", serial="A50285BI"), "tty", name)
     names = {record.labels["device"][-4:]: record.name.rpartition("/")[2] for record in computer.look()}
     assert names == {"USB0": "serial-A50285BI", "USB1": "serial-1-2"}
 
 
-def test_a_camera_with_many_nodes_is_one_camera(computer: Computer) -> None:
+def test_camera_with_several_nodes_is_one_record(computer: Computer) -> None:
     camera = computer.plug("2-1", "8086:0b07", serial="839")
     for number in (10, 9, 8):
         computer.node(camera, "video4linux", f"video{number}", interface=f"1.{number}")
@@ -86,7 +86,7 @@ def test_a_camera_with_many_nodes_is_one_camera(computer: Computer) -> None:
     assert (webcam.kind, webcam.model) == (Kind.CAMERA, "Webcam C270")
 
 
-def test_a_spacemouse_and_a_gamepad_are_inputs_and_another_mouse_is_not(computer: Computer) -> None:
+def test_spacemouse_and_gamepad_are_inputs(computer: Computer) -> None:
     computer.node(computer.plug("1-4", "256f:c635"), "hidraw", "hidraw0")
     computer.node(computer.plug("1-5", "046d:c077", product="Mouse"), "hidraw", "hidraw1")
     computer.node(computer.plug("1-6", "045e:028e", product="Controller"), "input", "js0", path="input/js0")
@@ -96,16 +96,14 @@ def test_a_spacemouse_and_a_gamepad_are_inputs_and_another_mouse_is_not(computer
     ]
 
 
-def test_what_is_not_on_a_usb_is_left_out(computer: Computer) -> None:
+def test_devices_on_other_buses_are_skipped(computer: Computer) -> None:
     board = computer.sys / "devices/platform/serial8250"
     board.mkdir(parents=True)
     computer.node(board, "tty", "ttyS0")
     assert computer.look() == []
 
 
-def test_a_port_without_a_node_or_permission_says_how_to_mend_it(
-    computer: Computer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_node_or_permission_is_trouble(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = computer.node(computer.plug("1-2", "1a86:7523"), "tty", "ttyUSB0")
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may open all
     assert "add the user to the group" in computer.look()[0].trouble
@@ -113,5 +111,5 @@ def test_a_port_without_a_node_or_permission_says_how_to_mend_it(
     assert "no device node" in computer.look()[0].trouble
 
 
-def test_a_computer_without_usb_has_nothing(tmp_path: Path) -> None:
+def test_computer_without_usb_has_no_records(tmp_path: Path) -> None:
     assert list(probe_usb(tmp_path, tmp_path)) == []
