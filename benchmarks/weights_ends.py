@@ -97,8 +97,8 @@ def adapted(parameters: int) -> Pair:
     before = build_tensor_set(large(parameters))
     adapters = {f"adapter.{i}": np.random.default_rng(i).normal(size=45_000).astype(np.float32) for i in range(50)}
     tuned = {name: array + np.float32(1e-3) for name, array in adapters.items()}
-    with_adapters = build_tensor_set({**before.tensors, **adapters}, former=before)
-    return _pair(with_adapters, build_tensor_set({**before.tensors, **tuned}, former=with_adapters))
+    with_adapters = build_tensor_set({**before.tensors, **adapters}, previous=before)
+    return _pair(with_adapters, build_tensor_set({**before.tensors, **tuned}, previous=with_adapters))
 
 
 def _pair(before: TensorSet, after: TensorSet) -> Pair:

@@ -1,4 +1,4 @@
-"""``user-sys weights`` as a person reads it who looks after a run."""
+"""The commands of ``user-sys weights``: list, rollback and release."""
 
 from __future__ import annotations
 
@@ -21,80 +21,78 @@ def run(tmp_path: Path) -> Path:
     return create_run_folder(RunConfig(runs=tmp_path), "demo", "tcp://127.0.0.1:5999")[0].path
 
 
-def keep(run: Path, version: int, learner: str = ".") -> VersionStore:
+def store_version(run: Path, version: int, learner: str = ".") -> VersionStore:
     """The run's learner has published one version."""
     signer = ensure_signer(run / "keys", "learner")
     state = build_tensor_set({"w": np.zeros(3, np.float32)})
     manifest = build_manifest(state, version, version, 0, (0.0, 0.0))
-    parcel = full_patch(state, version)
-    kept = VersionIndex({("exact", version): (manifest, signer.sign(manifest))}, {parcel.info.id: parcel})
-    shelf = VersionStore(run / "weights" / learner)
-    shelf.save(kept, signer.public_key)
-    return shelf
+    patch = full_patch(state, version)
+    index = VersionIndex({("exact", version): (manifest, signer.sign(manifest))}, {patch.info.id: patch})
+    store = VersionStore(run / "weights" / learner)
+    store.save(index, signer.public_key)
+    return store
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def output(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     assert main(["weights", *map(str, argv)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def error_output(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     assert main(["weights", *map(str, argv)]) == 2
-    told = capsys.readouterr()
-    assert not told.out and told.err.count("\n") == 1
-    return told.err
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1
+    return captured.err
 
 
-def test_a_person_gives_orders_to_the_robots_of_one_learner_of_several(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = keep(run, 3), keep(run, 3, "learner-so-101")
-    told = said(capsys, "rollback", 3, run, "--learner", "learner-so-101")
-    assert "every robot of learner-so-101 is to act with version 3" in told
+def test_rollback_pins_one_learner_of_several(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = store_version(run, 3), store_version(run, 3, "learner-so-101")
+    message = output(capsys, "rollback", 3, run, "--learner", "learner-so-101")
+    assert "every robot of learner-so-101 will use version 3" in message
     assert first.read_pin() is None and second.read_pin() is not None
-    assert said(capsys, "list", run).endswith("these are of learner; --learner NAME shows those of learner-so-101")
+    assert output(capsys, "list", run).endswith("these are of learner; --learner NAME shows those of learner-so-101")
 
 
-def test_an_order_says_whether_a_gateway_is_there_to_obey_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(run, 3)
-    assert "the next one obeys" in said(capsys, "rollback", 3, run)
+def test_rollback_without_a_gateway_says_when_it_takes_effect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_version(run, 3)
+    assert "it applies this at its start" in output(capsys, "rollback", 3, run)
     with StoreWriter.open(RunFolder(run).store):
-        assert said(capsys, "release", run) == "every robot is to act with the newest version"
+        assert output(capsys, "release", run) == "every robot will use the newest version"
 
 
-def test_there_is_nothing_to_release_where_no_order_stands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(run, 3)
-    assert "no version is ordered" in refused(capsys, "release", run)
-    said(capsys, "rollback", 3, run)
-    said(capsys, "release", run)
-    assert "its robots act with the newest already" in refused(capsys, "release", run)
+def test_release_without_a_pin_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_version(run, 3)
+    assert "no version is pinned" in error_output(capsys, "release", run)
+    output(capsys, "rollback", 3, run)
+    output(capsys, "release", run)
+    assert "its robots use the newest version already" in error_output(capsys, "release", run)
 
 
 @pytest.mark.parametrize("order", [["list"], ["list", "--json"], ["rollback", "1"], ["release"]])
-def test_where_there_are_no_weights_it_is_said_why(
+def test_run_without_weights_is_refused_with_the_reason(
     order: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{run} has no weights yet: its learner has published no version" in refused(capsys, *order, run)
-    assert f"{tmp_path} is not a run folder" in refused(capsys, *order, tmp_path)
+    assert f"{run} has no weights yet: its learner has published no version" in error_output(capsys, *order, run)
+    assert f"{tmp_path} is not a run folder" in error_output(capsys, *order, tmp_path)
 
 
-def test_a_learner_that_has_published_nothing_is_told_of(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(run, 3, "learner-so-101")
-    assert f"learner of {run} has no weights yet" in refused(capsys, "list", run)
-    assert "version 3 is not kept in learner of" in refused(capsys, "rollback", 3, run)
-    said(capsys, "list", run, "--learner", "learner-so-101", "--json")
+def test_learner_without_versions_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_version(run, 3, "learner-so-101")
+    assert f"learner of {run} has no weights yet" in error_output(capsys, "list", run)
+    assert "version 3 is not stored in learner of" in error_output(capsys, "rollback", 3, run)
+    output(capsys, "list", run, "--learner", "learner-so-101", "--json")
 
 
-def test_an_order_is_given_where_the_learners_key_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A relay keeps weights in its folder too."""
-    keep(tmp_path, 3)
+def test_rollback_without_the_learners_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A relay stores weights in its folder too."""
+    store_version(tmp_path, 3)
     (tmp_path / "keys" / "learner.sign").unlink()
-    assert "3" in said(capsys, "list", tmp_path)
-    told = refused(capsys, "rollback", 3, tmp_path)
-    assert f"{tmp_path} has no learner.sign: give the order in the run's folder on the gateway's machine" in told
+    assert "3" in output(capsys, "list", tmp_path)
+    message = error_output(capsys, "rollback", 3, tmp_path)
+    assert f"{tmp_path} has no learner.sign: run this command in the run's folder" in message
 
 
-def test_what_a_person_says_is_told_as_it_was_said_in_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(run, 3)
-    said(capsys, "rollback", 3, run, "--by", "ada", "--reason", f"it [left] shakes [/b]\nbadly {'x' * 600}")
-    assert said(capsys, "list", run).endswith("version 3 is ordered by ada: it [left] shakes [/b] badly [...]")
+def test_reason_is_shown_verbatim_on_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_version(run, 3)
+    output(capsys, "rollback", 3, run, "--by", "ada", "--reason", f"it [left] shakes [/b]\nbadly {'x' * 600}")
+    assert output(capsys, "list", run).endswith("version 3 is pinned by ada: it [left] shakes [/b] badly [...]")

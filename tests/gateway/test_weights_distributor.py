@@ -651,9 +651,7 @@ class SlowGateway:
 
 def publish(publisher: Publisher, version: int) -> None:
     publisher.publish(arrays(version), version, updates=version)
-    snapshot = publisher._next()
-    assert snapshot is not None
-    publisher._bring_out(snapshot)
+    assert publisher.encode_pending()
 
 
 def test_a_learner_fills_no_link_with_offers() -> None:
@@ -668,31 +666,31 @@ def test_a_learner_fills_no_link_with_offers() -> None:
         publish(publisher, version)
     assert offered() == [1, 2]
     now_s = UNANSWERED_TIMEOUT_S
-    publisher._offer_if_due()
+    publisher.offer_if_due()
     assert offered() == [1, 2, 5], "it may not want what it was offered"
     publish(publisher, 6)
     assert offered() == [1, 2, 5]
-    publisher._take(Envelope(WeightsReceived(version=5)))
+    publisher.on_message(Envelope(WeightsReceived(version=5)))
     assert offered() == [1, 2, 5, 6]
 
 
 def test_whoever_asks_for_what_is_gone_hears_of_the_newest_which_stays_until_it_is_asked_for() -> None:
     link = SlowGateway()
     publisher = Publisher(link, new_signer(), PublishConfig())
-    publisher._take(Envelope(WeightsRequest(parcel=b"of an earlier life", first=0, count=1)))
+    publisher.on_message(Envelope(WeightsRequest(parcel=b"of an earlier life", first=0, count=1)))
     assert isinstance(link.answers[-1], WeightsGone) and not link.offers
     publish(publisher, 1)
     (first,) = link.offers[0].parcels
     for version in range(2, 5):
         publish(publisher, version)
     for grain in range(2):
-        publisher._take(Envelope(WeightsRequest(parcel=first.id, first=grain, count=1)))
+        publisher.on_message(Envelope(WeightsRequest(parcel=first.id, first=grain, count=1)))
         assert isinstance(link.answers[-1], WeightsGone)
     (newest,) = link.offers[-1].parcels
     assert newest.version == 4
     for version in range(5, 8):
         publish(publisher, version)
-    publisher._take(Envelope(WeightsRequest(parcel=newest.id, first=0, count=1)))
+    publisher.on_message(Envelope(WeightsRequest(parcel=newest.id, first=0, count=1)))
     assert isinstance(link.answers[-1], WeightsBlocks)
 
 
@@ -702,10 +700,10 @@ def test_the_learner_hands_a_version_out_until_a_slow_gateway_has_it() -> None:
     for version in range(1, 5):
         publish(publisher, version)
         (full,) = (info for info in link.offers[0].parcels)
-        publisher._take(Envelope(WeightsRequest(parcel=full.id, first=0, count=1)))
+        publisher.on_message(Envelope(WeightsRequest(parcel=full.id, first=0, count=1)))
         assert isinstance(link.answers[-1], WeightsBlocks)
-    assert {parcel.info.version for parcel in publisher._catalogue.patches.values()} == {1, 4}
-    assert publisher._newest == 4 > NO_VERSION
+    assert {parcel.info.version for parcel in publisher.server.index.patches.values()} == {1, 4}
+    assert publisher.server.newest == 4 > NO_VERSION
 
 
 def test_a_full_parcel_that_is_fetched_beside_newer_versions_stays_to_its_end() -> None:
@@ -715,9 +713,9 @@ def test_a_full_parcel_that_is_fetched_beside_newer_versions_stays_to_its_end() 
     (first,) = link.offers[0].parcels
     for version in range(2, 6):
         for (info,) in (link.offers[-1].parcels, link.offers[0].parcels):
-            publisher._take(Envelope(WeightsRequest(parcel=info.id, first=0, count=1)))
+            publisher.on_message(Envelope(WeightsRequest(parcel=info.id, first=0, count=1)))
             assert isinstance(link.answers[-1], WeightsBlocks)
         publish(publisher, version)
-    publisher._take(Envelope(WeightsRequest(parcel=first.id, first=1, count=first.block_count - 1)))
+    publisher.on_message(Envelope(WeightsRequest(parcel=first.id, first=1, count=first.block_count - 1)))
     publish(publisher, 6)
-    assert 1 not in {parcel.info.version for parcel in publisher._catalogue.patches.values()}
+    assert 1 not in {parcel.info.version for parcel in publisher.server.index.patches.values()}

@@ -162,7 +162,7 @@ def test_the_newest_reaches_every_robot_and_those_that_come_after_a_restart(site
             for version in range(1, 31):
                 publisher.publish(weights(version), version, updates=version)
             until(lambda: one.acts_with(30) and two.acts_with(30), "the newest acts")
-            assert publisher.wait_until_stored(120) and publisher.published < 31
+            assert publisher.wait_until_stored(120) and publisher.progress.published < 31
             np.testing.assert_array_equal(one.swapper.policy.weights["w"], weights(30)["w"])  # type: ignore[attr-defined]
         site._stack.pop_all().close()
     with ExitStack() as site._stack, site.serving(), WeightsRobot(site, "late") as late:
@@ -204,11 +204,11 @@ def test_a_person_goes_back_to_a_version_and_takes_the_order_back(
                 until(lambda: late.acts_with(2), "the order holds for those who come later")
             assert robot.acts_with(2)
             assert main(["weights", "list", str(site.run)]) == 0
-            assert "ordered by ada: it shakes" in capsys.readouterr().out
+            assert "pinned by ada: it shakes" in capsys.readouterr().out
             assert main(["weights", "release", str(site.run)]) == 0
             until(lambda: robot.acts_with(4), "and then the newest again")
             assert main(["weights", "rollback", "99", str(site.run)]) == 2
-            assert "version 99 is not kept" in capsys.readouterr().err
+            assert "version 99 is not stored" in capsys.readouterr().err
             assert main(["weights", "list", str(site.run), "--learner", "learner-x"]) == 2
             assert "--learner learner-x: the learners of" in capsys.readouterr().err
 
@@ -232,7 +232,7 @@ def test_a_version_is_kept_on_the_robots_disk_under_its_governors_eyes(
     with site.serving():
         publisher = site.publisher()
         with WeightsRobot(site, "one") as robot:
-            governor, shelf = robot.inlet._governor, robot.inlet._shelf
+            governor, shelf = robot.inlet._governor, robot.inlet._store
             assert shelf is not None
 
             def keep(catalogue: VersionIndex) -> None:
@@ -243,7 +243,7 @@ def test_a_version_is_kept_on_the_robots_disk_under_its_governors_eyes(
             publish(publisher, weights(1), 1, robot)
             monkeypatch.setattr(shelf, "save", keep)
             monkeypatch.setattr("user_sys.weights.governor.PUSH_AFTERMATH_S", 0.0)
-            governor._settled_s = 0.0
+            governor._aftermath_end_s = 0.0
     assert times == [(0, 1)]
 
 
@@ -335,7 +335,7 @@ def test_a_slow_robot_holds_up_nobody(site: WeightsSite) -> None:
         for version in range(1, 7):
             publish(publisher, weights(version, size=50_000), version, *fast)
         assert slowest.inlet.planner.loaded_version == -1, "a byte a second"
-        rate[0], fetcher._allowed_s = 1e9, 0.0
+        rate[0], fetcher._next_request_s = 1e9, 0.0
         until(lambda: slowest.acts_with(6), "and the slow one gets there too")
 
 
@@ -372,7 +372,7 @@ def test_a_robot_that_could_not_keep_the_learners_key_says_how_to_mend_it_before
     def inlet() -> WeightsReceiver:
         return WeightsReceiver(Silent(), DoubleBufferedPolicy(Numbered), config, keys, None, Governor(config.governor))
 
-    with pytest.raises(RunError, match=r"learner\.verify cannot be written .* copy learner\.verify of the run's keys"):
+    with pytest.raises(RunError, match=r"learner\.verify cannot be written .* copy learner\.verify from the run's keys"):
         inlet()
     keys = tmp_path / "keys"
     inlet()
@@ -386,7 +386,7 @@ def test_a_robot_that_cannot_read_what_it_kept_starts_without(tmp_path: Path, ca
     swapper, config = DoubleBufferedPolicy(Numbered), ReceiverConfig()
     inlet = WeightsReceiver(Silent(), swapper, config, tmp_path / "keys", tmp_path / "kept", Governor(config.governor))
     with inlet:
-        assert "weights.not_taken_up" in caplog.text and swapper.swap_if_ready() is None
+        assert "weights.stored_version_unusable" in caplog.text and swapper.swap_if_ready() is None
     inlet.raise_failure()
 
 

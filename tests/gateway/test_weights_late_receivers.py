@@ -81,9 +81,7 @@ class PatchSite:
             if share < 1:
                 adapter[self.version % 100 :: int(1 / share)] += self.version
             self.publisher.publish({**self.backbone, "adapter": adapter}, self.version, self.version)
-            snapshot = self.publisher._next()
-            assert snapshot is not None
-            self.publisher._bring_out(snapshot)
+            assert self.publisher.encode_pending()
             self.settle()
 
     def settle(self) -> None:
@@ -113,7 +111,7 @@ class PatchSite:
         self.settle()
         self.desks[-1].on_peer_closed("robot")
         assert self.receiver.loaded_version == self.version and self.receiver.rejected == 0
-        _, published = self.publisher._states[self.form]
+        published, _ = self.publisher.server.index.manifests[self.form, self.version]
         assert build_tensor_set(dict(self.held), self.form).digest == published.digest
         return self.sent_bytes
 
@@ -156,7 +154,7 @@ class PatchSite:
             if isinstance(message, WeightsOfferRequest):
                 return self.desks[number - 1].on_robot_opened("relay")
             return self.desks[number - 1].on_message("relay", message, payload)
-        return self.publisher._take(Envelope(message, payload))
+        return self.publisher.on_message(Envelope(message, payload))
 
     def _to_robot(self, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, WeightsOffer):
@@ -224,7 +222,7 @@ def test_where_the_table_of_tensors_travels_apart_it_comes_with_the_adapter(tmp_
     site.publish(2)
     site.catch_up()
     site.publish(MAX_VERSIONS_BEHIND + 10)
-    table_bytes = site.publisher._catalogue.manifests["exact", site.version][0].table_bytes
+    table_bytes = site.publisher.server.index.manifests["exact", site.version][0].table_bytes
     assert 0 < table_bytes < site.catch_up() < 1.2 * ADAPTER_BYTES + table_bytes
 
 
@@ -241,7 +239,7 @@ def test_of_what_was_trained_no_more_is_kept_and_offered_than_leads_to_the_versi
     assert len(desk._catalogue.complete_versions()) == 2
     assert sorted(info.codec for info in desk._catalogue.patch_infos()) == ["full", "parts", "parts"]
     assert sorted(info.codec for info in site.offers[-1].parcels) == ["full", "parts"]
-    assert len(site.publisher._catalogue.patches) == 2
+    assert len(site.publisher.server.index.patches) == 2
 
 
 def test_where_little_of_the_adapter_changes_differences_travel_and_who_is_far_behind_gets_what_was_trained(
@@ -267,7 +265,7 @@ def test_parts_that_are_being_fetched_stay_until_they_are_there(tmp_path: Path) 
         """Whether a robot gets it of the desk, and the desk of the learner."""
         request, answers = WeightsRequest(parcel=parts.id, first=grain, count=1), list[AnyMessage]()
         site.desks[0].on_message("slow", request, None)
-        site.publisher._take(Envelope(request, None))
+        site.publisher.on_message(Envelope(request, None))
         while site.words:
             answers += [word for word in (site.words.popleft()[2],) if not isinstance(word, WeightsOffer)]
         of_desk, of_learner = (isinstance(answer, WeightsBlocks) for answer in answers)

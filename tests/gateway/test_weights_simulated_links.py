@@ -219,7 +219,7 @@ class WeightsSimulation:
         return send
 
     def _to_learner(self, message: AnyMessage, payload: Payload | None) -> None:
-        self.publisher._take(Envelope(message, payload))
+        self.publisher.on_message(Envelope(message, payload))
 
     def _to_relay(self, message: AnyMessage, payload: Payload | None) -> None:
         if isinstance(message, WeightsOffer) and (message.greeting or not self.desks[1]._learner):
@@ -250,7 +250,7 @@ class WeightsSimulation:
                 due[1]()
             for link in links:
                 link.carry()
-            self.publisher._offer_if_due()
+            self.publisher.offer_if_due()
             wait_s = min(min(map(self._work, self.desks)), min(robot.step() for robot in self.robots))
             events_s = [link.next_s() for link in links] + [at_s for at_s, _ in self.later]
             until_s = min(end_s, trouble_s, next_s if publish else np.inf, self.now_s + max(1e-3, wait_s), *events_s)
@@ -277,9 +277,7 @@ class WeightsSimulation:
 
     def bring_out(self) -> None:
         self.publisher.publish(dict(self.weights), self.version, self.version)
-        snapshot = self.publisher._next()
-        assert snapshot is not None
-        self.publisher._bring_out(snapshot)
+        assert self.publisher.encode_pending()
 
     def cause_trouble(self) -> None:
         what, robot = self.rng.choice(TROUBLE), self.rng.choice(self.robots)
@@ -339,7 +337,7 @@ def check(folder: Path, seed: int, trouble: bool) -> None:
     for robot in world.robots:
         assert robot.receiver.loaded_version == world.version and robot.receiver.loaded is not None, robot.name
         assert trouble or not robot.receiver.rejected, "of a new life it may hear first in another form"
-        sent = world.publisher._states[robot.receiver.loaded.manifest.form][1]
+        sent, _ = world.publisher.server.index.manifests[robot.receiver.loaded.manifest.form, world.version]
         assert robot.receiver.loaded.state.digest == sent.digest
     for desk in world.desks:
         most = 60 + 4 * OFFER_PIN_S * len(world.forms) / world.period_s

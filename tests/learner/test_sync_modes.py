@@ -108,7 +108,10 @@ class TrainingLoop:
         self.publishing.publish_if_due(self.updates, self._weights, self._moved)
         until(lambda: not self.publisher.is_busy, "the version is ready before the next update")
         if self._end.other is None:
-            until(lambda: self.publisher.stored_version == self.publisher.ready_version, "the gateway has it")
+            until(
+                lambda: self.publisher.progress.stored_version == self.publisher.progress.ready_version,
+                "the gateway has it",
+            )
 
     def _weights(self) -> dict[str, Array]:
         return {"w": np.array([self.weight])}
@@ -163,12 +166,14 @@ def test_what_is_due_waits_while_the_governor_has_pushes_pause(tmp_path: Path) -
         publisher.governor.share = 0.05
         publisher.governor.observe(1000.0)  # a step of so many seconds: pauses of the longest
         trained.publishing.publish(1, trained._weights)
-        until(lambda: publisher.ready_version == 1, "the first is ready")
-        assert publisher.is_busy and publisher.next_allowed_s > time.monotonic() + MAX_PAUSE_S / 2
+        until(lambda: publisher.progress.ready_version == 1, "the first is ready")
+        assert publisher.is_busy and publisher.progress.next_allowed_s > time.monotonic() + MAX_PAUSE_S / 2
         trained.publishing.publish_if_due(2, trained._weights, trained._moved)
-        assert publisher.version == 1
+        assert publisher.progress.submitted_version == 1
         trained.publishing.publish(3, trained._weights)
-        until(lambda: publisher.ready_version == 2, "the last one, at the end of training, is published at once")
+        until(
+            lambda: publisher.progress.ready_version == 2, "the last one, at the end of training, is published at once"
+        )
 
 
 def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
@@ -177,7 +182,7 @@ def test_a_bound_on_staleness_holds_the_learner_back(tmp_path: Path) -> None:
 
         def oldest(version: int) -> None:
             trained._end.inbox.put(Envelope(WeightsProgress(oldest=version)))
-            until(lambda: trained.publisher.oldest_in_use == version, "the learner hears of it")
+            until(lambda: trained.publisher.progress.oldest_in_use == version, "the learner hears of it")
 
         oldest(4)
         assert trained.train(5)[5:] == [6, 7], "then a robot is more than two behind"

@@ -48,17 +48,17 @@ def opened(signed: SignedRecord) -> WeightsManifest:
     return SIGNER.verifier.verify(signed, WeightsManifest)
 
 
-def parcel(form: Precision, version: int, base: int, grains: int) -> PatchInfo:
+def patch(form: Precision, version: int, base: int, blocks: int) -> PatchInfo:
     codec, digest = ("full", b"") if base == NO_VERSION else ("delta", bytes(32))
     name = f"{form} {base} {version}".encode().ljust(32)
-    size = grains * BLOCK_BYTES
-    return PatchInfo(name, form, version, base, digest, codec, size, BLOCK_BYTES, bytes(CRC_BYTES * grains))  # type: ignore[arg-type]
+    size = blocks * BLOCK_BYTES
+    return PatchInfo(name, form, version, base, digest, codec, size, BLOCK_BYTES, bytes(CRC_BYTES * blocks))  # type: ignore[arg-type]
 
 
-def history(form: Precision, differences: int, grains: int) -> list[PatchInfo]:
-    """Differences up to the newest, one after the other, and a full parcel as many back as may follow one."""
-    found = [parcel(form, NEWEST - n, NEWEST - n - 1, grains) for n in range(differences)]
-    return [*found, parcel(form, NEWEST - min(differences, MAX_CHAIN_LENGTH), NO_VERSION, MAX_BLOCKS)]
+def history(form: Precision, differences: int, blocks: int) -> list[PatchInfo]:
+    """Differences up to the newest, one after the other, and a full patch as many back as may follow one."""
+    found = [patch(form, NEWEST - n, NEWEST - n - 1, blocks) for n in range(differences)]
+    return [*found, patch(form, NEWEST - min(differences, MAX_CHAIN_LENGTH), NO_VERSION, MAX_BLOCKS)]
 
 
 def record_bytes(offer: WeightsOffer) -> int:
@@ -90,7 +90,7 @@ def test_a_table_that_travels_apart_has_the_digest_that_is_signed() -> None:
     assert whole.has_tensors and len(whole.tensors) == 2000, "scales count"
     spoilt = bytearray(table.payload)
     spoilt[-1] ^= 1
-    with pytest.raises(WireError, match="has not the digest"):
+    with pytest.raises(WireError, match="differs from the manifest"):
         with_tensor_table(manifest, bytes(spoilt))
 
 
@@ -99,7 +99,7 @@ def test_more_tensors_than_travel_are_refused() -> None:
     tiny.flags.writeable = False
     most = {f"{n}": tiny for n in range(MAX_TENSORS)}
     assert len(build_tensor_set(most).entries) == MAX_TENSORS
-    with pytest.raises(WireError, match=rf"weights of {MAX_TENSORS + 1} tensors .* at most {MAX_TENSORS} "):
+    with pytest.raises(WireError, match=rf"{MAX_TENSORS + 1} tensors .* exceed the limits of {MAX_TENSORS} "):
         build_tensor_set(most | {"one more": tiny})
 
 

@@ -1,6 +1,6 @@
-"""Memory for large parcels is used again, and never while anybody still looks at it.
+"""Memory for large patches is used again, and never while anybody still looks at it.
 
-How fast a parcel comes over links of all kinds, on a clock of the test's own.
+How fast a patch comes over links of all kinds, on a clock of the test's own.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ def test_a_buffer_of_another_size_is_not_handed_out() -> None:
 class SimulatedServer:
     """A source that answers at once, behind a link that takes half a round trip each way and sends byte after byte."""
 
-    def __init__(self, parcel: Patch, bytes_per_s: float, round_trip_s: float) -> None:
-        self.parcel, self.bytes_per_s, self.round_trip_s = parcel, bytes_per_s, round_trip_s
+    def __init__(self, patch: Patch, bytes_per_s: float, round_trip_s: float) -> None:
+        self.parcel, self.bytes_per_s, self.round_trip_s = patch, bytes_per_s, round_trip_s
         self.now_s = self.free_s = 0.0
         self.coming: deque[tuple[float, int, memoryview]] = deque()
         self.most_under_way = self.under_way = 0
         self.fetcher = PatchFetcher(self.ask, lambda: self.now_s)
 
-    def ask(self, parcel: bytes, first: int, count: int) -> bool:
+    def ask(self, patch: bytes, first: int, count: int) -> bool:
         step = MESSAGE_BYTES // self.parcel.info.block_bytes
-        for grain in range(first, first + count, step):
-            payload = self.parcel.blocks(grain, min(step, first + count - grain))
+        for block in range(first, first + count, step):
+            payload = self.parcel.blocks(block, min(step, first + count - block))
             self.free_s = max(self.free_s, self.now_s + self.round_trip_s / 2) + len(payload) / self.bytes_per_s
-            self.coming.append((self.free_s + self.round_trip_s / 2, grain, payload))
+            self.coming.append((self.free_s + self.round_trip_s / 2, block, payload))
             self.under_way += len(payload)
         self.most_under_way = max(self.most_under_way, self.under_way)
         return True
 
-    def fetch(self, parcel: Patch | None = None) -> float:
-        """Fetches the parcel, or another one, from its beginning; how long that takes in seconds."""
-        self.parcel = parcel or self.parcel
+    def fetch(self, patch: Patch | None = None) -> float:
+        """Fetches the patch, or another one, from its beginning; how long that takes in seconds."""
+        self.parcel = patch or self.parcel
         started_s, info = self.now_s, self.parcel.info
         self.fetcher.set_targets([])
         self.fetcher.set_targets([info])
         while not self.fetcher.is_complete:
             self.fetcher.send_requests()
-            self.now_s, grain, payload = self.coming.popleft()
+            self.now_s, block, payload = self.coming.popleft()
             self.under_way -= len(payload)
-            self.fetcher.receive_blocks(info.id, grain, payload)
+            self.fetcher.receive_blocks(info.id, block, payload)
         return self.now_s - started_s
 
 

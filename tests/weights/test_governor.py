@@ -30,7 +30,7 @@ for quantile in (0.0, 0.99):
     for _ in range(100):
         with governor.push():
             governor.observe(0.01)
-    governor.pause()
+    governor.pause_after_push_s()
     assert governor.decisions
     print(*(set(sys.modules) - before))
 """
@@ -131,7 +131,7 @@ def test_pushes_that_follow_upon_each_other_are_spread_until_their_cost_fits_the
     pushed = learner.pushed
     assert learner.run(20_000) <= 0.03
     assert learner.pushed - pushed > 20_000 * 0.03 / 0.1 / 3, "and no more than that"
-    assert learner.governor.scalars()["governor/longer"] <= 0.05
+    assert learner.governor.scalars()["governor/slowdown"] <= 0.05
 
 
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.2, 0.5])
@@ -195,7 +195,7 @@ def test_of_two_sorts_of_steps_the_longer_count_in_full() -> None:
             machine.now_s += (seconds := 0.012 * (1 + 0.5 * pushing) if step % 2 else 0.006)
             with machine.governor.push() if pushing else contextlib.nullcontext():
                 machine.governor.observe(seconds)
-    assert machine.governor.scalars()["governor/longer"] == pytest.approx(1 / 3)
+    assert machine.governor.scalars()["governor/slowdown"] == pytest.approx(1 / 3)
 
 
 def test_pushes_that_cost_little_follow_upon_each_other_save_for_a_look_now_and_then() -> None:

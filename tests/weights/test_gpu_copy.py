@@ -168,7 +168,7 @@ def test_a_device_that_cannot_round_is_told_at_the_start(monkeypatch: pytest.Mon
 
 def test_a_learner_on_the_processor_needs_no_copies_and_has_no_multiprocessors_to_set_aside() -> None:
     assert make_host_copier("cpu", PublishConfig()) is None
-    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the processor"):
+    with pytest.raises(ConfigError, match="green_sms is 8, and the learner trains on the CPU"):
         make_host_copier("cpu", PublishConfig(green_sms=8))
     with pytest.raises(ConfigError, match="green_sms"):
         PublishConfig(green_sms=-1)

@@ -46,8 +46,8 @@ def same(a: TensorSet, b: TensorSet) -> bool:
     )
 
 
-def parts(*parcels: Patch) -> list[tuple]:  # type: ignore[type-arg]
-    return [(parcel.info, parcel.payload) for parcel in parcels]
+def parts(*patches: Patch) -> list[tuple]:  # type: ignore[type-arg]
+    return [(patch.info, patch.payload) for patch in patches]
 
 
 @settings(max_examples=80, deadline=None)
@@ -70,10 +70,10 @@ def test_a_difference_gives_back_every_bit(draw: st.DataObject) -> None:
         flat = array.reshape(-1)
         for index in draw.draw(st.sets(st.integers(0, max(0, flat.size - 1)), max_size=5)) if flat.size else ():
             flat[index] = flat[draw.draw(st.integers(0, flat.size - 1))]
-    base, new = build_tensor_set(weights), build_tensor_set(fresh, former=None)
-    parcel = delta_patch(1, base, 2, new)
-    if parcel is not None:
-        assert same(apply_patches(manifest_of(new, 2), parts(parcel), base), new)
+    base, new = build_tensor_set(weights), build_tensor_set(fresh, previous=None)
+    patch = delta_patch(1, base, 2, new)
+    if patch is not None:
+        assert same(apply_patches(manifest_of(new, 2), parts(patch), base), new)
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,10 +92,10 @@ def test_one_percent_of_changed_bf16_values_is_forty_times_smaller() -> None:
     old = rng.integers(0x3000, 0x4000, 1 << 20).astype(np.uint16)
     new = np.where(rng.random(old.size) < 0.01, rng.integers(0x3000, 0x4000, old.size), old).astype(np.uint16)
     base, fresh = (build_tensor_set({"w": values.view(BF16)}) for values in (old, new))
-    parcel = delta_patch(0, base, 1, fresh)
-    assert parcel is not None and parcel.info.codec == "delta"
-    assert parcel.info.size_bytes * 40 < fresh.size_bytes
-    assert same(apply_patches(manifest_of(fresh), parts(parcel), base), fresh)
+    patch = delta_patch(0, base, 1, fresh)
+    assert patch is not None and patch.info.codec == "delta"
+    assert patch.info.size_bytes * 40 < fresh.size_bytes
+    assert same(apply_patches(manifest_of(fresh), parts(patch), base), fresh)
 
 
 @pytest.mark.parametrize(("share", "pays"), [(0.0001, True), (0.1, True), (0.6, False), (1.0, False)])
@@ -110,11 +110,11 @@ def test_of_a_policy_of_which_an_adapter_is_trained_only_that_travels() -> None:
     base = build_tensor_set(weights)
     assert all(not array.flags.writeable for array in weights.values())
     trained = {**weights, "adapter": random_weights(1, rows=2048)["adapter"]}
-    new = build_tensor_set(trained, former=base)
-    parcel = delta_patch(0, base, 1, new)
-    assert parcel is not None and parcel.info.codec == "parts"
-    assert parcel.info.size_bytes < 1.1 * weights["adapter"].nbytes
-    found = apply_patches(manifest_of(new), parts(parcel), base)
+    new = build_tensor_set(trained, previous=base)
+    patch = delta_patch(0, base, 1, new)
+    assert patch is not None and patch.info.codec == "parts"
+    assert patch.info.size_bytes < 1.1 * weights["adapter"].nbytes
+    found = apply_patches(manifest_of(new), parts(patch), base)
     assert same(found, new) and found.tensors["hidden.0.weight"] is base.tensors["hidden.0.weight"], "kept once"
 
 
@@ -128,9 +128,9 @@ def test_a_difference_that_no_packet_holds_is_not_made() -> None:
     assert delta_patch(0, base, 1, new) is None
     some = dict(list(weights.items())[:1000])
     new = build_tensor_set(base.tensors | {name: one_changed(array) for name, array in some.items()})
-    parcel = delta_patch(0, base, 1, new)
-    assert parcel is not None
-    found = apply_patches(replace(manifest_of(new), tensors=new.entries), parts(parcel), base)
+    patch = delta_patch(0, base, 1, new)
+    assert patch is not None
+    found = apply_patches(replace(manifest_of(new), tensors=new.entries), parts(patch), base)
     assert found.digest == new.digest
 
 
@@ -145,9 +145,9 @@ def test_a_chain_of_differences_leads_to_the_last() -> None:
     chain = []
     for version in range(1, 6):
         states.append(build_tensor_set(changed(states[-1].tensors, 0.02, version)))
-        parcel = delta_patch(version - 1, states[-2], version, states[-1])
-        assert parcel is not None
-        chain.append(parcel)
+        patch = delta_patch(version - 1, states[-2], version, states[-1])
+        assert patch is not None
+        chain.append(patch)
     assert same(apply_patches(manifest_of(states[5], 5), parts(*chain), states[0]), states[5])
     assert same(apply_patches(manifest_of(states[5], 5), parts(full_patch(states[0], 0), *chain), None), states[5])
     with pytest.raises(WireError, match="base"):
@@ -159,11 +159,11 @@ def test_a_chain_of_differences_leads_to_the_last() -> None:
 def test_a_wrong_base_is_found() -> None:
     right, other = build_tensor_set(random_weights(0)), build_tensor_set(random_weights(1))
     new = build_tensor_set(changed(right.tensors, 0.01, 2))
-    parcel = delta_patch(0, right, 1, new)
-    assert parcel is not None
+    patch = delta_patch(0, right, 1, new)
+    assert patch is not None
     with pytest.raises(WireError, match="base"):
-        apply_patches(manifest_of(new), parts(parcel), other)
-    forged = Patch(replace(parcel.info, base_digest=other.digest), parcel.payload)
+        apply_patches(manifest_of(new), parts(patch), other)
+    forged = Patch(replace(patch.info, base_digest=other.digest), patch.payload)
     with pytest.raises(WireError, match="digest"):
         apply_patches(manifest_of(new), parts(forged), other)
 
@@ -173,15 +173,15 @@ def test_a_wrong_base_is_found() -> None:
 def test_damage_is_found_and_nothing_but_an_error_comes_of_it(draw: st.DataObject) -> None:
     base = build_tensor_set(random_weights(0))
     new = build_tensor_set(changed(base.tensors, 0.02, 1))
-    parcel = draw.draw(st.sampled_from([full_patch(new, 1), delta_patch(0, base, 1, new)]))
-    assert parcel is not None
-    spoiled = bytearray(parcel.payload)
+    patch = draw.draw(st.sampled_from([full_patch(new, 1), delta_patch(0, base, 1, new)]))
+    assert patch is not None
+    spoiled = bytearray(patch.payload)
     if draw.draw(st.booleans()):
         spoiled = spoiled[: draw.draw(st.integers(0, len(spoiled) - 1))]
     else:
         spoiled[draw.draw(st.integers(0, len(spoiled) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
     try:
-        found = apply_patches(manifest_of(new), [(parcel.info, memoryview(bytes(spoiled)))], base)
+        found = apply_patches(manifest_of(new), [(patch.info, memoryview(bytes(spoiled)))], base)
     except WireError:
         return
     assert same(found, new), "a flipped bit of padding changes nothing"
@@ -201,17 +201,17 @@ def test_a_difference_that_is_made_up_is_refused(parts: list[object], streams: d
         parts: list[object]
 
     payload = encode_packet(Header(parts), {name: np.asarray(stream) for name, stream in streams.items()})
-    with pytest.raises(WireError, match="names a tensor twice, or whose streams are no bytes"):
+    with pytest.raises(WireError, match="repeats a tensor name, or has a stream that is not"):
         apply_delta({"w": np.zeros(4, np.float32)}, payload)
 
 
 def test_a_manifest_that_contradicts_itself_is_refused() -> None:
     state = build_tensor_set(random_weights(0))
-    parcel = full_patch(state, 1)
+    patch = full_patch(state, 1)
     manifest = manifest_of(state)
     for wrong in (replace(manifest, digest=bytes(32)), replace(manifest, tensors=manifest.tensors[1:])):
         with pytest.raises(WireError):
-            apply_patches(wrong, parts(parcel), None)
+            apply_patches(wrong, parts(patch), None)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -225,17 +225,17 @@ def test_weights_that_are_not_finite_stay_at_their_source(value: float, dtype: o
 
 @given(st.integers(1, 1 << 34))
 def test_a_parcel_of_any_size_has_grains_that_its_receiver_takes(size_bytes: int) -> None:
-    grain = block_size_bytes(size_bytes)
-    assert grain % BLOCK_BYTES == 0 and -(-size_bytes // grain) <= MAX_BLOCKS
+    block = block_size_bytes(size_bytes)
+    assert block % BLOCK_BYTES == 0 and -(-size_bytes // block) <= MAX_BLOCKS
 
 
 def test_digests_taken_while_a_parcel_comes_are_those_of_its_tensors() -> None:
     state = build_tensor_set(random_weights(3, rows=512))
-    manifest, parcel = build_manifest(state, 1, 1, 0, (0.0, 0.0)), full_patch(state, 1)
-    running = IncrementalDigests(manifest, parcel.payload)
-    for end in (0, 1, 64, 65, 70_000, 70_000, len(parcel.payload) - 1, len(parcel.payload)):
+    manifest, patch = build_manifest(state, 1, 1, 0, (0.0, 0.0)), full_patch(state, 1)
+    running = IncrementalDigests(manifest, patch.payload)
+    for end in (0, 1, 64, 65, 70_000, 70_000, len(patch.payload) - 1, len(patch.payload)):
         running.update(end)
         assert set(running.digests.items()) <= {(entry.name, entry.digest) for entry in state.entries}
     assert running.digests == {entry.name: entry.digest for entry in state.entries}
     with pytest.raises(WireError):
-        IncrementalDigests(manifest, parcel.payload[:-1])
+        IncrementalDigests(manifest, patch.payload[:-1])

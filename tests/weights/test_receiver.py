@@ -69,13 +69,13 @@ class ReceiverBench:
             raise WireError("not this policy's")
         self.loaded.append((manifest, arrays))
 
-    def ask(self, parcel: bytes, first: int, count: int) -> bool:
-        self.queue.append(WeightsRequest(parcel=parcel, first=first, count=count))
+    def ask(self, patch: bytes, first: int, count: int) -> bool:
+        self.queue.append(WeightsRequest(parcel=patch, first=first, count=count))
         return True
 
-    def add(self, manifest: WeightsManifest, signed: SignedRecord, *parcels: Patch) -> None:
+    def add(self, manifest: WeightsManifest, signed: SignedRecord, *patches: Patch) -> None:
         self.catalogue.manifests[manifest.form, manifest.version] = (manifest, signed)
-        self.catalogue.patches |= {parcel.info.id: parcel for parcel in parcels}
+        self.catalogue.patches |= {patch.info.id: patch for patch in patches}
 
     def offer(
         self,
@@ -133,14 +133,14 @@ def order(signer: Signer, serial: int, version: int) -> SignedRecord:
 
 
 def chain(world: ReceiverBench, versions: int, share: float = 0.01, rows: int = 512) -> list[TensorSet]:
-    """A full parcel of version 0 and differences up to the last, in the world's catalogue."""
+    """A full patch of version 0 and differences up to the last, in the world's catalogue."""
     states = [build_tensor_set(random_weights(0, rows))]
     world.add(*version_of(states[0], 0, world.signer), full_patch(states[0], 0))
     for version in range(1, versions):
         states.append(build_tensor_set(changed(states[-1].tensors, share, version)))
-        parcel = delta_patch(version - 1, states[-2], version, states[-1])
-        assert parcel is not None
-        world.add(*version_of(states[-1], version, world.signer), parcel)
+        patch = delta_patch(version - 1, states[-2], version, states[-1])
+        assert patch is not None
+        world.add(*version_of(states[-1], version, world.signer), patch)
     return states
 
 
@@ -204,10 +204,10 @@ def test_what_was_to_follow_and_does_not_is_asked_for(world: ReceiverBench) -> N
 
 def test_a_promise_that_makes_no_sense_changes_nothing(world: ReceiverBench) -> None:
     states = chain(world, 2)
-    parcels = [info.id for info in world.catalogue.patch_infos()]
+    patches = [info.id for info in world.catalogue.patch_infos()]
     nonsense = tuple(
-        WeightsRequest(parcel=parcel, first=first, count=count)
-        for parcel in (*parcels, b"x" * 32)
+        WeightsRequest(parcel=patch, first=first, count=count)
+        for patch in (*patches, b"x" * 32)
         for first, count in ((-(1 << 62), 1), (1 << 62, 1 << 62), (0, -1), (5, 0))
     )
     for version in range(2):
@@ -226,15 +226,15 @@ def test_so_much_may_come_unasked_as_is_little_for_the_link(world: ReceiverBench
 
 
 def test_of_small_parcels_as_many_come_unasked_as_have_room(world: ReceiverBench) -> None:
-    """A difference of some kilobytes is a grain, but does not take a grain's room."""
+    """A difference of some kilobytes is a block, but does not take a block's room."""
     chain(world, 5)
     world.receiver.on_offer(world.offer(0))
     world.run()
     sizes = [info.size_bytes for info in world.catalogue.patch_infos() if info.codec == "delta"]
     assert len(sizes) == 4 and sum(sizes) < BLOCK_BYTES
-    for room_bytes, parcels in ((sum(sizes), 4), (sum(sizes[:2]) + 1, 2), (sizes[0] - 1, 0)):
+    for room_bytes, patches in ((sum(sizes), 4), (sum(sizes[:2]) + 1, 2), (sizes[0] - 1, 0)):
         ahead = world.ahead(4, room_bytes)
-        assert [(request.first, request.count) for request in ahead] == [(0, 1)] * parcels
+        assert [(request.first, request.count) for request in ahead] == [(0, 1)] * patches
 
 
 def test_a_newer_version_is_not_turned_to_before_what_is_on_its_way_already(world: ReceiverBench) -> None:
@@ -338,22 +338,22 @@ def test_where_parts_are_gone_before_the_frozen_rest_is_here_that_is_fetched_no_
 
 
 def test_a_transfer_that_was_cut_goes_on_where_it_stood(world: ReceiverBench) -> None:
-    manifest, signed, parcel = full_version(random_weights(0, rows=8192), 1, world.signer)
-    world.add(manifest, signed, parcel)
+    manifest, signed, patch = full_version(random_weights(0, rows=8192), 1, world.signer)
+    world.add(manifest, signed, patch)
     world.receiver.on_offer(world.offer(1))
-    while world.sent_bytes < parcel.info.size_bytes // 2:
+    while world.sent_bytes < patch.info.size_bytes // 2:
         world.receiver.step()
         world.serve()
     world.queue.clear()  # the connection is gone, with what was asked for
     world.receiver.on_offer(world.offer(1, greeting=True))
     world.run()
     assert world.receiver.loaded_version == 1
-    assert world.sent_bytes <= parcel.info.size_bytes, "nothing came twice"
+    assert world.sent_bytes <= patch.info.size_bytes, "nothing came twice"
 
 
 def test_answers_that_never_come_are_asked_for_again(world: ReceiverBench) -> None:
-    manifest, signed, parcel = full_version(random_weights(0, rows=8192), 1, world.signer)
-    world.add(manifest, signed, parcel)
+    manifest, signed, patch = full_version(random_weights(0, rows=8192), 1, world.signer)
+    world.add(manifest, signed, patch)
     world.receiver.on_offer(world.offer(1))
     world.receiver.step()
     world.queue.clear()
@@ -368,11 +368,11 @@ def test_newer_offers_do_not_starve_a_link_that_is_slower_than_the_learner(world
     for _ in range(20_000):
         if world.now_s >= due_s:
             version += 1
-            manifest, signed, parcel = full_version(random_weights(version, rows=8192), version, world.signer)
+            manifest, signed, patch = full_version(random_weights(version, rows=8192), version, world.signer)
             world.catalogue.patches.clear() if version % 10 == 0 else None
-            world.add(manifest, signed, parcel)
+            world.add(manifest, signed, patch)
             world.receiver.on_offer(world.offer(version))
-            size, due_s = parcel.info.size_bytes, due_s + 5.0
+            size, due_s = patch.info.size_bytes, due_s + 5.0
         world.receiver.step()
         world.serve()
         world.now_s += 1e-3
@@ -395,9 +395,9 @@ def test_a_version_under_way_is_given_up_for_one_that_arrives_sooner(world: Rece
         world.receiver.step()
         world.serve()
     small = build_tensor_set(changed(states[0].tensors, 0.001, 1))
-    parcel = delta_patch(0, states[0], 2, small)
-    assert parcel is not None
-    world.add(*version_of(small, 2, world.signer), parcel)
+    patch = delta_patch(0, states[0], 2, small)
+    assert patch is not None
+    world.add(*version_of(small, 2, world.signer), patch)
     world.receiver.on_offer(world.offer(2))
     world.run()
     assert [manifest.version for manifest, _ in world.loaded] == [0, 2] and world.receiver.abandoned == 1
@@ -415,9 +415,9 @@ def test_what_is_under_way_of_a_version_that_was_given_up_holds_up_nothing(world
     world.receiver.step()
     assert world.queue, "as much of it as the window lets through"
     small = build_tensor_set(changed(states[0].tensors, 0.001, 1))
-    parcel = delta_patch(0, states[0], 2, small)
-    assert parcel is not None
-    world.add(*version_of(small, 2, world.signer), parcel)
+    patch = delta_patch(0, states[0], 2, small)
+    assert patch is not None
+    world.add(*version_of(small, 2, world.signer), patch)
     offer = world.offer(2)
     world.receiver.on_offer(replace(offer, parcels=tuple(info for info in offer.parcels if info.id != big.info.id)))
     if gone:
@@ -504,11 +504,11 @@ def test_an_order_is_for_versions_of_its_run(world: ReceiverBench) -> None:
     assert world.loaded[-1][1]["steps"] == 3, "one of this run is obeyed, whatever its number"
 
 
-def spoilt(parcel: Patch) -> Patch:
+def spoilt(patch: Patch) -> Patch:
     """The same with a byte changed: at its source, so that it comes damaged however often it is asked for."""
-    content = bytearray(parcel.payload)
+    content = bytearray(patch.payload)
     content[-1] ^= 1
-    return Patch(parcel.info, memoryview(bytes(content)))
+    return Patch(patch.info, memoryview(bytes(content)))
 
 
 def test_a_parcel_that_comes_damaged_however_often_it_is_asked_for_is_given_up_for_another_way(
@@ -517,7 +517,7 @@ def test_a_parcel_that_comes_damaged_however_often_it_is_asked_for_is_given_up_f
     states = chain(world, 2)
     world.receiver.on_offer(world.offer(0))
     world.run()
-    difference = next(parcel for parcel in world.catalogue.patches.values() if parcel.info.codec == "delta")
+    difference = next(patch for patch in world.catalogue.patches.values() if patch.info.codec == "delta")
     world.catalogue.patches[difference.info.id] = spoilt(difference)
     full = full_patch(states[1], 1)
     world.catalogue.patches |= {full.info.id: full}
@@ -531,27 +531,27 @@ def test_a_parcel_that_comes_damaged_however_often_it_is_asked_for_is_given_up_f
 
 
 def test_without_another_way_it_is_tried_again_when_a_session_begins(world: ReceiverBench) -> None:
-    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
-    world.add(manifest, signed, spoilt(parcel))
+    manifest, signed, patch = full_version(random_weights(0), 1, world.signer)
+    world.add(manifest, signed, spoilt(patch))
     for _ in range(2):
         world.receiver.on_offer(world.offer(1))
         world.run(rounds=100)
         assert world.receiver.loaded_version == NO_VERSION and world.receiver.damaged_blocks == MAX_DAMAGED_ATTEMPTS
-    world.add(manifest, signed, parcel)
+    world.add(manifest, signed, patch)
     world.receiver.on_offer(world.offer(1, greeting=True))
     world.run(rounds=100)
     assert world.receiver.loaded_version == 1
 
 
 def test_what_was_gone_and_is_offered_again_is_asked_for_again(world: ReceiverBench) -> None:
-    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
-    world.add(manifest, signed, parcel)
+    manifest, signed, patch = full_version(random_weights(0), 1, world.signer)
+    world.add(manifest, signed, patch)
     offer = world.offer(1)
     world.catalogue.patches.clear()
     world.receiver.on_offer(offer)
     world.run(rounds=100)
     assert world.receiver.loaded_version == NO_VERSION and not world.receiver.is_updating
-    world.add(manifest, signed, parcel)
+    world.add(manifest, signed, patch)
     world.receiver.on_offer(offer)
     world.run(rounds=100)
     assert world.receiver.loaded_version == 1
@@ -601,14 +601,14 @@ def test_a_table_that_is_not_what_was_signed_is_given_up_for_another(world: Rece
 def test_a_full_parcel_of_another_size_than_its_tensors_leaves_what_acts_and_the_next_way_is_taken(
     world: ReceiverBench, apart: bool
 ) -> None:
-    """While an earlier version is under way, whose parcel is not offered any more."""
+    """While an earlier version is under way, whose patch is not offered any more."""
     weights = many if apart else random_weights
     first, second = (build_tensor_set(weights(number)) for number in (1, 2))
     world.add(*version_of(first, 1, world.signer), full_patch(first, 1), *([table_patch(first, 1)] * apart))
     world.receiver.on_offer(world.offer(1))
     world.receiver.step()
     world.catalogue = VersionIndex()
-    parcel = full_patch(second, 2)
+    patch = full_patch(second, 2)
     short = build_tensor_set(random_weights(3, rows=8))
     lie = full_patch(TensorSet(second.form, short.entries, short.tensors, short.digest), 2)
     world.add(*version_of(second, 2, world.signer), lie, *([table_patch(second, 2)] * apart))
@@ -618,7 +618,7 @@ def test_a_full_parcel_of_another_size_than_its_tensors_leaves_what_acts_and_the
     assert (
         world.receiver.loaded_version == NO_VERSION and world.receiver.rejected == 1 and not world.receiver.is_updating
     )
-    world.catalogue.patches |= {parcel.info.id: parcel}
+    world.catalogue.patches |= {patch.info.id: patch}
     world.receiver.on_offer(world.offer(2))
     world.run()
     assert world.receiver.loaded_version == 2
@@ -637,7 +637,7 @@ def test_a_version_that_comes_in_no_form_that_is_taken_is_refused(world: Receive
     assert kept is not None
     world.forms = ("exact",)
     world.__post_init__()
-    with pytest.raises(WireError, match="kept as int8"):
+    with pytest.raises(WireError, match="version is int8"):
         world.receiver.load_saved(kept)
 
 
@@ -664,13 +664,13 @@ def test_versions_only_grow_unless_a_person_orders_otherwise(world: ReceiverBenc
 
 
 def test_what_somebody_else_signed_or_changed_is_refused(world: ReceiverBench) -> None:
-    manifest, _, parcel = full_version(random_weights(0), 1, world.signer)
+    manifest, _, patch = full_version(random_weights(0), 1, world.signer)
     stranger = new_signer()
-    world.add(manifest, stranger.sign(manifest), parcel)
+    world.add(manifest, stranger.sign(manifest), patch)
     world.receiver.on_offer(replace(world.offer(1), signer=stranger.public_key))
     assert world.receiver.rejected == 1 and not world.queue
     signed = world.signer.sign(manifest)
-    world.add(manifest, SignedRecord(signed.body.replace(b"adapter", b"adaptor"), signed.signature), parcel)
+    world.add(manifest, SignedRecord(signed.body.replace(b"adapter", b"adaptor"), signed.signature), patch)
     world.receiver.on_offer(world.offer(1))
     assert world.receiver.rejected == 2 and not world.queue and world.receiver.loaded_version == NO_VERSION
 
@@ -718,7 +718,10 @@ def test_a_slow_link_brings_a_rounded_form_where_the_policy_allows_it(tmp_path: 
         (("exact",), 2e5 / MAX_EXACT_WAIT_S, "exact"),
     ):
         world = ReceiverBench(tmp_path, forms=forms, bytes_per_s=rate)  # type: ignore[arg-type]
-        world.receiver._fetcher.rate = world.receiver._fetcher.rate.with_sample(rate)
+        measured = {"w": np.random.default_rng(1).normal(size=(512, 256)).astype(np.float32)}
+        world.add(*full_version(measured, 0, world.signer))
+        world.receiver.on_offer(world.offer(0))
+        world.run(100_000)  # measures the rate of the link
         for form in ("exact", "bf16", "int8"):
             arrays, _ = quantize(weights, form)  # type: ignore[arg-type]
             world.add(*full_version(arrays, 1, world.signer, form))  # type: ignore[arg-type]
@@ -730,15 +733,15 @@ def test_a_slow_link_brings_a_rounded_form_where_the_policy_allows_it(tmp_path: 
 
 
 def test_descriptions_that_want_our_memory_are_ignored(world: ReceiverBench) -> None:
-    manifest, signed, parcel = full_version(random_weights(0), 1, world.signer)
+    manifest, signed, patch = full_version(random_weights(0), 1, world.signer)
     for lie in (
         {"size_bytes": 1 << 33},
-        {"grain_bytes": 1},
+        {"block_bytes": 1},
         {"crcs": b""},
         {"base": 5, "base_digest": b"x", "codec": "delta"},
-        {"grain_bytes": -4},
+        {"block_bytes": -4},
     ):
-        world.add(manifest, signed, Patch(replace(parcel.info, **lie), parcel.payload))
+        world.add(manifest, signed, Patch(replace(patch.info, **lie), patch.payload))
         world.receiver.on_offer(world.offer(1))
         world.receiver.step()
         assert not world.queue and not world.receiver.is_updating
@@ -812,21 +815,21 @@ def chaotic(world: ReceiverBench, versions: int, seed: int) -> None:
             fresh | ({"hidden.0.weight": state.tensors["hidden.0.weight"]} if rng.random() < 0.9 else {})
         )
         earlier[version] = new
-        parcels = [delta_patch(version - 1, state, version, new)] if version and rng.random() < 0.9 else []
-        if not parcels or parcels[0] is None or rng.random() < 0.1:
-            parcels.append(full_patch(new, version))
+        patches = [delta_patch(version - 1, state, version, new)] if version and rng.random() < 0.9 else []
+        if not patches or patches[0] is None or rng.random() < 0.1:
+            patches.append(full_patch(new, version))
         if rng.random() < 0.02 and version:  # a difference that claims a base which it does not have
             other = build_tensor_set(random_weights(version, rows=32))
             lie = delta_patch(version - 1, other, version, new) or full_patch(new, version)
-            parcels.append(
+            patches.append(
                 Patch(replace(lie.info, base_digest=state.digest if lie.info.base >= 0 else b""), lie.payload)
             )
         if rng.random() < 0.1 and version:
-            parcels.append(since(rng.randrange(max(0, version - 40), version), version, earlier))
+            patches.append(since(rng.randrange(max(0, version - 40), version), version, earlier))
             earlier = {number: state for number, state in earlier.items() if number >= version - 40}
         manifest, signed = version_of(new, version, world.signer)
         tables = [] if manifest.has_tensors else [table_patch(new, version)]
-        world.add(manifest, signed, *tables, *[p for p in parcels if p is not None])
+        world.add(manifest, signed, *tables, *[p for p in patches if p is not None])
         digests[version] = new.digest
         world.catalogue.retain([version], version - 8)
         ahead = world.ahead(version, rng.choice([0, 1 << 20])) if world.receiver.loaded is not None else ()

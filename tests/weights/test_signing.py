@@ -28,7 +28,7 @@ def test_a_life_that_cannot_be_kept_goes_by_the_clock_and_that_is_logged(
 ) -> None:
     (tmp_path / "keys").touch()
     assert next_epoch(tmp_path / "keys", lambda: 50.0) == 50
-    assert "weights.life_not_kept" in caplog.text
+    assert "weights.epoch_not_stored" in caplog.text
     (tmp_path / "learner.lives").write_text("what?")
     assert next_epoch(tmp_path, lambda: 60.0) == 60
-    assert "weights.lives_unreadable" in caplog.text
+    assert "weights.epoch_unreadable" in caplog.text

@@ -1,4 +1,4 @@
-"""What the tests of weights share: random weights, versions and their parcels, and a learner's key."""
+"""What the tests of weights share: random weights, versions and their patches, and a learner's key."""
 
 from __future__ import annotations
 

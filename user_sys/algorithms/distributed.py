@@ -90,7 +90,7 @@ class ShardGather:
         stream = torch.cuda.Stream
         self._stream = stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def gather(self, shares: Mapping[str, Tensor], into: Mapping[str, Array], breathe: YieldHook = no_yield) -> None:
+    def gather(self, shares: Mapping[str, Tensor], into: Mapping[str, Array], yield_cpu: YieldHook = no_yield) -> None:
         """Blocks until rank 0 has the whole tensors, and here until this process has given what it has to give.
 
         Args:
@@ -103,21 +103,21 @@ class ShardGather:
         with torch.no_grad(), on_stream(self._stream):
             for name, share in shares.items():
                 if self._rank == 0:
-                    self._assemble(share, torch.from_numpy(into[name]), breathe)
+                    self._assemble(share, torch.from_numpy(into[name]), yield_cpu)
                 elif share.ndim:
                     for piece in _buckets(share):
                         dist.send(piece, 0, group=self._group)
             if self._stream is not None:
                 self._stream.synchronize()  # who gave it away may let the shares go
 
-    def _assemble(self, share: Tensor, whole: Tensor, breathe: YieldHook) -> None:
+    def _assemble(self, share: Tensor, whole: Tensor, yield_cpu: YieldHook) -> None:
         for target, source in zip(_buckets(local_shard(whole, 0, self._world)), _buckets(share), strict=True):
             self._bring(source, target)
-            breathe(target.nbytes)
+            yield_cpu(target.nbytes)
         for rank in range(1, self._world) if whole.ndim else ():
             for target in _buckets(local_shard(whole, rank, self._world)):
                 self._receive(target, rank)
-                breathe(target.nbytes)
+                yield_cpu(target.nbytes)
 
     def _receive(self, target: Tensor, rank: int) -> None:
         if self._stream is None:

@@ -130,7 +130,7 @@ class _PublisherServer:
 
     def on_change(self) -> None:
         """Called by the publisher's threads."""
-        if self._at_once or self.publisher.ready_version != self._told or self.publisher.failure is not None:
+        if self._at_once or self.publisher.progress.ready_version != self._told or self.publisher.failure is not None:
             self._tell_status()
         else:
             self._untold = True
@@ -150,17 +150,17 @@ class _PublisherServer:
         with self._telling:
             self._untold, self._told_s = False, time.monotonic()
             publisher, error = self.publisher, self.publisher.failure
-            self._told, self._told_share = publisher.ready_version, publisher.governor.share
+            self._told, self._told_share = publisher.progress.ready_version, publisher.governor.share
             self._tell(
                 PublisherStatus(
                     ready_version=self._told,
-                    stored_version=publisher.stored_version,
-                    oldest_in_use=publisher.oldest_in_use,
-                    published=publisher.published,
-                    next_allowed_s=publisher.next_allowed_s,
+                    stored_version=publisher.progress.stored_version,
+                    oldest_in_use=publisher.progress.oldest_in_use,
+                    published=publisher.progress.published,
+                    next_allowed_s=publisher.progress.next_allowed_s,
                     scalars=publisher.governor.scalars(),
                     failure=None if error is None else PublishFailure(type(error).__name__, str(error)),
-                    pinned_version=publisher.pinned_version,
+                    pinned_version=publisher.progress.pinned_version,
                     share=self._told_share,
                 )
             )

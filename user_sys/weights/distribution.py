@@ -1,16 +1,10 @@
-"""What publisher and receiver need of a transport.
+"""Distributes weights to peers: offers, replies to block requests, prefetching, and the staleness of each robot.
 
-How old the weights are with which each robot acts: a histogram of the seconds since they were overtaken.
-
-What an offer says: the manifests of a version, and of what leads there as much as one message holds.
-
-The record of a message is bounded (`TunnelLimits.max_record_bytes`). The parcels that lead from nothing to the version
-are always named, with the tables of tensors that are too long for their manifests; of the differences for receivers
-that have an earlier one, the newest, as far as they fit. A receiver for which there is no room starts from a full
-parcel. What is always named takes 190 KB at most: in each of three forms a manifest of `records.INLINE_TABLE_BYTES`,
-and checksums of `records.MAX_GRAINS` and `MAX_CHAIN_BLOCKS` grains.
-
-The answers to a request for grains, the same at the learner, the gateway and a relay.
+The publisher, the gateway and a relay share it. The size of an offer is bounded (`TunnelLimits.max_record_bytes`). An
+offer always lists the patches that lead to the version without a base, and the table of tensors if the manifest lacks
+it. It lists the newest deltas as far as they fit. A receiver whose delta is not listed fetches a full patch. The part
+that is always listed takes at most 190 KB: per precision a manifest of `messages.INLINE_TABLE_BYTES`, and the checksums
+of `messages.MAX_BLOCKS` and `MAX_CHAIN_BLOCKS` blocks.
 """
 
 from __future__ import annotations
@@ -51,48 +45,48 @@ from user_sys.weights.patches import (
 
 
 class WeightsChannel(Protocol):
-    """A channel for messages about weights. `user_sys.tunnel.client.TunnelClient` is one."""
+    """A channel for messages about weights, such as `user_sys.tunnel.client.TunnelClient`."""
 
     def send_weights(self, message: WeightsMessage, payload: Payload | None = None) -> bool:
-        """Queues a message and returns at once; False when it cannot be sent now."""
+        """Queues a message and returns at once. Returns False if the message cannot be sent now."""
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
-        """The next message, or None after `timeout_s`."""
+        """Returns the next message, or None after `timeout_s`."""
 
 
 STALENESS_BOUNDS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-MAX_TRACKED_VERSIONS = 4096  # of which the time of publication is remembered
+MAX_TRACKED_VERSIONS = 4096  # whose time of publication is kept
 
 
 class StalenessHistogram:
-    """Counts one sample a robot at each `sample`. One thread calls it, or its caller locks."""
+    """How long the version of each robot has been outdated. One thread calls it, or its caller locks."""
 
     def __init__(self) -> None:
         self._offered: deque[tuple[int, float]] = deque(maxlen=MAX_TRACKED_VERSIONS)
-        self._acting: dict[str, int] = {}
+        self._acting_versions: dict[str, int] = {}
         self._counts: dict[str, list[int]] = {}
         self._newest_s: dict[str, float] = {}
 
     def set_newest(self, version: int, now_s: float) -> None:
-        """From now on robots should act with `version`."""
+        """Records that `version` is the newest from `now_s` on."""
         if not self._offered or self._offered[-1][0] != version:
             self._offered.append((version, now_s))
 
     def set_version(self, robot: str, version: int) -> None:
-        self._acting[robot] = version
+        self._acting_versions[robot] = version
 
     def remove(self, robot: str) -> None:
-        """The robot is not connected; what was counted of it stays."""
-        self._acting.pop(robot, None)
+        """Removes a disconnected robot; its samples stay."""
+        self._acting_versions.pop(robot, None)
         self._newest_s.pop(robot, None)
 
     @property
     def oldest_in_use(self) -> int:
-        """The oldest version with which a robot acts; -1 where none does with any."""
-        return min(self._acting.values(), default=-1)
+        """The oldest version in use by a robot; -1 if there is none."""
+        return min(self._acting_versions.values(), default=-1)
 
     def sample(self, now_s: float) -> None:
-        for robot, version in self._acting.items():
+        for robot, version in self._acting_versions.items():
             age_s = self._age_s(version, now_s)
             self._newest_s[robot] = age_s
             self._counts.setdefault(robot, [0] * (len(STALENESS_BOUNDS_S) + 1))[
@@ -100,7 +94,7 @@ class StalenessHistogram:
             ] += 1
 
     def scalars(self) -> dict[str, float]:
-        """Of each robot: the newest sample, and the share of samples up to each bound."""
+        """Returns for each robot the newest sample, and the fraction of samples up to each bound."""
         found = {f"staleness_s/{robot}": age_s for robot, age_s in self._newest_s.items()}
         for robot, counts in self._counts.items():
             total, below = sum(counts), 0
@@ -110,7 +104,7 @@ class StalenessHistogram:
         return found
 
     def _age_s(self, version: int, now_s: float) -> float:
-        """Seconds since another version took the place of `version`; 0 while it is the newest offered."""
+        """Returns the seconds since a newer version replaced `version`; 0 for the newest."""
         overtaken_s = now_s
         for offered, at_s in reversed(self._offered):
             if offered == version:
@@ -121,42 +115,43 @@ class StalenessHistogram:
 
 MAX_OFFER_BYTES = TunnelLimits.max_record_bytes - (8 << 10)
 MAX_CHAIN_LENGTH = 32
-"""At most so many differences follow a full parcel: a latecomer fetches and applies them all."""
+"""Maximum number of deltas after a full patch: a late receiver fetches and applies them all."""
 MAX_CHAIN_BLOCKS = 2048
-"""... and of so many grains, each of which has its checksum in the offer."""
+"""Maximum number of blocks in these deltas: each has its checksum in the offer."""
 MAX_UNANSWERED_OFFERS = 2
-"""So many offers go to a peer that says nothing; the next one, the newest by then, when it has said something. An offer
-is some kilobytes, and twenty a second would leave a slow link no room for weights."""
+"""Maximum number of offers to a peer that does not reply. The next offer, with the newest version, follows its reply.
+Twenty offers of some kilobytes per second would fill a slow link.
+"""
 UNANSWERED_TIMEOUT_S = 1.0
-"""... or has said nothing for so long: it may not want what was offered."""
-MAX_INFO_BYTES = 160  # of a parcel's description without its checksums, at most
-MAX_MANIFEST_BYTES = 512  # of a manifest without its tensors, and of its signature, at most
+"""A peer without a reply gets the next offer after this time."""
+MAX_INFO_BYTES = 160  # of a patch's description without its checksums
+MAX_MANIFEST_BYTES = 512  # of a manifest without its tensors, with its signature
 
 
 @dataclass
 class OfferThrottle:
-    """When one peer is to be told of the newest version.
+    """Decides when one peer gets the next offer.
 
     Attributes:
-        is_pending: it has not been told.
+        is_pending: the newest version has not been offered.
     """
 
     is_pending: bool = False
-    _offers: int = 0  # since it said something
-    _told_s: float = 0.0
+    _unanswered: int = 0  # since the last message of the peer
+    _sent_s: float = 0.0
 
     def is_due(self, now_s: float) -> bool:
         return self.is_pending and (
-            self._offers < MAX_UNANSWERED_OFFERS or now_s - self._told_s >= UNANSWERED_TIMEOUT_S
+            self._unanswered < MAX_UNANSWERED_OFFERS or now_s - self._sent_s >= UNANSWERED_TIMEOUT_S
         )
 
     def on_peer_message(self) -> None:
-        """The peer has said something."""
-        self._offers = 0
+        """Resets the count of unanswered offers."""
+        self._unanswered = 0
 
     def on_offer_sent(self, now_s: float) -> None:
-        self.is_pending, self._told_s = False, now_s
-        self._offers += 1
+        self.is_pending, self._sent_s = False, now_s
+        self._unanswered += 1
 
 
 def build_offer(
@@ -169,27 +164,27 @@ def build_offer(
     pin: SignedRecord | None = None,
     greeting: bool = False,
 ) -> WeightsOffer:
-    """An offer of `version` in `forms`, with those of `infos` that are of use and have room."""
-    of_use, forms = [info for info in infos if info.version <= version], tuple(forms)
-    named = {
+    """Builds an offer of `version` in the precisions `forms`, with the useful patches of `infos` that fit."""
+    usable, forms = [info for info in infos if info.version <= version], tuple(forms)
+    included = {
         info.id: info
-        for info in of_use
+        for info in usable
         if info.codec == TENSOR_TABLE and info.version == version and info.form in forms
     }
-    named |= {info.id: info for form in forms for info in _path_from_nothing(of_use, form, version)}
+    included |= {info.id: info for form in forms for info in _path_from_nothing(usable, form, version)}
     signed = [*manifests, *([] if pin is None else [pin])]
     room = MAX_OFFER_BYTES - sum(len(each.body) + MAX_MANIFEST_BYTES for each in signed)
-    room -= sum(map(_info_bytes, named.values()))
-    for info in without_superseded(of_use):
-        if info.base == NO_VERSION or info.id in named:
+    room -= sum(map(_info_bytes, included.values()))
+    for info in without_superseded(usable):
+        if info.base == NO_VERSION or info.id in included:
             continue
         room -= _info_bytes(info)
         if room < 0:
             break
-        named[info.id] = info
+        included[info.id] = info
     return WeightsOffer(
         manifests=tuple(manifests),
-        parcels=tuple(named.values()),
+        parcels=tuple(included.values()),
         signer=signer,
         order=pin,
         greeting=greeting,
@@ -197,155 +192,155 @@ def build_offer(
 
 
 def _path_from_nothing(infos: Iterable[PatchInfo], form: Precision, version: int) -> tuple[PatchInfo, ...]:
-    way = cheapest_path(infos, form, version, {})
-    return () if way is None else way.patches
+    path = cheapest_path(infos, form, version, {})
+    return () if path is None else path.patches
 
 
 def _info_bytes(info: PatchInfo) -> int:
     return MAX_INFO_BYTES + len(info.crcs)
 
 
-DOWNLOAD_TIMEOUT_S = 120.0  # without a request: whoever was fetching a version has given it up, or left
-OFFER_PIN_S = 2.0  # after which whoever has not asked for what was offered wants something newer
+DOWNLOAD_TIMEOUT_S = 120.0  # without a request; the peer has given up or left
+OFFER_PIN_S = 2.0  # without a request; the peer prefers something newer
 MAX_PREFETCH_BYTES = 1 << 20
-"""So much follows an offer unasked, at most."""
+"""How much may follow an offer unrequested."""
 
 BlockReply = tuple[WeightsBlocks, memoryview] | tuple[WeightsGone, None]
 
 
-def read_blocks(catalogue: VersionIndex, request: WeightsRequest) -> list[BlockReply]:
-    """The grains that were asked for, in messages one after the other, or word that they are gone.
+def read_blocks(index: VersionIndex, request: WeightsRequest) -> list[BlockReply]:
+    """Returns the requested blocks as messages, or `WeightsGone`. Copies nothing.
 
-    They are of at most `fetch.MESSAGE_BYTES` each and `fetch.REQUEST_BYTES` in sum, but one grain at least. Copies
-    nothing.
+    Each message has at most `MESSAGE_BYTES` and all of them `REQUEST_BYTES`, but at least one block.
     """
-    parcel = catalogue.patches.get(request.parcel)
-    if parcel is None or not (asked := _requested_blocks(parcel, request)):
+    patch = index.patches.get(request.parcel)
+    if patch is None or not (requested := _requested_blocks(patch, request)):
         return [(WeightsGone(parcel=request.parcel), None)]
-    step = max(1, MESSAGE_BYTES // parcel.info.block_bytes)
+    step = max(1, MESSAGE_BYTES // patch.info.block_bytes)
     return [
-        (WeightsBlocks(parcel=request.parcel, first=first), parcel.blocks(first, min(step, asked.stop - first)))
-        for first in asked[::step]
+        (WeightsBlocks(parcel=request.parcel, first=first), patch.blocks(first, min(step, requested.stop - first)))
+        for first in requested[::step]
     ]
 
 
 class ActiveDownloads:
-    """What peers are fetching that no newer version needs: who had to begin anew, on a slow link, would never end.
+    """Patches that peers are fetching and no newer version needs. They are kept so that peers on slow links complete.
 
-    Of each peer, its full parcels, and in each form the ``parts`` that it asked for last; and ``parts`` that peers may
-    be about to ask for: where versions follow faster than a request upon an offer, these would always be gone.
+    Keeps the full patches of each peer, and the ``parts`` patch that it requested last in each precision. Also keeps
+    ``parts`` patches that were offered lately: versions may follow faster than requests arrive.
 
     Args:
-        most: of either are remembered, those that were begun first.
+        max_count: how many full patches and how many ``parts`` patches are kept, the oldest first.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = most, clock
-        self._asked: dict[tuple[str, bytes], tuple[PatchInfo, float]] = {}
+    def __init__(self, max_count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_count, self._clock = max_count, clock
+        self._requested: dict[tuple[str, bytes], tuple[PatchInfo, float]] = {}
         self._offered_s: dict[bytes, float] = {}
 
-    def add_offered(self, fresh: Iterable[PatchInfo]) -> None:
-        """Peers are about to be told of these."""
-        self._offered_s |= {info.id: self._clock() for info in fresh if info.codec == "parts"}
+    def add_offered(self, infos: Iterable[PatchInfo]) -> None:
+        """Records patches that are about to be offered."""
+        self._offered_s |= {info.id: self._clock() for info in infos if info.codec == "parts"}
 
     def on_request(self, peer: str, request: WeightsRequest, known: PatchInfo) -> None:
-        """`peer` asks for grains of a parcel; whoever asks for the last one has it soon."""
+        """Records a request. A request for the last block ends the download."""
         key = peer, known.id
         if request.first + request.count >= known.block_count:
-            self._asked.pop(key, None)
+            self._requested.pop(key, None)
             return
         if known.codec == "parts":
-            now = peer, known.form, known.codec
-            former = [of for of, (info, _) in self._asked.items() if (of[0], info.form, info.codec) == now]
-            for other in set(former) - {key}:
-                del self._asked[other]
+            kind = peer, known.form, known.codec
+            previous = [of for of, (info, _) in self._requested.items() if (of[0], info.form, info.codec) == kind]
+            for other in set(previous) - {key}:
+                del self._requested[other]
         if known.codec in ("full", "parts"):
-            self._asked[key] = known, self._clock()
+            self._requested[key] = known, self._clock()
 
     def pinned_ids(self) -> set[bytes]:
         since_s = self._clock() - OFFER_PIN_S
-        self._offered_s = {parcel: at_s for parcel, at_s in self._offered_s.items() if at_s >= since_s}
+        self._offered_s = {patch: at_s for patch, at_s in self._offered_s.items() if at_s >= since_s}
         return self.requested_ids() | self._offered_s.keys()
 
     def requested_ids(self) -> set[bytes]:
-        """Those that a peer has begun to ask for."""
+        """Returns the patches that a peer has begun to request."""
         since_s = self._clock() - DOWNLOAD_TIMEOUT_S
-        self._asked = {begun: (info, at_s) for begun, (info, at_s) in self._asked.items() if at_s >= since_s}
-        infos = [info for info, _ in self._asked.values()]
+        self._requested = {key: (info, at_s) for key, (info, at_s) in self._requested.items() if at_s >= since_s}
+        infos = [info for info, _ in self._requested.values()]
         fulls, parts = ([info.id for info in infos if info.codec == codec] for codec in ("full", "parts"))
-        return {*fulls[: self._most], *parts[: self._most]}
+        return {*fulls[: self._max_count], *parts[: self._max_count]}
 
 
 @dataclass(frozen=True)
 class _DownloadTarget:
-    """At a version. `pinned_ids` leads there from nothing: ids of parcels that were offered when others were gone."""
+    """The version that a peer fetches. `pinned_ids` are offered patches that lead there without a base."""
 
     version: int = NO_VERSION
-    asked_s: float = 0.0
+    requested_s: float = 0.0
     missed_s: float = -math.inf
     pinned_ids: frozenset[bytes] = frozenset()
 
 
 class DownloadTargets:
-    """The versions that peers are at: without them these would begin anew, and one on a slow link never end.
+    """The versions that peers are fetching. They are kept so that peers on slow links complete.
 
-    What leads to an aim is of no newer version. A peer that asks for what is gone hears of the newest, and then that it
-    is gone: so it turns to that, and what it was offered stays for it.
+    A peer that requests a missing patch first gets an offer of the newest version and then `WeightsGone`. So it
+    switches
+    at once, and the offered patches are pinned until it has fetched them.
 
     Args:
-        most: are remembered, the oldest, which will be reached first.
+        max_count: how many versions are kept, the oldest first: peers complete them first.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = most, clock
-        self._aims: dict[str, _DownloadTarget] = {}
+    def __init__(self, max_count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_count, self._clock = max_count, clock
+        self._targets: dict[str, _DownloadTarget] = {}
 
     def on_request(self, peer: str, known: PatchInfo, newest: int) -> None:
-        """`peer` asks for grains of a parcel that is here."""
-        aim = self._aims.get(peer, _DownloadTarget())
-        if known.version > aim.version:
-            aim = _DownloadTarget(max(newest, known.version))
-        self._aims[peer] = replace(aim, asked_s=self._clock(), missed_s=-math.inf)
+        """Records that `peer` requests blocks of an existing patch."""
+        target = self._targets.get(peer, _DownloadTarget())
+        if known.version > target.version:
+            target = _DownloadTarget(max(newest, known.version))
+        self._targets[peer] = replace(target, requested_s=self._clock(), missed_s=-math.inf)
 
     def on_missing(self, peer: str, newest: int, offer: Callable[[], Iterable[PatchInfo]]) -> None:
-        """`peer` asks for what is gone, and is about to be told. `offer` has it hear of `newest`, and returns by what.
+        """Handles a request of `peer` for a missing patch. `offer` sends the newest version and returns its patches.
 
-        What it asks of the same version until it has heard comes here as well, and changes nothing.
+        Further requests of the peer before it receives the offer have no effect.
         """
-        now, aim = self._clock(), self._aims.get(peer, _DownloadTarget())
-        if now - aim.missed_s > OFFER_PIN_S and (infos := tuple(offer())):
-            ways = (cheapest_path(infos, form, newest, {}) or UpdatePath() for form in {info.form for info in infos})
-            promised = {info.id for way in ways for info in way.patches} | {
+        now, target = self._clock(), self._targets.get(peer, _DownloadTarget())
+        if now - target.missed_s > OFFER_PIN_S and (infos := tuple(offer())):
+            paths = (cheapest_path(infos, form, newest, {}) or UpdatePath() for form in {info.form for info in infos})
+            pinned = {info.id for path in paths for info in path.patches} | {
                 i.id for i in infos if i.codec == TENSOR_TABLE
             }
-            aim = _DownloadTarget(newest, missed_s=now, pinned_ids=frozenset(promised))
-        self._aims[peer] = replace(aim, asked_s=now)
+            target = _DownloadTarget(newest, missed_s=now, pinned_ids=frozenset(pinned))
+        self._targets[peer] = replace(target, requested_s=now)
 
     def versions(self) -> set[int]:
-        return {aim.version for aim in self._oldest()}
+        return {target.version for target in self._oldest()}
 
     def pinned_ids(self) -> set[bytes]:
-        return {parcel for aim in self._oldest() for parcel in aim.pinned_ids}
+        return {patch for target in self._oldest() for patch in target.pinned_ids}
 
     def _oldest(self) -> list[_DownloadTarget]:
         since_s = self._clock() - DOWNLOAD_TIMEOUT_S
-        self._aims = {peer: aim for peer, aim in self._aims.items() if aim.asked_s >= since_s}
-        versions = sorted({aim.version for aim in self._aims.values()})[: self._most]
-        return [aim for aim in self._aims.values() if aim.version in versions]
+        self._targets = {peer: target for peer, target in self._targets.items() if target.requested_s >= since_s}
+        versions = sorted({target.version for target in self._targets.values()})[: self._max_count]
+        return [target for target in self._targets.values() if target.version in versions]
 
 
 class PrefetchPlanner:
-    """What follows an offer of a version unasked. Robots that hold the same have their way looked for once."""
+    """Plans the blocks that follow an offer unrequested. Computes the path once for robots with the same version."""
 
-    def __init__(self, catalogue: VersionIndex, version: int) -> None:
-        self._infos, self._version = catalogue.patch_infos(), version
-        self._manifests = catalogue.manifests
-        self._ways: dict[tuple[Precision, int, bytes], tuple[PatchInfo, ...]] = {}
+    def __init__(self, index: VersionIndex, version: int) -> None:
+        self._infos, self._version = index.patch_infos(), version
+        self._manifests = index.manifests
+        self._paths: dict[tuple[Precision, int, bytes], tuple[PatchInfo, ...]] = {}
 
     def requests(self, applied: WeightsApplied) -> tuple[WeightsRequest, ...]:
-        """What a robot that said `applied` would ask for first, as far as it lets that come unasked."""
+        """Returns the requests that a robot would send first, within the budget in `applied`."""
         left, found = min(applied.ahead_bytes, MAX_PREFETCH_BYTES), list[WeightsRequest]()
-        for info in self._way(applied.form, applied.version, applied.digest) if left > 0 else ():
+        for info in self._path(applied.form, applied.version, applied.digest) if left > 0 else ():
             count = info.block_count if info.size_bytes <= left else left // info.block_bytes
             if count == 0:
                 break
@@ -353,31 +348,31 @@ class PrefetchPlanner:
             left -= min(info.size_bytes, count * info.block_bytes)
         return tuple(found)
 
-    def _way(self, form: Precision, held: int, digest: bytes) -> tuple[PatchInfo, ...]:
-        if (form, held, digest) not in self._ways:
-            self._ways[form, held, digest] = self._smallest(form, {held: digest})
-        return self._ways[form, held, digest]
+    def _path(self, form: Precision, held: int, digest: bytes) -> tuple[PatchInfo, ...]:
+        if (form, held, digest) not in self._paths:
+            self._paths[form, held, digest] = self._find_path(form, {held: digest})
+        return self._paths[form, held, digest]
 
-    def _smallest(self, form: Precision, held: dict[int, bytes]) -> tuple[PatchInfo, ...]:
-        """The smallest parcels that lead to the version, with the table of its tensors first, where that is apart."""
-        way, known = cheapest_path(self._infos, form, self._version, held), self._manifests.get((form, self._version))
-        if way is None or known is None:
+    def _find_path(self, form: Precision, held: dict[int, bytes]) -> tuple[PatchInfo, ...]:
+        """Returns the smallest path to the version, preceded by the table of tensors if the manifest lacks it."""
+        path, known = cheapest_path(self._infos, form, self._version, held), self._manifests.get((form, self._version))
+        if path is None or known is None:
             return ()
         table = None if known[0].has_tensors else find_table(self._infos, known[0])
-        return way.patches if table is None else (table, *way.patches)
+        return path.patches if table is None else (table, *path.patches)
 
 
-def is_corrupt(catalogue: VersionIndex, request: WeightsRequest) -> bool:
-    """Whether a grain that `read_blocks` would hand out is not what was described: what lies on a disk may rot."""
-    parcel = catalogue.patches.get(request.parcel)
-    return parcel is not None and not all(
-        is_block_intact(parcel.blocks(grain, 1), parcel.info, grain) for grain in _requested_blocks(parcel, request)
+def is_corrupt(index: VersionIndex, request: WeightsRequest) -> bool:
+    """Whether a requested block fails its checksum, for example after disk corruption."""
+    patch = index.patches.get(request.parcel)
+    return patch is not None and not all(
+        is_block_intact(patch.blocks(block, 1), patch.info, block) for block in _requested_blocks(patch, request)
     )
 
 
-def _requested_blocks(parcel: Patch, request: WeightsRequest) -> range:
-    """The grains that one request brings; none where it asks for what is not there."""
-    if not 0 <= request.first < parcel.info.block_count:
+def _requested_blocks(patch: Patch, request: WeightsRequest) -> range:
+    """Returns the blocks that one request delivers; empty if the request is out of range."""
+    if not 0 <= request.first < patch.info.block_count:
         return range(0)
-    most = max(1, REQUEST_BYTES // parcel.info.block_bytes)
-    return range(request.first, min(request.first + min(request.count, most), parcel.info.block_count))
+    max_blocks = max(1, REQUEST_BYTES // patch.info.block_bytes)
+    return range(request.first, min(request.first + min(request.count, max_blocks), patch.info.block_count))

@@ -1,4 +1,4 @@
-"""Two copies of a policy: one acts, the other takes new weights; the control loop swaps them when it is safe."""
+"""Two copies of a policy: one acts while the other loads new weights. The control loop swaps them at a safe point."""
 
 from __future__ import annotations
 
@@ -25,80 +25,82 @@ class _LoadedPolicy:
 
 
 class DoubleBufferedPolicy:
-    """The control loop's thread calls `policy`, `version`, `swap_delay_s` and `swap_if_ready`; one other calls `load`.
+    """A policy that loads weights in one thread while another acts.
 
-    There is no lock between the two, and the former policy is neither freed nor loaded in the control loop's thread, so
-    that a swap costs a few assignments whatever the policy's size. Which versions may follow each other is the
-    receiver's business (`user_sys.weights.receiver`).
+    The control loop's thread calls `policy`, `version`, `swap_delay_s` and `swap_if_ready`; one other thread calls
+    `load`.
+    They share no lock. The control loop's thread neither frees nor loads a policy, so a swap costs a few assignments
+    for
+    any size of policy. `user_sys.weights.receiver` decides which versions follow each other.
 
     Attributes:
-        run: the one whose versions count, as far as is known; any thread may set it.
+        run: the id of the current run; versions of other runs count as foreign. Any thread may set it.
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
-        """`make` gives a policy without weights; it is called twice here, and hardly ever again."""
-        self._make = make
+        """`make` returns a policy without weights. It is called twice here, and rarely later."""
+        self._make_policy = make
         self._policy = make()
-        self._acting = NO_VERSION, b""  # the version, and its run
-        self._applied_s = 0.0
+        self._active_version = NO_VERSION, b""  # the version and its run
+        self._swap_delay_s = 0.0
         self.run = b""
-        self._ready: deque[_LoadedPolicy] = deque(maxlen=1)
+        self._loaded: deque[_LoadedPolicy] = deque(maxlen=1)
         self._idle: deque[Policy] = deque([make()], maxlen=1)
 
     @property
     def policy(self) -> Policy:
-        """The policy to act with until the next swap; not to be used after it."""
+        """The policy to act with until the next swap."""
         return self._policy
 
     @property
     def version(self) -> int:
-        """The version of `policy`'s weights; -1 before the first, and `FOREIGN_RUN` where it is not of `run`."""
-        version, run = self._acting
+        """The version of the acting weights; -1 before the first, `FOREIGN_RUN` if they are of another run."""
+        version, run = self._active_version
         return version if run == self.run or version == NO_VERSION else FOREIGN_RUN
 
     @property
     def swap_delay_s(self) -> float:
-        """Seconds from the first word of the present version to its swap."""
-        return self._applied_s
+        """Seconds from the announcement of the acting version to its swap."""
+        return self._swap_delay_s
 
     def load(
         self, version: int, weights: Mapping[str, Array], offered_s: float | None = None, run: bytes = b""
     ) -> None:
-        """Takes `weights` into the idle copy, for the next swap; replaces a version that waits for it.
+        """Loads `weights` into the idle copy for the next swap, and replaces a loaded version that waits for it.
 
         Args:
-            offered_s: monotonic clock when this version was first heard of; None for now.
-            run: whose number `version` is.
+            offered_s: when this version was announced, on the monotonic clock; None for now.
+            run: the run that `version` belongs to.
 
         Raises:
-            WireError: they are not this policy's; what acts and what waits stays as it was.
+            WireError: the weights do not fit the policy; the acting and the loaded version stay.
         """
-        heard_s = time.monotonic() if offered_s is None else offered_s
-        waiting = _pop(self._ready)
-        idle = waiting.policy if waiting is not None else _pop(self._idle) or self._make()
+        announced_s = time.monotonic() if offered_s is None else offered_s
+        waiting = _pop(self._loaded)
+        idle = waiting.policy if waiting is not None else _pop(self._idle) or self._make_policy()
         try:
             idle.load(weights)
         except WireError:
             if waiting is not None:
-                self._ready.append(waiting)
+                self._loaded.append(waiting)
             else:
                 self._idle.append(idle)
             raise
-        self._ready.append(_LoadedPolicy(idle, version, heard_s, run))
+        self._loaded.append(_LoadedPolicy(idle, version, announced_s, run))
 
     def swap_if_ready(self) -> int | None:
-        """Swaps to the version that was loaded last, if there is one, and returns it. Never waits."""
-        ready = _pop(self._ready)
+        """Swaps to the loaded version, if there is one, and returns its number. Never blocks."""
+        ready = _pop(self._loaded)
         if ready is None:
             return None
         self._idle.append(self._policy)
-        self._policy, self._acting = ready.policy, (ready.version, ready.run)
-        self._applied_s = time.monotonic() - ready.offered_s
+        self._policy, self._active_version = ready.policy, (ready.version, ready.run)
+        self._swap_delay_s = time.monotonic() - ready.offered_s
         return ready.version
 
 
 def _pop(slot: deque[ItemT]) -> ItemT | None:
-    """Takes what is in a slot, in one step of the interpreter; None where nothing is."""
+    """Takes the element of a slot atomically; None if the slot is empty."""
     try:
         return slot.pop()
     except IndexError:

@@ -1,8 +1,6 @@
-"""Memory for large parcels, used again: to be given fresh pages takes longer than what is then written to them.
+"""Fetches patches block by block: a window of requests, a checksum per block, and no request twice after a reconnect.
 
-Fetching parcels grain by grain: a window of requests, each grain checked, nothing asked for twice after a cut.
-
-Independent of the transport: it says what to ask for, and is given what comes. One thread calls it.
+Independent of the transport: the caller sends the requests and hands in the replies. One thread calls it.
 """
 
 from __future__ import annotations
@@ -21,73 +19,74 @@ from user_sys.messages import MAX_BLOCKS, PatchInfo, check_patch
 from user_sys.weights.patches import BLOCK_BYTES, is_block_intact
 
 MIN_POOLED_BYTES = 4 << 20
-"""Smaller ones come from the allocator's own heap, which does the same for them."""
+"""The allocator reuses smaller buffers by itself."""
 
 
 class BufferPool:
-    """Hands out buffers, and keeps one that came back for the next of the same size. Any thread may call it.
+    """Provides buffers and reuses one released buffer of the same size. Any thread may call it.
 
-    A buffer comes back when nothing refers to it any more: neither its parcel, nor a tensor that is a view of it.
+    Fresh pages from the system take longer to get than to fill. A buffer is released when its patch and all tensors
+    that
+    view it are gone.
     """
 
     def __init__(self) -> None:
-        self._spare: Array | None = None
-        self._lock = (
-            threading.RLock()
-        )  # a buffer may come back in the midst of `acquire`, when the interpreter tidies up
+        self._spare_buffer: Array | None = None
+        self._lock = threading.RLock()  # garbage collection may release a buffer during `acquire`
 
     def acquire(self, size_bytes: int) -> memoryview:
-        """A writable buffer of so many bytes, of whatever content."""
+        """Returns a writable buffer with arbitrary content."""
         if size_bytes < MIN_POOLED_BYTES:
             return np.empty(size_bytes, np.uint8).data
         with self._lock:
-            spare, self._spare = self._spare, None
+            spare, self._spare_buffer = self._spare_buffer, None
         owner = spare if spare is not None and spare.size == size_bytes else np.empty(size_bytes, np.uint8)
-        lent = owner[:]  # whatever looks at the buffer keeps this one alive, through the memoryview
-        weakref.finalize(lent, self._take_back, owner).atexit = False
-        return lent.data
+        lease = owner[:]  # a memoryview of the buffer keeps this array alive
+        weakref.finalize(lease, self._release, owner).atexit = False
+        return lease.data
 
-    def _take_back(self, owner: Array) -> None:
+    def _release(self, owner: Array) -> None:
         with self._lock:
-            self._spare = owner
+            self._spare_buffer = owner
 
 
 MESSAGE_BYTES = 512 << 10
-"""Grains travel in messages of this size, where one grain is not more. Encryption likes smaller ones, for its cache;
-every message costs some hundred microseconds of Python at the two ends."""
+"""Blocks travel in messages of this size, unless one block is larger. Smaller messages suit the cache during
+encryption; each message costs some hundred microseconds of Python at both ends.
+"""
 REQUEST_BYTES = 2 << 20
-"""One request brings so much at most, in several messages."""
+"""One request fetches at most this much, in several messages."""
 MAX_WINDOW_BYTES = 8 << 20
-WINDOW_S = 0.25  # of the link's rate is under way, or two round trips where these are longer
-REQUEST_PERIOD_S = 0.03  # of the link's rate is asked for at once
-INITIAL_RATE_BYTES_PER_S = 4e6  # bytes/s, until one was measured
+WINDOW_S = 0.25  # in flight at the link's rate, or two round trips if these are longer
+REQUEST_PERIOD_S = 0.03  # per request, at the link's rate
+INITIAL_RATE_BYTES_PER_S = 4e6  # before the first measurement
 RATE_SMOOTHING = 0.7
 RATE_SAMPLE_S = 0.002
-MAX_ROUND_TRIP_SAMPLES = 8  # are remembered; the shortest counts
+MAX_ROUND_TRIP_SAMPLES = 8  # the shortest counts
 STALL_TIMEOUT_S = 2.0
 MAX_DAMAGED_ATTEMPTS = 5
-"""A grain that came damaged so often is no better at its source: its parcel is given up."""
+"""A block that arrives damaged this often is damaged at its source: the patch is dropped."""
 
 RequestBlocks = Callable[[bytes, int, int], bool]
-"""Asks the other end for grains of a parcel (id, first grain, count); False where that cannot be sent now."""
+"""Requests blocks of a patch (id, first block, count). Returns False if the request cannot be sent now."""
 
 
 class PartialPatch:
-    """A parcel of which some grains may have come."""
+    """A patch of which some blocks have arrived."""
 
-    def __init__(self, info: PatchInfo, memory: BufferPool) -> None:
-        """Raises WireError: the description is not sound."""
+    def __init__(self, info: PatchInfo, pool: BufferPool) -> None:
+        """Raises WireError if the description is invalid."""
         check_patch(info)
         self.info = info
-        self.buffer = memory.acquire(info.size_bytes)
-        self._here = np.zeros(info.block_count, np.bool_)
-        self._asked = np.zeros(info.block_count, np.bool_)
+        self.buffer = pool.acquire(info.size_bytes)
+        self._received = np.zeros(info.block_count, np.bool_)
+        self._requested = np.zeros(info.block_count, np.bool_)
         self._missing_bytes = info.size_bytes
-        self._unbroken = 0  # grains from the first on that are here
+        self._contiguous = 0  # blocks that have arrived from the first on, without a gap
         self._failures = np.zeros(
             info.block_count, np.uint8
-        )  # how often each came damaged, up to `MAX_DAMAGED_ATTEMPTS`
-        self.is_unrecoverable = False  # whether one came damaged so often
+        )  # damaged arrivals of each block, up to `MAX_DAMAGED_ATTEMPTS`
+        self.is_unrecoverable = False  # a block has reached `MAX_DAMAGED_ATTEMPTS`
 
     @property
     def missing_bytes(self) -> int:
@@ -95,84 +94,86 @@ class PartialPatch:
 
     @property
     def contiguous_bytes(self) -> int:
-        """So much is here from the beginning on, without a gap, and will not change any more."""
-        while self._unbroken < self.info.block_count and self._here[self._unbroken]:
-            self._unbroken += 1
-        return min(self._unbroken * self.info.block_bytes, self.info.size_bytes)
+        """The size of the prefix that has arrived without a gap. It does not change any more."""
+        while self._contiguous < self.info.block_count and self._received[self._contiguous]:
+            self._contiguous += 1
+        return min(self._contiguous * self.info.block_bytes, self.info.size_bytes)
 
-    def next_request(self, most: int) -> tuple[int, int] | None:
-        """(first, count) of at most `most` consecutive grains that are neither here nor asked for."""
-        open_grains = ~(self._here | self._asked)
+    def next_request(self, max_blocks: int) -> tuple[int, int] | None:
+        """Returns (first, count) of at most `max_blocks` consecutive blocks that are neither received nor requested."""
+        open_grains = ~(self._received | self._requested)
         first = int(open_grains.argmax())
         if not open_grains[first]:
             return None
-        ahead = open_grains[first : first + most]
+        ahead = open_grains[first : first + max_blocks]
         count = len(ahead) if ahead.all() else int(ahead.argmin())
-        self._asked[first : first + count] = True
+        self._requested[first : first + count] = True
         return first, count
 
     def mark_requested(self, first: int, count: int) -> int:
-        """Counts grains as asked for; returns the bytes of those that are neither here nor were asked for before."""
-        known = self._here | self._asked
-        fresh = [grain for grain in range(max(0, first), min(first + count, self.info.block_count)) if not known[grain]]
-        self._asked[fresh] = True
-        return sum(map(self._size, fresh))
+        """Marks blocks as requested. Returns the bytes of those that are neither received nor requested before."""
+        seen = self._received | self._requested
+        missing = [
+            block for block in range(max(0, first), min(first + count, self.info.block_count)) if not seen[block]
+        ]
+        self._requested[missing] = True
+        return sum(map(self._size, missing))
 
     def clear_requests(self, first: int = 0, count: int = MAX_BLOCKS) -> None:
-        """What was asked for will not come."""
-        self._asked[first : first + count] = False
+        """Marks blocks as not requested."""
+        self._requested[first : first + count] = False
 
     def write_blocks(self, first: int, payload: memoryview) -> tuple[int, int]:
-        """Takes grains in; returns the bytes that came in answer to a request, and how many grains were damaged."""
+        """Stores blocks. Returns the bytes that answer a request, and the number of damaged blocks."""
         info, answered, damaged = self.info, 0, 0
         for offset in range(0, len(payload), info.block_bytes):
-            grain, piece = first + offset // info.block_bytes, payload[offset : offset + info.block_bytes]
-            if not 0 <= grain < info.block_count:
+            block, piece = first + offset // info.block_bytes, payload[offset : offset + info.block_bytes]
+            if not 0 <= block < info.block_count:
                 return answered, damaged + 1
-            if len(piece) != self._size(grain):
-                self._fail(grain)
+            if len(piece) != self._size(block):
+                self._count_failure(block)
                 return answered, damaged + 1
-            answered += len(piece) * bool(self._asked[grain])
-            self._asked[grain] = False
-            if self._here[grain]:
+            answered += len(piece) * bool(self._requested[block])
+            self._requested[block] = False
+            if self._received[block]:
                 continue
-            if not is_block_intact(piece, info, grain):
-                self._fail(grain)
+            if not is_block_intact(piece, info, block):
+                self._count_failure(block)
                 damaged += 1
                 continue
-            start = grain * info.block_bytes
+            start = block * info.block_bytes
             self.buffer[start : start + len(piece)] = piece
-            self._here[grain] = True
+            self._received[block] = True
             self._missing_bytes -= len(piece)
         return answered, damaged
 
-    def _fail(self, grain: int) -> None:
-        self._failures[grain] = min(MAX_DAMAGED_ATTEMPTS, int(self._failures[grain]) + 1)
-        self.is_unrecoverable = self.is_unrecoverable or bool(self._failures[grain] == MAX_DAMAGED_ATTEMPTS)
+    def _count_failure(self, block: int) -> None:
+        self._failures[block] = min(MAX_DAMAGED_ATTEMPTS, int(self._failures[block]) + 1)
+        self.is_unrecoverable = self.is_unrecoverable or bool(self._failures[block] == MAX_DAMAGED_ATTEMPTS)
 
-    def _size(self, grain: int) -> int:
-        return min(self.info.block_bytes, self.info.size_bytes - grain * self.info.block_bytes)
+    def _size(self, block: int) -> int:
+        return min(self.info.block_bytes, self.info.size_bytes - block * self.info.block_bytes)
 
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Measured bytes/s; `INITIAL_RATE_BYTES_PER_S` before that."""
+    """The measured rate; `INITIAL_RATE_BYTES_PER_S` before the first measurement."""
 
     bytes_per_s: float = INITIAL_RATE_BYTES_PER_S
     is_measured: bool = False
 
     def with_sample(self, sample: float) -> LinkRate:
-        kept = RATE_SMOOTHING if self.is_measured else 0.0
-        return LinkRate(kept * self.bytes_per_s + (1 - kept) * sample, True)
+        weight = RATE_SMOOTHING if self.is_measured else 0.0
+        return LinkRate(weight * self.bytes_per_s + (1 - weight) * sample, True)
 
 
 class PatchFetcher:
-    """Fetches the wanted parcels in order.
+    """Fetches the target patches in order.
 
     Args:
-        ask: sends a request.
+        request_blocks: sends a request.
         clock: monotonic seconds.
-        limit: bytes/s that the governor allows; infinite without one.
+        limit: bytes/s that the governor allows; infinite without a governor.
     """
 
     def __init__(
@@ -180,143 +181,149 @@ class PatchFetcher:
     ) -> None:
         self.rate = LinkRate()
         self.damaged_blocks = 0
-        self._ask, self._clock, self._limit = request_blocks, clock, limit
-        self._memory = BufferPool()
+        self._request_blocks, self._clock, self._limit = request_blocks, clock, limit
+        self._pool = BufferPool()
         self._partials: dict[bytes, PartialPatch] = {}
-        self._wanted: tuple[PatchInfo, ...] = ()
-        self._under_way: dict[bytes, int] = {}  # bytes of each parcel that were asked for and are not here
+        self._targets: tuple[PatchInfo, ...] = ()
+        self._in_flight: dict[bytes, int] = {}  # bytes of each patch that are requested and have not arrived
         self._sampled_s, self._sampled_bytes = clock(), 0
-        self._began_s: float | None = None  # when a request went while nothing was under way, until something comes
-        self._firsts: deque[tuple[float, int]] = deque(
+        self._round_trip_started_s: float | None = (
+            None  # when a request was sent on an idle link, until a reply arrives
+        )
+        self._round_trips: deque[tuple[float, int]] = deque(
             maxlen=MAX_ROUND_TRIP_SAMPLES
-        )  # how long that took, and how much came
-        self._heard_s = clock()
-        self._allowed_s = 0.0  # when the limit lets the next request go
+        )  # duration and size of the replies on an idle link
+        self._last_received_s = clock()
+        self._next_request_s = 0.0  # when the limit allows the next request
 
     @property
     def targets(self) -> tuple[PatchInfo, ...]:
-        return self._wanted
+        return self._targets
 
-    def set_targets(self, parcels: Sequence[PatchInfo], offered: Collection[bytes] = ()) -> None:
-        """Turns to `parcels`; keeps what it has of others as long as they are `offered` (ids).
+    def set_targets(self, patches: Sequence[PatchInfo], offered: Collection[bytes] = ()) -> None:
+        """Sets the patches to fetch. Keeps the received blocks of other patches that are still `offered` (ids).
 
         Raises:
-            WireError: a description is not sound; what was wanted before stays wanted.
+            WireError: a description is invalid; the targets stay as they were.
         """
-        fresh = {info.id: self._partials.get(info.id) or PartialPatch(info, self._memory) for info in parcels}
-        for parcel in fresh.keys() - self._partials.keys():
-            self._under_way.pop(parcel, None)  # of when it was wanted before: it is asked for anew
-        self._partials = {i: p for i, p in self._partials.items() if i in offered} | fresh
-        self._wanted = tuple(parcels)
+        targets = {info.id: self._partials.get(info.id) or PartialPatch(info, self._pool) for info in patches}
+        for patch in targets.keys() - self._partials.keys():
+            self._in_flight.pop(patch, None)  # left from an earlier target; its blocks are requested again
+        self._partials = {i: p for i, p in self._partials.items() if i in offered} | targets
+        self._targets = tuple(patches)
 
-    def expect_blocks(self, parcel: bytes, first: int, count: int) -> None:
-        """Grains are on their way without having been asked for; those of a parcel that is not wanted are ignored."""
-        if any(info.id == parcel for info in self._wanted) and (
-            size := self._partials[parcel].mark_requested(first, count)
+    def expect_blocks(self, patch: bytes, first: int, count: int) -> None:
+        """Counts unrequested blocks that are on their way. Ignores those of a patch that is not a target."""
+        if any(info.id == patch for info in self._targets) and (
+            size := self._partials[patch].mark_requested(first, count)
         ):
-            self._sample_anew()
-            self._began_s = None
-            self._sent_for(parcel, size)
+            self._restart_sampling()
+            self._round_trip_started_s = None
+            self._count_request(patch, size)
 
     def wasted_bytes(self, infos: Collection[PatchInfo], others: Collection[PatchInfo]) -> int:
-        """What would come of `infos` all the same if `others` were wanted in their stead: it was asked for."""
-        kept = {info.id for info in others}
-        return sum(self._under_way.get(info.id, 0) for info in infos if info.id not in kept)
+        """Returns the bytes of `infos` that were requested and would be wasted if the targets became `others`."""
+        remaining = {info.id for info in others}
+        return sum(self._in_flight.get(info.id, 0) for info in infos if info.id not in remaining)
 
     def missing_bytes(self, info: PatchInfo) -> int:
-        """What has not come of a parcel yet."""
+        """Returns the number of bytes of a patch that have not arrived."""
         partial = self._partials.get(info.id)
         return info.size_bytes if partial is None else partial.missing_bytes
 
     @property
     def is_complete(self) -> bool:
-        return all(not self.missing_bytes(info) for info in self._wanted)
+        return all(not self.missing_bytes(info) for info in self._targets)
 
     def contiguous_bytes(self, info: PatchInfo) -> int:
-        """How much of a parcel that is wanted has come from its beginning on; `payload` has it."""
+        """Returns the size of the prefix of a target patch that has arrived; `payload` holds it."""
         return self._partials[info.id].contiguous_bytes
 
     def payload(self, info: PatchInfo) -> memoryview:
-        """The bytes of a parcel that is wanted; nothing writes any more to those that have come."""
+        """Returns the buffer of a target patch. The part that has arrived does not change any more."""
         return self._partials[info.id].buffer
 
     def drop(self, infos: Sequence[PatchInfo]) -> None:
-        """Forgets what came of these; they are not wanted any more."""
+        """Drops these patches and their received blocks."""
         for info in infos:
             self._partials.pop(info.id, None)
-        gone = {info.id for info in infos}
-        self._wanted = tuple(info for info in self._wanted if info.id not in gone)
+        dropped = {info.id for info in infos}
+        self._targets = tuple(info for info in self._targets if info.id not in dropped)
 
-    def remove_patch(self, parcel: bytes) -> None:
-        """The other end does not have it any more: nothing of it is under way, and it is not wanted."""
-        self._under_way.pop(parcel, None)
-        self.drop([info for info in self._wanted if info.id == parcel])
+    def remove_patch(self, patch: bytes) -> None:
+        """Drops a patch that the peer no longer has, with its outstanding requests."""
+        self._in_flight.pop(patch, None)
+        self.drop([info for info in self._targets if info.id == patch])
 
     def reset_requests(self) -> None:
-        """The connection is another one: nothing is under way."""
-        self._under_way.clear()
-        self._firsts.clear()
-        self._began_s = None
+        """Forgets all outstanding requests, after a reconnect."""
+        self._in_flight.clear()
+        self._round_trips.clear()
+        self._round_trip_started_s = None
         for partial in self._partials.values():
             partial.clear_requests()
 
-    def receive_blocks(self, parcel: bytes, first: int, payload: memoryview) -> None:
-        """Grains that came. Damaged ones are counted and asked for again; those of unknown parcels are ignored.
+    def receive_blocks(self, patch: bytes, first: int, payload: memoryview) -> None:
+        """Stores received blocks. Requests damaged ones again, and ignores those of unknown patches.
 
-        What is still under way of a parcel that was given up takes its share of the window until it has come.
+        Outstanding blocks of a dropped patch count in the window until they arrive.
         """
         now = self._clock()
-        self._heard_s = now
-        partial = self._partials.get(parcel)
-        if partial is None and parcel not in self._under_way:
+        self._last_received_s = now
+        partial = self._partials.get(patch)
+        if partial is None and patch not in self._in_flight:
             return
         answered, damaged = (len(payload), 0) if partial is None else partial.write_blocks(first, payload)
-        self._answered(parcel, answered)
+        self._count_received(patch, answered)
         self.damaged_blocks += damaged
         self._measure(now, len(payload))
 
-    def is_unrecoverable(self, parcel: bytes) -> bool:
-        """Whether a parcel is not to be had from here: what comes of it is damaged, again and again."""
-        partial = self._partials.get(parcel)
+    def is_unrecoverable(self, patch: bytes) -> bool:
+        """Whether a block of this patch has arrived damaged `MAX_DAMAGED_ATTEMPTS` times."""
+        partial = self._partials.get(patch)
         return partial is not None and partial.is_unrecoverable
 
     def send_requests(self) -> float:
-        """Asks for what the window has room for; returns after how many seconds to call again at the latest."""
+        """Sends the requests that fit the window. Returns the seconds after which to call it again at the latest."""
         now = self._clock()
-        if self._under_way and now - self._heard_s > self._patience_s():
+        if self._in_flight and now - self._last_received_s > self._stall_timeout_s():
             self.reset_requests()
-        self._sample_anew()
+        self._restart_sampling()
         rate = min(self.rate.bytes_per_s, self._limit())
         window = min(MAX_WINDOW_BYTES, rate * max(WINDOW_S, 2 * self.round_trip_s))
-        while (not self._under_way or self._under_way_bytes < window) and now >= self._allowed_s:
-            if not self._request(rate):
+        while (not self._in_flight or self._in_flight_bytes < window) and now >= self._next_request_s:
+            if not self._request_next(rate):
                 break
-        return STALL_TIMEOUT_S if now >= self._allowed_s else self._allowed_s - now
+        return STALL_TIMEOUT_S if now >= self._next_request_s else self._next_request_s - now
 
     @property
     def round_trip_s(self) -> float:
-        """How long an answer takes that has nothing before it, but for its own bytes; 0 before that was measured."""
+        """The time to answer a request on an idle link, without the transfer of the answer; 0 before the first
+        measurement.
+        """
         if not self.rate.is_measured:
             return 0.0
-        return min((max(0.0, took_s - size / self.rate.bytes_per_s) for took_s, size in self._firsts), default=0.0)
+        return min(
+            (max(0.0, duration_s - size / self.rate.bytes_per_s) for duration_s, size in self._round_trips), default=0.0
+        )
 
     @property
     def prefetch_budget_bytes(self) -> int:
-        """What may come unasked: as much as is under way at once on this link, or a grain, until its rate is known."""
-        most = MAX_WINDOW_BYTES if self.rate.is_measured else BLOCK_BYTES
-        return int(min(most, WINDOW_S * min(self.rate.bytes_per_s, self._limit())))
+        """How much may arrive unrequested: one window at the link's rate, or one block before the first measurement."""
+        limit_bytes = MAX_WINDOW_BYTES if self.rate.is_measured else BLOCK_BYTES
+        return int(min(limit_bytes, WINDOW_S * min(self.rate.bytes_per_s, self._limit())))
 
-    def _sample_anew(self) -> None:
-        """While nothing is under way the link has no rate, and nobody is to be heard."""
-        if not self._under_way:
-            self._sampled_s, self._sampled_bytes, self._heard_s = self._clock(), 0, self._clock()
+    def _restart_sampling(self) -> None:
+        """Restarts the measurement and the stall timeout if nothing is in flight: an idle link has no rate."""
+        if not self._in_flight:
+            self._sampled_s, self._sampled_bytes, self._last_received_s = self._clock(), 0, self._clock()
 
     def _measure(self, now: float, size: int) -> None:
-        """The link's rate: how fast bytes follow upon each other, or come once a round trip is over."""
-        if self._began_s is not None:
-            self._firsts.append((now - self._began_s, size))
-            self._sampled_s, self._sampled_bytes = min(now, self._began_s + self.round_trip_s), 0
-            self._began_s = None
+        """Measures the link's rate, from one reply to the next or from the end of a round trip."""
+        if self._round_trip_started_s is not None:
+            self._round_trips.append((now - self._round_trip_started_s, size))
+            self._sampled_s, self._sampled_bytes = min(now, self._round_trip_started_s + self.round_trip_s), 0
+            self._round_trip_started_s = None
             if not self.rate.is_measured:
                 self._sampled_s = now
                 return
@@ -325,35 +332,37 @@ class PatchFetcher:
             self.rate = self.rate.with_sample(self._sampled_bytes / (now - self._sampled_s))
             self._sampled_s, self._sampled_bytes = now, 0
 
-    def _sent_for(self, parcel: bytes, size: int) -> None:
-        self._under_way[parcel] = self._under_way.get(parcel, 0) + size
+    def _count_request(self, patch: bytes, size: int) -> None:
+        self._in_flight[patch] = self._in_flight.get(patch, 0) + size
         if math.isfinite(limit := self._limit()):
-            self._allowed_s = max(self._clock(), self._allowed_s) + size / limit
+            self._next_request_s = max(self._clock(), self._next_request_s) + size / limit
 
-    def _request(self, rate: float) -> bool:
-        """Asks for what is to come next; False where that is nothing, or cannot be asked for now."""
-        for info in self._wanted:
+    def _request_next(self, rate: float) -> bool:
+        """Sends the next request. Returns False if there is none, or if it cannot be sent now."""
+        for info in self._targets:
             partial = self._partials[info.id]
-            grains = max(1, int(min(REQUEST_BYTES, rate * REQUEST_PERIOD_S)) // info.block_bytes)
-            found = partial.next_request(grains)
+            blocks = max(1, int(min(REQUEST_BYTES, rate * REQUEST_PERIOD_S)) // info.block_bytes)
+            found = partial.next_request(blocks)
             if found is not None:
-                if not self._ask(info.id, *found):
+                if not self._request_blocks(info.id, *found):
                     partial.clear_requests(*found)
                     return False
-                if not self._under_way:
-                    self._began_s = self._clock()
-                self._sent_for(info.id, min(found[1] * info.block_bytes, info.size_bytes - found[0] * info.block_bytes))
+                if not self._in_flight:
+                    self._round_trip_started_s = self._clock()
+                self._count_request(
+                    info.id, min(found[1] * info.block_bytes, info.size_bytes - found[0] * info.block_bytes)
+                )
                 return True
         return False
 
-    def _answered(self, parcel: bytes, size: int) -> None:
-        left = self._under_way.pop(parcel, 0) - size
+    def _count_received(self, patch: bytes, size: int) -> None:
+        left = self._in_flight.pop(patch, 0) - size
         if left > 0:
-            self._under_way[parcel] = left
+            self._in_flight[patch] = left
 
     @property
-    def _under_way_bytes(self) -> int:
-        return sum(self._under_way.values())
+    def _in_flight_bytes(self) -> int:
+        return sum(self._in_flight.values())
 
-    def _patience_s(self) -> float:
-        return STALL_TIMEOUT_S + 4 * self._under_way_bytes / max(1.0, self.rate.bytes_per_s)
+    def _stall_timeout_s(self) -> float:
+        return STALL_TIMEOUT_S + 4 * self._in_flight_bytes / max(1.0, self.rate.bytes_per_s)

@@ -1,14 +1,12 @@
-"""The governor: gives a push of weights what it may have of a machine, and no more.
+"""The governor: limits how much a push of weights slows down the work next to it.
 
-Somewhere on the machine is a *victim*: the learner's training step, or the policy's inference. Its times are measured
-all the while, apart for when a push is under way and when none is. From by how much pushes made the victim slower, and
-what share they had meanwhile, follows the share with which they keep to their budget, and theirs moves there. One
-number, the share, sets every knob: how much of the time bulk work may run on its one thread (which bounds its use of
-processor and memory), how soon one push may follow upon another, and how fast the link is filled; on a GPU, how many
-thread blocks a kernel has, and how much the copy engines copy at once.
+The *victim* is the learner's training step or the policy's inference. The governor measures the time of each step, with
+and without a push. From the slowdown and the share that pushes had, it computes the share that keeps them within their
+budget. The share sets all limits of a push: the time that its bulk work may run on one thread, the pause before the
+next push, the rate of the link, and on a GPU the thread blocks of a kernel and the bytes of one copy.
 
-Where one push follows upon the other the victim is never seen alone. So now and then the next one is put off until it
-has been.
+If each push follows at once upon the one before, no step runs without a push. So the governor sometimes delays a push
+until it has measured enough steps without one.
 """
 
 from __future__ import annotations
@@ -26,20 +24,18 @@ import numpy as np
 from user_sys.codec import Array
 from user_sys.errors import ConfigError
 
-MAX_SAMPLES = 512  # of the victim's newest times, with and without a push
-MIN_SAMPLES = 16  # samples on both sides before anything is decided
-PUSH_AFTERMATH_S = (
-    0.75  # a push's effects go on: the gateway keeps it up to half a second later, and its disk takes a while
-)
+MAX_SAMPLES = 512  # the newest times of the victim, separately with and without a push
+MIN_SAMPLES = 16  # required on both sides for a decision
+PUSH_AFTERMATH_S = 0.75  # a push has effects for this long: the gateway writes it up to half a second later
 BASELINE_SAMPLES, BASELINE_INTERVAL_SAMPLES = (
     48,
     384,
-)  # so many samples without a push are wanted for so many with one, and half where it is sure
-COST_MEMORY_S = 60.0  # how long what was measured counts
-MAX_SLOWDOWN = 1.0  # of one moment: what shows to a quantile of few samples may be a single hiccup
+)  # steps without a push for so many with one; twice the interval if pushes are cheap
+COST_MEMORY_S = 60.0  # time constant of the measurements
+MAX_SLOWDOWN = 1.0  # of one decision: a quantile of few samples may show a single outlier
 MIN_STEP_S = 1e-9
-OUTLIER_QUANTILE = 0.9  # quantile of the idle times; the median may lie between two sorts of steps that take turns
-OUTLIER_FACTOR = 2.0  # a time counts in a mean as so many usual ones at most: a checkpoint, say, is no push's doing
+OUTLIER_QUANTILE = 0.9  # of the times without a push; the median may lie between two kinds of alternating steps
+OUTLIER_FACTOR = 2.0  # caps a time in a mean, for example that of a step next to a checkpoint
 MAX_REST_S = 0.25
 MAX_PAUSE_S = 30.0
 MAX_COPY_BYTES = 32 << 20
@@ -48,18 +44,18 @@ MIN_COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class GovernorConfig:
-    """What a push may cost.
+    """The budget of pushes.
 
     Attributes:
-        enabled: without it a push takes what it can get.
-        budget: how much longer the victim may take; 0.01 is one percent.
-        quantile: of the victim's times while a push is under way: 0.99 for inference. 0 stands for the mean of all its
-            times, those between pushes included, for a learner's steps: pushes may be rare instead of light.
-        min_share: the push always gets this much, so that weights do arrive.
-        cut, grow: the factors by which the share moves at most.
-        update_interval_s: how often it moves.
-        link_bytes_per_s: what the link is filled with at a share of 1; 0 for as much as it takes.
-        max_ctas: thread blocks of a kernel on a GPU at a share of 1.
+        enabled: if false, pushes are not limited.
+        budget: accepted slowdown of the victim; 0.01 is one percent.
+        quantile: of the victim's times during a push, for example 0.99 for inference. 0 selects the mean of all times,
+            including those between pushes, for a learner's steps: pushes may then be rare instead of light.
+        min_share: minimum share, so that weights always arrive.
+        cut, grow: limits of the factor by which the share changes.
+        update_interval_s: interval of decisions.
+        link_bytes_per_s: rate of the link at a share of 1; 0 is unlimited.
+        max_ctas: thread blocks of a GPU kernel at a share of 1.
     """
 
     enabled: bool = True
@@ -74,24 +70,23 @@ class GovernorConfig:
 
     def __post_init__(self) -> None:
         if not (0 < self.min_share <= 1 and 0 < self.cut < 1 < self.grow and 0 <= self.quantile < 1):
-            raise ConfigError("governor: min_share, cut and quantile lie between 0 and 1, grow is above 1")
+            raise ConfigError("governor: set min_share, cut and quantile between 0 and 1, and grow above 1")
         if self.budget <= 0 or self.update_interval_s <= 0 or self.link_bytes_per_s < 0 or self.max_ctas < 1:
             raise ConfigError(
-                "governor: budget, update_interval_s, max_ctas are above 0, link_bytes_per_s is not below 0"
+                "governor: set budget, update_interval_s and max_ctas above 0, and link_bytes_per_s to 0 or more"
             )
 
 
 @dataclass(frozen=True)
 class GovernorDecision:
-    """One move.
+    """One decision of the governor.
 
     Attributes:
-        at_s: when, by the governor's clock.
-        idle_s, pushing_s: what was measured, without pushes and with them.
-        slowdown: by how much of its time the victim took longer since the move before.
-        cost: by how much it would at a share of 1, by all that counts still; its product with the share is what the
-            budget bounds.
-        share: from then on.
+        at_s: time of the decision, by the governor's clock.
+        idle_s, pushing_s: measured times of the victim, without pushes and with them.
+        slowdown: relative slowdown of the victim since the decision before.
+        cost: estimated slowdown at a share of 1. The budget bounds its product with the share.
+        share: the new share.
     """
 
     at_s: float
@@ -103,34 +98,34 @@ class GovernorDecision:
 
 
 class _PushCost:
-    """What pushes would cost at a share of 1, by what they cost lately: that goes with how often they come.
+    """Estimates the slowdown at a share of 1, by weighted least squares.
 
-    A moment shows little: on a shared machine the steps of one second may take 6% longer than those of the next, where
-    the budget is 1%. So all of `COST_MEMORY_S` counts, the older the less, by least squares: moments of little share
-    say little of the price. It is what these give and one standard error more. (Who cuts and grows by the newest moment
-    alone keeps the median of such moments to the budget; their mean, which is what the victim loses, came to thrice
-    that.)
+    A single measurement is too noisy: on a shared machine the steps of one second may take 6% longer than those of the
+    next, against a budget of 1%. So all measurements count, with weights that decay over `COST_MEMORY_S` and that are
+    small
+    for small shares. The estimate is the regression plus one standard error. A control by the newest measurement alone
+    keeps the median slowdown within the budget, but its mean was three times the budget.
     """
 
     def __init__(self) -> None:
         self._at_s = 0.0
-        self._samples = self._scatter = 0.0
-        self._products = self._squares = self._errors = 0.0
+        self._samples = self._squared_residuals = 0.0
+        self._products = self._squares = self._squared_weights = 0.0
 
-    def update(self, now_s: float, samples: int, longer: float, share: float) -> float:
-        """The price, now that `samples` showed by how much the victim took longer at this `share`."""
+    def update(self, now_s: float, samples: int, slowdown: float, share: float) -> float:
+        """Adds a measurement of `slowdown` over `samples` at `share`, and returns the estimate."""
         kept, self._at_s = math.exp(-max(0.0, now_s - self._at_s) / COST_MEMORY_S), now_s
-        self._products = kept * self._products + samples * share * longer
+        self._products = kept * self._products + samples * share * slowdown
         self._squares = kept * self._squares + samples * share * share
-        price = self._products / self._squares
+        cost = self._products / self._squares
         self._samples = kept * self._samples + samples
-        self._scatter = kept * self._scatter + samples * (longer - price * share) ** 2
-        self._errors = kept * kept * self._errors + (samples * share) ** 2
-        return price + math.sqrt(self._scatter / self._samples * self._errors) / self._squares
+        self._squared_residuals = kept * self._squared_residuals + samples * (slowdown - cost * share) ** 2
+        self._squared_weights = kept * kept * self._squared_weights + (samples * share) ** 2
+        return cost + math.sqrt(self._squared_residuals / self._samples * self._squared_weights) / self._squares
 
 
 class Governor:
-    """Any thread may call it. `observe` costs about a microsecond and never waits for anything but a short lock."""
+    """Measures the victim and limits pushes. Any thread may call it. `observe` takes about a microsecond."""
 
     def __init__(
         self,
@@ -142,33 +137,37 @@ class Governor:
         self.decisions: deque[GovernorDecision] = deque(maxlen=4096)
         self._config, self._clock, self._sleep = config, clock, sleep
         self._times: tuple[deque[float], deque[float]] = (deque(maxlen=MAX_SAMPLES), deque(maxlen=MAX_SAMPLES))
-        self._seen = [0, 0]  # samples since the last decision, without and with a push
+        self._new_samples = [0, 0]  # since the last decision, without and with a push
         self._pushes = 0
-        self._worked_s = 0.0  # on pushes, without rests, since the last pause
-        self._settled_s = -math.inf  # when the effects of the newest push are over
-        self._unseen = 0  # samples of pushes since the victim was seen without
-        self._price = _PushCost()
+        self._work_since_pause_s = 0.0  # work on pushes, without rests
+        self._aftermath_end_s = -math.inf  # when the effects of the newest push end
+        self._samples_since_baseline = 0  # samples with a push since the last baseline
+        self._push_cost = _PushCost()
         self.pause_s = 0.0
-        self._next_s = clock() + config.update_interval_s
+        self._next_decision_s = clock() + config.update_interval_s
         self._lock = threading.Lock()
         self._work = threading.local()
 
     def observe(self, seconds: float, ended_s: float | None = None) -> None:
-        """One time of the victim, which ended just now or at `ended_s` by the governor's clock; no push began since."""
+        """Adds one time of the victim, which ended now or at `ended_s` by the governor's clock. No push began since."""
         now = self._clock()
         ended_s = now if ended_s is None else ended_s
         with self._lock:
-            touched = self._pushes > 0 or ended_s - seconds < self._settled_s
-            self._times[touched].append(seconds)
-            self._seen[touched] += 1
-            self._unseen = self._unseen + 1 if touched else max(0, self._unseen - self._look_every // BASELINE_SAMPLES)
-            if self._config.enabled and now >= self._next_s:
-                self._next_s = now + self._config.update_interval_s
+            with_push = self._pushes > 0 or ended_s - seconds < self._aftermath_end_s
+            self._times[with_push].append(seconds)
+            self._new_samples[with_push] += 1
+            self._samples_since_baseline = (
+                self._samples_since_baseline + 1
+                if with_push
+                else max(0, self._samples_since_baseline - self._baseline_interval // BASELINE_SAMPLES)
+            )
+            if self._config.enabled and now >= self._next_decision_s:
+                self._next_decision_s = now + self._config.update_interval_s
                 self._decide()
 
     @contextmanager
     def push(self) -> Iterator[None]:
-        """Whoever works on a push does it inside this."""
+        """A context for the work of a push."""
         self.begin_push()
         self._work.since_s = self._clock()
         try:
@@ -177,99 +176,102 @@ class Governor:
             self.end_push(max(0.0, self._clock() - self._work.since_s))
 
     def begin_push(self) -> None:
-        """Somebody else, whose `GovernedBudget` has this governor's share, works on a push from now on until
-        `end_push`.
-        """
+        """Begins a push whose work runs elsewhere, with a `GovernedBudget` of this governor's share."""
         with self._lock:
             self._pushes += 1
 
     def end_push(self, worked_s: float) -> None:
-        """... and has worked for so long, without rests."""
+        """Ends a push begun by `begin_push`, after so much work without rests."""
         now = self._clock()
         with self._lock:
             self._pushes -= 1
-            self._settled_s = now + PUSH_AFTERMATH_S
-            self._worked_s += worked_s
+            self._aftermath_end_s = now + PUSH_AFTERMATH_S
+            self._work_since_pause_s += worked_s
 
     def yield_cpu(self, done_bytes: int) -> None:
-        """Called by bulk work after each slice: rests as long as its share says."""
+        """Rests after a slice of bulk work, as long as the share requires."""
         if not self._config.enabled or self.share >= 1.0:
             return
         now = self._clock()
         worked_s = max(0.0, now - getattr(self._work, "since_s", now))
         with self._lock:
-            self._worked_s += worked_s
+            self._work_since_pause_s += worked_s
         self._sleep(rest_s(worked_s, self.share))
         self._work.since_s = self._clock()
 
     def pause_after_push_s(self) -> float:
-        """For how many seconds no other push is to begin now that one has ended.
+        """Returns the pause in seconds before the next push may begin.
 
-        As long as leaves pushes their share, one step of the victim counted with the work since the last pause; none at
-        a share of 1, and `MAX_PAUSE_S` at most; and now and then as long as the victim takes to be seen without
+        The pause gives pushes their share of the time: the work since the last pause and one step of the victim count.
+        It
+        is 0 at a share of 1 and at most `MAX_PAUSE_S`. Sometimes it is long enough to measure the victim without
         pushes.
         """
         with self._lock:
-            worked_s, self._worked_s = self._worked_s, 0.0
+            worked_s, self._work_since_pause_s = self._work_since_pause_s, 0.0
             idle, pushing = self._times
             if not self._config.enabled or not (idle or pushing):
                 return 0.0
             step_s = _quantile(np.array(idle or pushing), 0.5)
             self.pause_s = min(MAX_PAUSE_S, (worked_s + step_s) * (1.0 / self.share - 1.0))
-            if self._unseen >= self._look_every:
+            if self._samples_since_baseline >= self._baseline_interval:
                 self.pause_s = max(self.pause_s, PUSH_AFTERMATH_S + BASELINE_SAMPLES * step_s)
             return self.pause_s
 
     def link_limit_bytes_per_s(self) -> float:
-        """Bytes/s that the link may be filled with; infinite where nothing limits it."""
+        """Returns the rate that the link may have; infinite if unlimited."""
         return self.share * self._config.link_bytes_per_s if self._config.link_bytes_per_s else math.inf
 
     def scalars(self) -> dict[str, float]:
-        """The newest decision, for the metrics."""
+        """Returns the newest decision as metrics."""
         found = {"governor/share": self.share, "governor/decisions": float(len(self.decisions))}
         if self.decisions:
             newest = self.decisions[-1]
             found |= {"governor/idle_ms": 1e3 * newest.idle_s, "governor/pushing_ms": 1e3 * newest.pushing_s}
-            found |= {"governor/longer": newest.slowdown, "governor/price": newest.cost}
+            found |= {"governor/slowdown": newest.slowdown, "governor/cost": newest.cost}
             found |= {"governor/pause_ms": 1e3 * self.pause_s}
         return found
 
     @property
-    def _look_every(self) -> int:
-        sure = self.decisions and self.decisions[-1].cost <= self._config.budget / 2
-        return 2 * BASELINE_INTERVAL_SAMPLES if sure else BASELINE_INTERVAL_SAMPLES
+    def _baseline_interval(self) -> int:
+        is_cheap = self.decisions and self.decisions[-1].cost <= self._config.budget / 2
+        return 2 * BASELINE_INTERVAL_SAMPLES if is_cheap else BASELINE_INTERVAL_SAMPLES
 
     def _decide(self) -> None:
         idle, pushing = self._times
         if min(len(idle), len(pushing)) < MIN_SAMPLES:
             return
         config, now = self._config, self._clock()
-        idle_s, pushing_s, longer = self._compare(np.array(idle), np.array(pushing))
-        price = self._price.update(now, sum(self._seen), min(MAX_SLOWDOWN, longer), self.share)
-        due = min(1.0, config.budget / max(price, config.budget))
+        idle_s, pushing_s, slowdown = self._compare(np.array(idle), np.array(pushing))
+        cost = self._push_cost.update(now, sum(self._new_samples), min(MAX_SLOWDOWN, slowdown), self.share)
+        due = min(1.0, config.budget / max(cost, config.budget))
         self.share = max(config.min_share, config.cut * self.share, min(due, config.grow * self.share))
-        pushing.clear()  # they were measured under another share
-        self._seen = [0, 0]
-        self.decisions.append(GovernorDecision(now, idle_s, pushing_s, longer, price, self.share))
+        pushing.clear()  # measured under the previous share
+        self._new_samples = [0, 0]
+        self.decisions.append(GovernorDecision(now, idle_s, pushing_s, slowdown, cost, self.share))
 
     def _compare(self, idle: Array, pushing: Array) -> tuple[float, float, float]:
-        """Seconds without a push and with one, and by how much of its time the victim takes longer."""
+        """Returns the victim's seconds without and with a push, and its relative slowdown."""
         if self._config.quantile:
             idle_s, pushing_s = (_quantile(times, self._config.quantile) for times in (idle, pushing))
             return idle_s, pushing_s, pushing_s / max(idle_s, MIN_STEP_S) - 1.0
-        most_s = OUTLIER_FACTOR * _quantile(idle, OUTLIER_QUANTILE)
-        idle_s, pushing_s = (float(np.minimum(times, most_s).mean()) for times in (idle, pushing))
-        return idle_s, pushing_s, (pushing_s / max(idle_s, MIN_STEP_S) - 1.0) * self._seen[1] / sum(self._seen)
+        cap_s = OUTLIER_FACTOR * _quantile(idle, OUTLIER_QUANTILE)
+        idle_s, pushing_s = (float(np.minimum(times, cap_s).mean()) for times in (idle, pushing))
+        return (
+            idle_s,
+            pushing_s,
+            (pushing_s / max(idle_s, MIN_STEP_S) - 1.0) * self._new_samples[1] / sum(self._new_samples),
+        )
 
 
 class GovernedBudget:
-    """What a governor, here or in another process, lets a push have of a GPU. One thread works on it, from the start.
+    """The limits that a governor, here or in another process, sets for a push on a GPU. One thread works on it.
 
     Attributes:
-        worked_s: so far, without rests.
+        worked_s: work so far, without rests.
 
     Args:
-        share: the governor's newest that is known here.
+        share: returns the newest share of the governor.
     """
 
     def __init__(
@@ -285,17 +287,17 @@ class GovernedBudget:
 
     @property
     def ctas(self) -> int:
-        """Thread blocks that a kernel of the push may have now; without a governor always the most."""
+        """Thread blocks that a kernel may have now; the maximum if the governor is disabled."""
         most = self._config.max_ctas
         return max(1, round(self._share() * most)) if self._config.enabled else most
 
     @property
     def chunk_bytes(self) -> int:
-        """What the copy engines may copy at once now."""
+        """Bytes that one copy may have now."""
         return max(MIN_COPY_BYTES, int(self._share() * MAX_COPY_BYTES))
 
     def yield_cpu(self, done_bytes: int) -> None:
-        """See `Governor.breathe`."""
+        """See `Governor.yield_cpu`."""
         worked_s, share = max(0.0, self._clock() - self._since_s), self._share()
         self.worked_s += worked_s
         if self._config.enabled and share < 1.0:
@@ -304,13 +306,13 @@ class GovernedBudget:
 
 
 def rest_s(worked_s: float, share: float) -> float:
-    """For how long bulk work rests after so much of it."""
+    """Returns the rest after so much bulk work."""
     return min(MAX_REST_S, worked_s * (1.0 / share - 1.0))
 
 
 def _quantile(times: Array, share: float) -> float:
-    """The least of `times` that a `share` of them do not exceed.
+    """Returns the least of `times` that a fraction `share` of them does not exceed.
 
-    numpy's own functions import a module when one is first called, which would hold a control loop up for 40 ms.
+    numpy's quantile imports a module at its first call, which would block a control loop for 40 ms.
     """
     return float(np.sort(times)[max(0, math.ceil(share * len(times)) - 1)])

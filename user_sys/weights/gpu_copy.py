@@ -1,17 +1,10 @@
-"""Rounding weights to bfloat16 on the GPU that holds them, by a stated number of thread blocks.
+"""Copies weights from a GPU to the host while training continues, rounded to bfloat16 on request.
 
-The kernel is persistent: a grid of so many programs walks over all blocks of the tensor, so a push occupies no more
-multiprocessors than it was given, however large the tensor is. Elsewhere the same arithmetic runs in torch. All ways
-agree bit for bit with `forms.narrow`: to nearest, ties to even, and a finite value beyond the range becomes its
-largest. The error that this makes is measured on the way, by the kernel in float32.
-
-Weights from a GPU to the host: packed by few thread blocks, copied by the copy engines, beside the training.
-
-Of a version two things are made, each in the order of its stream: a copy in the GPU's memory, on the caller's own
-stream, so that the next update may change the weights at once (900 MB take a millisecond there); and, piece by piece, a
-copy in page-locked host memory by the copy engines, packed before by a kernel of a bounded number of thread blocks
-where that is asked for. The latter runs on a stream of the lowest priority, or on one of a green context: on a few
-multiprocessors that are set aside. Without a GPU the same calls work in host memory.
+A snapshot is a copy in GPU memory on the caller's stream, so the next update may change the weights at once (900 MB
+take a millisecond). The copy engines then transfer it piece by piece to page-locked host memory, on a stream of the
+lowest priority or in a green context of a few multiprocessors. A kernel may round each piece first. It is persistent:
+a grid with a bounded number of programs covers a tensor of any size. All roundings equal `precision.to_bf16` bit for
+bit. Without a GPU the same calls work in host memory.
 """
 
 from __future__ import annotations
@@ -36,8 +29,9 @@ BLOCK_VALUES = 4096  # values that a program converts at a time
 
 
 def round_to_bf16(source: torch.Tensor, ctas: int) -> tuple[torch.Tensor, RoundingStats]:
-    """float32 as bfloat16, on the same device; on a GPU by at most `ctas` thread blocks, on the current stream, which
-    is waited for.
+    """Rounds float32 to bfloat16 on the same device; returns the error too. Blocks until done.
+
+    On a GPU it runs on the current stream with at most `ctas` thread blocks.
     """
     flat = source.contiguous().view(-1)
     if not flat.numel():
@@ -51,7 +45,7 @@ def round_to_bf16(source: torch.Tensor, ctas: int) -> tuple[torch.Tensor, Roundi
 
 
 def round_to_bf16_in_torch(source: torch.Tensor) -> torch.Tensor:
-    """The same by torch's own operations, which take as many thread blocks as they like."""
+    """Does the same by torch operations, which use any number of thread blocks."""
     rounded = source.to(torch.bfloat16)
     overflown = rounded.isinf() & source.isfinite()
     return torch.where(overflown, torch.finfo(torch.bfloat16).max * source.sign(), rounded).to(torch.bfloat16)
@@ -61,7 +55,7 @@ def launch_bf16_kernel(source: torch.Tensor, target: torch.Tensor, ctas: int) ->
     """Rounds float32 (n,) into bfloat16 (n,), 0 < n < 2^31, by a grid of `ctas` programs. Needs Triton.
 
     Returns:
-        float32 (programs, 3): of what each rounded the largest error, the sum of its squares, and that of the values'.
+        float32 (programs, 3): the largest error of each program, and the sums of squared errors and of squared values.
     """
     from user_sys.weights.gpu_kernel import bf16_kernel
 
@@ -69,7 +63,7 @@ def launch_bf16_kernel(source: torch.Tensor, target: torch.Tensor, ctas: int) ->
     programs = max(1, min(ctas, blocks))
     errors = torch.empty((programs, 3), dtype=torch.float32, device=source.device)
     wide, narrowed = source.view(torch.int32), target.view(torch.int16)
-    # A Triton that is about to change its default for fused additions warns of it where nobody says which is wanted.
+    # enable_fp_fusion is explicit because some Triton versions warn that its default will change.
     bf16_kernel[(programs,)](wide, narrowed, errors, source.numel(), blocks, BLOCK=BLOCK_VALUES, enable_fp_fusion=True)
     return errors
 
@@ -81,24 +75,24 @@ def _rounding_stats_of(wide: torch.Tensor, packed: torch.Tensor) -> RoundingStat
 
 
 CopyPrecision = Literal["exact", "bf16"]
-PROBE_SIZES = (2 * BLOCK_VALUES, 2 * BLOCK_VALUES - 1)  # Triton compiles apart what has a multiple of 16 values
+PROBE_SIZES = (2 * BLOCK_VALUES, 2 * BLOCK_VALUES - 1)  # Triton compiles separately for counts that are multiples of 16
 
 
 class HostCopier:
-    """Takes copies of the tensors of one device, which are brought to the host one after the other.
+    """Takes snapshots of the tensors of one device and copies them to the host, one after the other.
 
-    One thread takes them; it or another one fetches.
+    One thread takes snapshots; it or another one fetches them.
     """
 
     def __init__(self, device: torch.device, pack: CopyPrecision = "exact", green_sms: int = 0) -> None:
-        """Blocks for the device where a green context is to be made.
+        """Blocks for the device if it creates a green context.
 
         Args:
-            pack: ``bf16`` rounds float32 tensors on the device, as `forms.narrow` does, and halves what is copied.
-            green_sms: multiprocessors of the green context in which packing and copying run; 0 for none.
+            pack: ``bf16`` rounds float32 tensors on the device and so halves the transfer.
+            green_sms: multiprocessors of the green context for rounding and copying; 0 for none.
 
         Raises:
-            ConfigError: there is no green context of so many multiprocessors; or the device cannot round.
+            ConfigError: the green context cannot be created, or the device cannot round.
         """
         self._device, self._pack = device, pack
         self._staging: torch.Tensor | None = None
@@ -110,12 +104,13 @@ class HostCopier:
             _check_packing(device)
 
     def __del__(self) -> None:
-        """The page-locked memory goes before the green context: as torch takes it back it has an event recorded on the
-        stream that used it, which is no more once its context has gone."""
+        """Frees the page-locked memory before the green context: torch records an event on its stream at that
+        moment.
+        """
         self._staging = None
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> DeviceSnapshot:
-        """Copies `tensors`, on their device, and returns at once: what the caller's stream does next comes after."""
+        """Copies `tensors` on their device and returns at once, ordered before later work on the caller's stream."""
         with torch.no_grad():
             copies = {
                 name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -124,18 +119,18 @@ class HostCopier:
         return DeviceSnapshot(copies, made, self)
 
     def layout(self, tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-        """In which `tensors` come to the host."""
+        """Returns the layout of `tensors` on the host."""
         kinds = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in {t.dtype for t in tensors.values()}}
         return {name: (BF16 if self._packs(t) else kinds[t.dtype], (*t.shape,)) for name, t in tensors.items()}
 
     def fetch(
         self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, Array], budget: CopyBudget
     ) -> RoundingStats:
-        """See `snapshot.DeviceWeights.fetch`; of `tensors` that `snapshot` took and the device has made."""
+        """See `snapshot.DeviceWeights.fetch`; `tensors` come from a completed `snapshot`."""
         rounding = NO_ROUNDING
         with torch.no_grad(), on_stream(self._stream):
             for name, tensor in tensors.items():
-                target = into[name].reshape(-1)  # the same memory
+                target = into[name].reshape(-1)  # a view
                 for part, piece in self._pieces(tensor, budget):
                     packed, more = round_to_bf16(piece, budget.ctas) if self._packs(piece) else (piece, NO_ROUNDING)
                     target[part] = as_array(self._hosted(packed))
@@ -144,14 +139,14 @@ class HostCopier:
         return rounding
 
     def _pieces(self, tensor: torch.Tensor, budget: CopyBudget) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Of what one copy may have; the budget is asked before each."""
+        """Yields the pieces of one copy each; asks the budget before each."""
         flat, start = tensor.view(-1), 0
         itemsize = BF16.itemsize if self._packs(tensor) else flat.element_size()
         while start < flat.numel():
             count = max(1, min(budget.chunk_bytes, MAX_COPY_BYTES) // itemsize)
             count -= (
                 count % BLOCK_VALUES if count > BLOCK_VALUES else 0
-            )  # one that begins elsewhere is loaded value by value
+            )  # an unaligned piece would be loaded value by value
             part = slice(start, min(start + count, flat.numel()))
             yield part, flat[part]
             start = part.stop
@@ -160,7 +155,7 @@ class HostCopier:
         return self._pack == "bf16" and tensor.dtype == torch.float32
 
     def _hosted(self, piece: torch.Tensor) -> torch.Tensor:
-        """`piece` in host memory, until the next call."""
+        """Returns `piece` in host memory, valid until the next call."""
         if self._stream is None:
             return piece
         if self._staging is None:
@@ -173,7 +168,7 @@ class HostCopier:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSnapshot:
-    """A `snapshot.DeviceWeights`. Nobody changes its `tensors`, which are contiguous."""
+    """A `snapshot.DeviceWeights`. Its `tensors` are contiguous and never change."""
 
     tensors: Mapping[str, torch.Tensor]
     _made: torch.cuda.Event | None
@@ -195,10 +190,10 @@ class DeviceSnapshot:
 
 
 def make_host_copier(device: str, publish: PublishConfig) -> HostCopier | None:
-    """How weights come to the host from what torch calls `device`; None where they lie there.
+    """Returns a copier for a torch device, or None if the weights lie in host memory.
 
     Raises:
-        ConfigError: `publish` asks for a green context that cannot be made.
+        ConfigError: `publish` requests a green context that cannot be created.
     """
     place = torch.device(device)
     if place.type == "cpu" and not publish.green_sms:
@@ -207,67 +202,67 @@ def make_host_copier(device: str, publish: PublishConfig) -> HostCopier | None:
 
 
 def copy_precision(forms: Collection[Precision]) -> CopyPrecision:
-    """Whether weights that are published in `forms` may be rounded on their device: where nothing needs exact ones."""
+    """Returns the precision of copies: rounding on the device is allowed only if nothing needs exact weights."""
     return "bf16" if set(forms) == {"bf16"} else "exact"
 
 
 def green_stream(device: torch.device, sms: int) -> tuple[object, torch.cuda.Stream]:
-    """A CUDA green context, and a stream whose work runs on its multiprocessors alone; the context is to live as long.
+    """Creates a CUDA green context and a stream on its multiprocessors. The caller keeps the context alive.
 
     Args:
-        sms: how many multiprocessors; the driver rounds up to what the GPU hands out together.
+        sms: number of multiprocessors; the driver rounds up to its granularity.
 
     Raises:
-        ConfigError: not a GPU, or this torch, driver or GPU makes none of so many.
+        ConfigError: `device` is not a GPU, or torch, the driver or the GPU cannot create the context.
     """
     what = f"learner.publish.green_sms is {sms}"
     if device.type != "cuda":
-        raise ConfigError(f"{what}, and the learner trains on the processor: leave it 0, or train on a GPU")
+        raise ConfigError(f"{what}, and the learner trains on the CPU: set it to 0, or train on a GPU")
     try:
         from torch.cuda.green_contexts import GreenContext
 
-        torch.cuda.synchronize(device)  # the GPU's own context is to be there before
+        torch.cuda.synchronize(device)  # the primary context must exist first
         index = torch.cuda.current_device() if device.index is None else device.index
         context: Any = GreenContext.create(num_sms=sms, device_id=index)
-        return context, context.Stream()  # the first torch that had green contexts had no streams of theirs
+        return context, context.Stream()  # the first torch versions with green contexts lack `Stream`
     except (ImportError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"{what}, and torch {torch.__version__} makes no such green context on this GPU: {error}; it takes a torch "
-            "and a driver for CUDA 12.8 or newer, and no more multiprocessors than the GPU has"
+            f"{what}, and torch {torch.__version__} cannot create this green context: {error}; use torch and a "
+            "driver for CUDA 12.8 or newer, and at most as many multiprocessors as the GPU has"
         ) from error
 
 
 def _check_packing(device: torch.device) -> None:
-    """Has the kernel compiled, so that no training waits for that, and run.
+    """Compiles and runs the kernel, so that training does not wait for the compiler.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it fails.
     """
     try:
         for count in PROBE_SIZES:
             round_to_bf16(torch.zeros(count, device=device), 1)
-    except Exception as error:  # of any kind: Triton's are its compiler's, the C compiler's and the driver's
+    except Exception as error:  # of any type: from Triton, the C compiler or the driver
         raise ConfigError(
-            "learner.publish.forms is bf16 alone, to which the GPU itself rounds, by a kernel of Triton's. That fails "
-            f"here: {type(error).__name__}: {error}; it takes the Triton that comes with torch, and a C "
-            "compiler. With exact beside bf16 the processor rounds"
+            "learner.publish.forms is bf16 alone, so the GPU rounds with a Triton kernel, which fails here: "
+            f"{type(error).__name__}: {error}; install the Triton that torch depends on and a C compiler, "
+            "or add exact to the forms, so that the CPU rounds"
         ) from error
 
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What this thread has a GPU do inside of it is done on `stream`; without one it changes nothing."""
+    """Runs this thread's GPU work on `stream`; without a stream it has no effect."""
     if stream is None:
         yield
         return
-    # A new thread's GPU is the first one. Leaving another's stream alone would turn to that again, and so take hundreds
-    # of megabytes there, where this process may have nothing else.
+    # A new thread's current device is GPU 0. Leaving a stream of another GPU would select GPU 0 and allocate hundreds
+    # of megabytes there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """The same memory as an array; bfloat16 as `state.BF16`, which numpy lacks."""
+    """Returns a view as an array; bfloat16 as `state.BF16`, which numpy lacks."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(BF16)
     return tensor.numpy()
@@ -276,12 +271,12 @@ def as_array(tensor: torch.Tensor) -> Array:
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
-    # 0 is the lowest priority there is, and the default: who wants to be ahead of pushes takes a stream below 0.
+    # 0 is the lowest priority and the default; training uses a stream below 0 to run first.
     return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
 
 def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Of all that `stream` has to do now; whoever waits for it sleeps meanwhile."""
+    """Records an event after the current work of `stream`; waiting for it sleeps."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

@@ -1,4 +1,4 @@
-"""The kernel of `packing`. Triton comes with torch's builds for GPUs only, so this is imported where there is one."""
+"""The Triton kernel of `gpu_copy`. Only torch's GPU builds include Triton, so this module is imported on demand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
 def bf16_kernel(source, target, errors, count, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits of float32 (count,), as int32, to those of bfloat16, as int16; each program takes every so many'th block.
+    """Rounds bits of float32 (count,), as int32, to bfloat16, as int16. Each program takes every n-th block.
 
-    A row of `errors`, float32, for each program: its largest error, the sum of its squares, and that of the values'.
+    Writes a row of `errors`, float32, per program: its largest error, and the sums of squared errors and squared
+    values.
     """
     largest = tl.zeros([BLOCK], tl.float32)
     squared = tl.zeros([BLOCK], tl.float32)

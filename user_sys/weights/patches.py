@@ -1,14 +1,9 @@
-"""The difference of two states, exact: which bits of which values changed.
+"""Patches: bytes that turn one version of the weights into another, exactly.
 
-A tensor that did not change costs nothing, so of a policy of which only an adapter or a head is trained only that part
-travels. One with few changed values is a list of gaps and of the changed bits (old XOR new); one with many travels
-whole. The streams are compressed with zstd where that pays. On the wire a difference is a packet (`user_sys.codec`).
-
-Changed values are found by comparing 64 bits at a time, slice by slice.
-
-Parcels: the bytes that lead to a version, in grains that are checked one by one.
-
-What one end has: manifests and parcels of versions, and the cheapest way from what is held to a version.
+A delta holds the changed tensors only. A tensor with few changes is a list of gaps and changed bits (old XOR new); a
+tensor with many changes is stored whole. Streams are compressed with zstd if that makes them smaller. A patch travels
+in blocks, each with its own checksum. `VersionIndex` holds manifests and patches, and `cheapest_path` finds the patches
+that lead to a version.
 """
 
 from __future__ import annotations
@@ -52,15 +47,17 @@ from user_sys.weights.state import (
 )
 
 MAX_CHANGED_FRACTION = 0.5
-"""A tensor of which a larger share of values changed travels whole."""
+"""A tensor with a larger fraction of changed values is stored whole."""
 ZSTD_LEVEL = 1
-MAX_COMPRESSED_FRACTION = 0.95  # of the size without compression
-_SAMPLE_BYTES = 64 << 10  # of a whole tensor, to see whether compressing it pays
+MAX_COMPRESSED_FRACTION = 0.95  # of the uncompressed size
+_SAMPLE_BYTES = 64 << 10  # compressed first, to test whether compression helps
 _GAPS: tuple[np.dtype[Any], ...] = (np.dtype("<u1"), np.dtype("<u2"))
 
 
 class _TensorChange(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor. `changes` counts the entries of a ``sparse`` one; `zipped` names the streams that are compressed."""
+    """The change of one tensor. `changes` counts the entries of a ``sparse`` one; `compressed` lists the compressed
+    streams.
+    """
 
     name: str
     kind: Literal["sparse", "whole"]
@@ -68,7 +65,7 @@ class _TensorChange(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     changes: int = 0
     gap_bytes: int = 1
-    zipped: tuple[str, ...] = ()
+    compressed: tuple[str, ...] = ()
 
 
 class _DeltaHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -76,47 +73,48 @@ class _DeltaHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_delta(
-    base: TensorSet, new: TensorSet, most_bytes: int, breathe: YieldHook = no_yield
+    base: TensorSet, new: TensorSet, max_bytes: int, yield_cpu: YieldHook = no_yield
 ) -> tuple[PatchCodec, bytes] | None:
-    """What makes `new` of `base`, and whether it is ``parts`` only.
+    """Encodes the change from `base` to `new`; the codec is ``parts`` if every changed tensor is stored whole.
 
-    None when names, dtypes or shapes differ, when no packet holds it, or as soon as it is clear that it takes more than
-    `most_bytes`. Tensors that travel whole count with their full size, as they do in a full parcel, however well they
-    compress.
+    Returns:
+        None if names, dtypes or shapes differ, if the delta exceeds a packet, or if it exceeds `max_bytes`. A tensor
+        that
+        is stored whole counts with its uncompressed size, as in a full patch.
     """
-    former = {entry.name: entry for entry in base.entries}
+    previous = {entry.name: entry for entry in base.entries}
     if [(e.name, e.dtype, e.shape) for e in base.entries] != [(e.name, e.dtype, e.shape) for e in new.entries]:
         return None
-    most_bytes = min(most_bytes, MAX_PACKET_BYTES)
+    max_bytes = min(max_bytes, MAX_PACKET_BYTES)
     parts: list[_TensorChange] = []
     streams: dict[str, Array] = {}
     for entry in new.entries:
-        if entry.digest != former[entry.name].digest:
-            part, found = _encode_tensor(entry.name, base.tensors[entry.name], new.tensors[entry.name], breathe)
+        if entry.digest != previous[entry.name].digest:
+            part, found = _encode_tensor(entry.name, base.tensors[entry.name], new.tensors[entry.name], yield_cpu)
             streams |= {f"{len(parts)}.{stream}": content for stream, content in found.items()}
             parts.append(part)
-            most_bytes -= new.tensors[entry.name].nbytes if part.kind == "whole" else _stream_bytes(found)
-            if most_bytes < 0:
+            max_bytes -= new.tensors[entry.name].nbytes if part.kind == "whole" else _stream_bytes(found)
+            if max_bytes < 0:
                 return None
     codec: PatchCodec = "delta" if any(part.kind == "sparse" for part in parts) else "parts"
     packet = _encode_packet(parts, streams)
     return None if packet is None else (codec, packet)
 
 
-def encode_subset(new: TensorSet, names: Collection[str], breathe: YieldHook = no_yield) -> bytes | None:
-    """The tensors `names` of `new`, whole; None when no packet holds them."""
+def encode_subset(new: TensorSet, names: Collection[str], yield_cpu: YieldHook = no_yield) -> bytes | None:
+    """Encodes the tensors `names` of `new`, whole. Returns None if they exceed a packet."""
     parts: list[_TensorChange] = []
     streams: dict[str, Array] = {}
     for name in sorted(names):
         part, found = _encode_whole(name, new.tensors[name])
         streams[f"{len(parts)}.whole"] = found["whole"]
         parts.append(part)
-        breathe(new.tensors[name].nbytes)
+        yield_cpu(new.tensors[name].nbytes)
     return _encode_packet(parts, streams)
 
 
 def _encode_packet(parts: Sequence[_TensorChange], streams: Mapping[str, Array]) -> bytes | None:
-    """None where it is more than a packet may be: nobody could apply it."""
+    """Returns None if the content exceeds the size limit of a packet."""
     packet = encode_packet(_DeltaHeader(tuple(parts)), streams)
     try:
         parse_packet(packet)
@@ -126,34 +124,35 @@ def _encode_packet(parts: Sequence[_TensorChange], streams: Mapping[str, Array])
 
 
 def apply_delta(
-    tensors: Mapping[str, Array], payload: bytes | memoryview, breathe: YieldHook = no_yield
+    tensors: Mapping[str, Array], payload: bytes | memoryview, yield_cpu: YieldHook = no_yield
 ) -> tuple[dict[str, Array], set[str]]:
-    """`tensors` changed as `payload` says, and the names of those that it touched; the given ones stay as they are.
+    """Applies a delta to `tensors`, which stay unchanged. Returns the new tensors and the names of the changed ones.
 
     Raises:
-        WireError: not a difference, or of other tensors. Nothing is allocated beyond the size of a tensor.
+        WireError: `payload` is not a delta, or belongs to other tensors. No allocation exceeds the size of a tensor.
     """
     header, streams = decode_packet(payload, _DeltaHeader)
     names = {part.name for part in header.parts}
     if len(names) < len(header.parts) or any(s.dtype != np.uint8 or s.ndim != 1 for s in streams.values()):
-        raise WireError("a difference that names a tensor twice, or whose streams are no bytes")
+        raise WireError("a delta repeats a tensor name, or has a stream that is not a byte vector")
     changed = dict(tensors)
     for index, part in enumerate(header.parts):
         base = changed.get(part.name)
         if base is None or (dtype_name(base.dtype), base.shape) != (part.dtype, part.shape):
-            raise WireError(f"a difference of {part.name!r}, {part.dtype} {part.shape}, which the base does not have")
+            raise WireError(f"a delta changes {part.name!r} ({part.dtype} {part.shape}), which the base does not have")
         found = {name: streams.get(f"{index}.{name}", np.empty(0, np.uint8)) for name in ("gaps", "bits", "whole")}
         changed[part.name] = (
             _apply_sparse(base, part, found) if part.kind == "sparse" else _decode_whole(part, found["whole"])
         )
-        breathe(base.nbytes)
+        yield_cpu(base.nbytes)
     return changed, names
 
 
-def changed_values(base: Array, new: Array, most: int, breathe: YieldHook = no_yield) -> Array | None:
-    """Indices, ascending, of the values whose bits differ in two arrays of one dtype; None: they are more than `most`.
+def changed_values(base: Array, new: Array, max_count: int, yield_cpu: YieldHook = no_yield) -> Array | None:
+    """Returns the ascending indices of the values whose bits differ, or None if there are more than `max_count`.
 
-    Two contiguous arrays of the same size; values of 1, 2, 4 or 8 bytes.
+    Args:
+        base, new: contiguous, of one dtype and size; values of 1, 2, 4 or 8 bytes.
     """
     width = base.itemsize
     bits = np.dtype(f"<u{width}")
@@ -163,16 +162,16 @@ def changed_values(base: Array, new: Array, most: int, breathe: YieldHook = no_y
     for part in slices(old.size, SLICE_BYTES // width):
         indices = _changed_in_slice(old[part], fresh[part], 8 // width)
         count += indices.size
-        if count > most:
+        if count > max_count:
             return None
         if indices.size:
             found.append(indices + part.start)
-        breathe((part.stop - part.start) * width)
+        yield_cpu((part.stop - part.start) * width)
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 def _changed_in_slice(old: Array, new: Array, per_word: int) -> Array:
-    """Compares whole words first: most of them are equal."""
+    """Compares 64-bit words first, because most of them are equal."""
     whole = old.size - old.size % per_word
     words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
     candidates = (words[:, None] * per_word + np.arange(per_word)).reshape(-1)
@@ -182,8 +181,8 @@ def _changed_in_slice(old: Array, new: Array, per_word: int) -> Array:
     return np.asarray(candidates[differ])
 
 
-def _encode_tensor(name: str, base: Array, new: Array, breathe: YieldHook) -> tuple[_TensorChange, dict[str, Array]]:
-    indices = changed_values(base, new, int(MAX_CHANGED_FRACTION * base.size), breathe)
+def _encode_tensor(name: str, base: Array, new: Array, yield_cpu: YieldHook) -> tuple[_TensorChange, dict[str, Array]]:
+    indices = changed_values(base, new, int(MAX_CHANGED_FRACTION * base.size), yield_cpu)
     sparse = None if indices is None else _encode_sparse(name, base, new, indices)
     if sparse is not None and _stream_bytes(sparse[1]) < MAX_COMPRESSED_FRACTION * new.nbytes:
         return sparse
@@ -192,10 +191,10 @@ def _encode_tensor(name: str, base: Array, new: Array, breathe: YieldHook) -> tu
 
 def _encode_whole(name: str, new: Array) -> tuple[_TensorChange, dict[str, Array]]:
     whole = raw_bytes(new)
-    sample, zipped = whole[:_SAMPLE_BYTES], ()
+    sample, compressed = whole[:_SAMPLE_BYTES], ()
     if len(_compress(sample)) < MAX_COMPRESSED_FRACTION * sample.size:
-        whole, zipped = _compress(whole), ("whole",)  # type: ignore[assignment]
-    return _TensorChange(name, "whole", dtype_name(new.dtype), new.shape, zipped=zipped), {"whole": whole}
+        whole, compressed = _compress(whole), ("whole",)  # type: ignore[assignment]
+    return _TensorChange(name, "whole", dtype_name(new.dtype), new.shape, compressed=compressed), {"whole": whole}
 
 
 def _stream_bytes(streams: Mapping[str, Array]) -> int:
@@ -212,14 +211,16 @@ def _encode_sparse(name: str, base: Array, new: Array, indices: Array) -> tuple[
     full[positions] = flipped
     planes = np.ascontiguousarray(full.view(np.uint8).reshape(-1, base.itemsize).T).reshape(-1)
     streams = {"gaps": gaps.view(np.uint8), "bits": planes}
-    zipped = {stream: _compress(content) for stream, content in streams.items()}
-    pays = tuple(stream for stream in streams if zipped[stream].size < MAX_COMPRESSED_FRACTION * streams[stream].size)
-    part = _TensorChange(name, "sparse", dtype_name(new.dtype), new.shape, gaps.size, gap.itemsize, pays)
-    return part, streams | {stream: zipped[stream] for stream in pays}
+    compressed = {stream: _compress(content) for stream, content in streams.items()}
+    smaller = tuple(
+        stream for stream in streams if compressed[stream].size < MAX_COMPRESSED_FRACTION * streams[stream].size
+    )
+    part = _TensorChange(name, "sparse", dtype_name(new.dtype), new.shape, gaps.size, gap.itemsize, smaller)
+    return part, streams | {stream: compressed[stream] for stream in smaller}
 
 
 def _best_gap(advances: Array, width: int) -> np.dtype[Any]:
-    """The dtype of gaps that makes the list the shortest."""
+    """Returns the dtype of gaps that makes the list shortest."""
 
     def size(gap: np.dtype[Any]) -> int:
         fillers = int(((advances - 1) >> (8 * gap.itemsize)).sum())
@@ -229,9 +230,9 @@ def _best_gap(advances: Array, width: int) -> np.dtype[Any]:
 
 
 def _with_fillers(advances: Array, gap: np.dtype[Any]) -> tuple[Array, Array]:
-    """Gaps of one small dtype, and where among them the changes are.
+    """Encodes distances as gaps of a small dtype. Returns the gaps and the positions of the changes among them.
 
-    An entry moves on by its gap + 1. A distance too large for the dtype is bridged by entries in which no bit changes.
+    An entry advances by its gap + 1. Entries without a changed bit bridge a distance that is too large for the dtype.
     """
     reach = 1 << (8 * gap.itemsize)
     fillers = (advances - 1) // reach
@@ -244,13 +245,13 @@ def _with_fillers(advances: Array, gap: np.dtype[Any]) -> tuple[Array, Array]:
 def _apply_sparse(base: Array, part: _TensorChange, streams: Mapping[str, Array]) -> Array:
     width = base.itemsize
     if not 0 <= part.changes <= base.size or part.gap_bytes not in (1, 2):
-        raise WireError(f"{part.name!r}: {part.changes} changes of {base.size} values")
+        raise WireError(f"{part.name!r}: {part.changes} changes are invalid for a tensor of {base.size} values")
     gaps = _read_stream(part, "gaps", streams, part.changes * part.gap_bytes).view(f"<u{part.gap_bytes}")
     planes = _read_stream(part, "bits", streams, part.changes * width)
     bits = np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(f"<u{width}")
     indices = np.cumsum(gaps, dtype=np.int64) + np.arange(part.changes)
     if indices.size and indices[-1] >= base.size:
-        raise WireError(f"{part.name!r}: a change beyond its {base.size} values")
+        raise WireError(f"{part.name!r}: a change lies beyond its {base.size} values")
     patched = base.copy()
     patched.reshape(-1).view(f"<u{width}")[indices] ^= bits
     return patched
@@ -269,35 +270,36 @@ def _compress(content: Array) -> Array:
 
 def _read_stream(part: _TensorChange, stream: str, streams: Mapping[str, Array], size: int) -> Array:
     content = streams[stream]
-    if stream in part.zipped:
+    if stream in part.compressed:
         content = _decompress(part.name, content, size)
     if content.size != size:
-        raise WireError(f"{part.name!r}: {content.size} bytes of {stream}; there must be {size}")
+        raise WireError(f"{part.name!r}: stream {stream!r} has {content.size} bytes, expected {size}")
     return content
 
 
 def _decompress(name: str, content: Array, size: int) -> Array:
     try:
-        # zstandard trusts the size that a frame states over its own limit: look at it before anything is allocated.
+        # zstandard allocates the size that a frame states, even beyond max_output_size. So this checks the stated size
+        # first.
         stated = zstandard.frame_content_size(content.data)
         if stated != size:
-            raise WireError(f"{name!r}: a stream of {stated} bytes; there must be {size}")
+            raise WireError(f"{name!r}: a stream states {stated} bytes, expected {size}")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(content.data, max_output_size=size), np.uint8)
     except zstandard.ZstdError as error:
-        raise WireError(f"{name!r}: a damaged stream: {error}") from None
+        raise WireError(f"{name!r}: a stream is damaged: {error}") from None
 
 
 BLOCK_BYTES = 64 << 10
 TARGET_BLOCKS = 1024
-"""A parcel of more grains than these has larger ones, up to `LARGE_BLOCK_BYTES`; and only then more of them."""
+"""A larger patch gets larger blocks, up to `LARGE_BLOCK_BYTES`, and only then more blocks."""
 LARGE_BLOCK_BYTES = 256 << 10
 MAX_DELTA_FRACTION = 0.9
-"""A difference that is not smaller than this share of a full parcel is not worth its base."""
+"""A delta above this fraction of a full patch is not used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """Its description, and its bytes, which are never changed."""
+    """A patch: its description and its immutable bytes."""
 
     info: PatchInfo
     payload: memoryview
@@ -307,28 +309,28 @@ class Patch:
         return self.payload[start : start + count * self.info.block_bytes]
 
 
-def full_patch(state: TensorSet, version: int, breathe: YieldHook = no_yield) -> Patch:
-    """Every tensor's bytes, in the order of the manifest, each padded to 64 bytes."""
+def full_patch(state: TensorSet, version: int, yield_cpu: YieldHook = no_yield) -> Patch:
+    """Makes a patch of every tensor's bytes, in the order of the manifest, each padded to 64 bytes."""
     total = sum(_pad_to_alignment(tensor.nbytes) for tensor in state.tensors.values())
     payload, offset = np.zeros(max(1, total), np.uint8), 0
     for entry in state.entries:
         content = raw_bytes(state.tensors[entry.name])
         for part in slices(content.size):
             np.copyto(payload[offset + part.start : offset + part.stop], content[part])
-            breathe(part.stop - part.start)
+            yield_cpu(part.stop - part.start)
         offset += _pad_to_alignment(content.size)
-    return _make_patch(state, version, NO_VERSION, b"", "full", payload, breathe)
+    return _make_patch(state, version, NO_VERSION, b"", "full", payload, yield_cpu)
 
 
 def delta_patch(
-    base_version: int, base: TensorSet, version: int, new: TensorSet, breathe: YieldHook = no_yield
+    base_version: int, base: TensorSet, version: int, new: TensorSet, yield_cpu: YieldHook = no_yield
 ) -> Patch | None:
-    """What changed, or None where that does not pay."""
-    encoded = encode_delta(base, new, int(MAX_DELTA_FRACTION * new.size_bytes), breathe)
+    """Makes a patch from `base` to `new`. Returns None if a full patch is about as small."""
+    encoded = encode_delta(base, new, int(MAX_DELTA_FRACTION * new.size_bytes), yield_cpu)
     if encoded is None:
         return None
     codec, payload = encoded
-    return _make_patch(new, version, base_version, base.digest, codec, np.frombuffer(payload, np.uint8), breathe)
+    return _make_patch(new, version, base_version, base.digest, codec, np.frombuffer(payload, np.uint8), yield_cpu)
 
 
 def subset_patch(
@@ -337,17 +339,19 @@ def subset_patch(
     version: int,
     new: TensorSet,
     names: Collection[str],
-    breathe: YieldHook = no_yield,
+    yield_cpu: YieldHook = no_yield,
 ) -> Patch | None:
-    """The tensors `names`, which are all that changed since `base_version`; None where no packet holds them."""
-    payload = encode_subset(new, names, breathe)
+    """Makes a patch of the tensors `names`, all that changed since `base_version`. Returns None if no packet holds
+    them.
+    """
+    payload = encode_subset(new, names, yield_cpu)
     if payload is None:
         return None
-    return _make_patch(new, version, base_version, base_digest, "parts", np.frombuffer(payload, np.uint8), breathe)
+    return _make_patch(new, version, base_version, base_digest, "parts", np.frombuffer(payload, np.uint8), yield_cpu)
 
 
 def table_patch(state: TensorSet, version: int) -> Patch:
-    """What the tensors are, and their digests, for a manifest that is without."""
+    """Makes a patch with the list of tensors and digests, for a manifest without them."""
     table = np.frombuffer(encode_tensor_table(state.form, state.entries), np.uint8)
     return _make_patch(state, version, NO_VERSION, b"", TENSOR_TABLE, table, no_yield)
 
@@ -356,18 +360,19 @@ def apply_patches(
     manifest: WeightsManifest,
     patches: Sequence[tuple[PatchInfo, memoryview]],
     base: TensorSet | None,
-    breathe: YieldHook = no_yield,
+    yield_cpu: YieldHook = no_yield,
     known_digests: Mapping[str, bytes] | None = None,
 ) -> TensorSet:
-    """The state that `manifest` describes, from parcels that lead to it, one after the other.
+    """Applies `patches` in order and returns the tensors that `manifest` describes.
 
     Args:
-        hashed: digests, by name, of tensors in the first parcel, where that is a full one (`IncrementalDigests`).
-        base: the state that the first of them changes; it stays as it is. None where that is a full one.
-            Of which version it is nobody asks where the first is ``parts``: the manifest's digests tell.
+        base: the tensors that the first patch changes; they stay unchanged. None if the first patch is a full one. If
+            the
+            first patch is ``parts``, the version of `base` is not checked: the manifest's digests decide.
+        known_digests: digests by name of the tensors in the first patch, if it is a full one (`IncrementalDigests`).
 
     Raises:
-        WireError: they do not fit each other, or what comes of them is not what the manifest says.
+        WireError: the patches do not fit each other, or the result does not match the manifest.
     """
     tensors = dict(base.tensors) if base is not None else {}
     known = {entry.name: entry.digest for entry in base.entries} if base is not None else {}
@@ -378,89 +383,97 @@ def apply_patches(
         elif not (
             info.base <= at if info.codec == "parts" else info.base == at and at_digest in (b"", info.base_digest)
         ):
-            raise WireError(f"a difference from version {info.base}, but the base is version {at}, or another one")
+            raise WireError(f"a delta needs base version {info.base}, but the base is version {at}, or differs from it")
         else:
-            tensors, touched = apply_delta(tensors, payload, breathe)
+            tensors, touched = apply_delta(tensors, payload, yield_cpu)
             known = {name: digest for name, digest in known.items() if name not in touched}
         at, at_digest = info.version, b""
-    return verify_tensor_set(manifest, tensors, known, breathe)
+    return verify_tensor_set(manifest, tensors, known, yield_cpu)
 
 
 def block_size_bytes(size_bytes: int) -> int:
-    """The size of the grains of a parcel of so many bytes: a multiple of `BLOCK_BYTES`, of which `MAX_BLOCKS` do."""
-    few, most = (-(-size_bytes // (grains * BLOCK_BYTES)) * BLOCK_BYTES for grains in (TARGET_BLOCKS, MAX_BLOCKS))
-    return min(few, max(LARGE_BLOCK_BYTES, most))
+    """Returns the block size for a patch: a multiple of `BLOCK_BYTES` that gives at most `MAX_BLOCKS` blocks."""
+    preferred, required = (
+        -(-size_bytes // (blocks * BLOCK_BYTES)) * BLOCK_BYTES for blocks in (TARGET_BLOCKS, MAX_BLOCKS)
+    )
+    return min(preferred, max(LARGE_BLOCK_BYTES, required))
 
 
-def is_block_intact(payload: memoryview, info: PatchInfo, grain: int) -> bool:
-    """Whether the bytes of one grain are those that were described."""
-    expected = int.from_bytes(info.crcs[CRC_BYTES * grain : CRC_BYTES * (grain + 1)], "little")
+def is_block_intact(payload: memoryview, info: PatchInfo, block: int) -> bool:
+    """Whether one block has the checksum of the description."""
+    expected = int.from_bytes(info.crcs[CRC_BYTES * block : CRC_BYTES * (block + 1)], "little")
     return checksum(payload) == expected
 
 
 def _make_patch(
-    state: TensorSet, version: int, base: int, base_digest: bytes, codec: PatchCodec, payload: Array, breathe: YieldHook
+    state: TensorSet,
+    version: int,
+    base: int,
+    base_digest: bytes,
+    codec: PatchCodec,
+    payload: Array,
+    yield_cpu: YieldHook,
 ) -> Patch:
-    grain = block_size_bytes(payload.size)
+    block_bytes = block_size_bytes(payload.size)
     crcs = bytearray()
-    for part in slices(payload.size, grain):
+    for part in slices(payload.size, block_bytes):
         crcs += checksum(payload[part].data).to_bytes(CRC_BYTES, "little")
-        breathe(part.stop - part.start)
+        yield_cpu(part.stop - part.start)
     payload.flags.writeable = False
     name = blake3(msgspec.msgpack.encode((state.digest, version, base, base_digest, codec, payload.size))).digest()
-    info = PatchInfo(name, state.form, version, base, base_digest, codec, payload.size, grain, bytes(crcs))
+    info = PatchInfo(name, state.form, version, base, base_digest, codec, payload.size, block_bytes, bytes(crcs))
     return Patch(info, payload.data)
 
 
 class IncrementalDigests:
-    """Digests of the tensors in a full parcel, taken while it comes: what has just come is in the cache."""
+    """Digests of the tensors in a full patch, computed while it arrives and its bytes are still in the CPU cache."""
 
     def __init__(self, manifest: WeightsManifest, payload: memoryview) -> None:
-        """Raises WireError: `payload` has not the size of what `manifest` describes."""
+        """Raises WireError if the size of `payload` does not match `manifest`."""
         self.digests: dict[str, bytes] = {}
         self._payload = payload
-        self._places = deque(_tensor_slices(manifest, len(payload)))
+        self._spans = deque(_tensor_slices(manifest, len(payload)))
         self._hasher, self._at = blake3(), 0
 
-    def update(self, end: int, breathe: YieldHook = no_yield) -> None:
-        """`payload` is here up to `end`."""
-        while self._places:
-            entry, place = self._places[0]
-            self._hash(slice(max(self._at, place.start), min(end, place.stop)), breathe)
-            if end < place.stop:
+    def update(self, end: int, yield_cpu: YieldHook = no_yield) -> None:
+        """Hashes `payload` up to `end`, which has arrived."""
+        while self._spans:
+            entry, span = self._spans[0]
+            self._hash(slice(max(self._at, span.start), min(end, span.stop)), yield_cpu)
+            if end < span.stop:
                 return
             self.digests[entry.name] = self._hasher.digest()
-            self._places.popleft()
+            self._spans.popleft()
             self._hasher = blake3()
 
-    def _hash(self, place: slice, breathe: YieldHook) -> None:
-        for start in range(place.start, place.stop, SLICE_BYTES):
-            self._at = min(place.stop, start + SLICE_BYTES)
+    def _hash(self, span: slice, yield_cpu: YieldHook) -> None:
+        for start in range(span.start, span.stop, SLICE_BYTES):
+            self._at = min(span.stop, start + SLICE_BYTES)
             self._hasher.update(self._payload[start : self._at])
-            breathe(self._at - start)
+            yield_cpu(self._at - start)
 
 
 def _unpack_full(manifest: WeightsManifest, payload: memoryview) -> dict[str, Array]:
-    """Views of a full parcel's bytes."""
+    """Returns views into the bytes of a full patch."""
     content = np.frombuffer(payload, np.uint8)
     return {
-        entry.name: content[place].view(dtype_of(entry.dtype)).reshape(entry.shape)
-        for entry, place in _tensor_slices(manifest, content.size)
+        entry.name: content[span].view(dtype_of(entry.dtype)).reshape(entry.shape)
+        for entry, span in _tensor_slices(manifest, content.size)
     }
 
 
 def _tensor_slices(manifest: WeightsManifest, total: int) -> list[tuple[TensorEntry, slice]]:
-    """Where each tensor lies in a full parcel of `total` bytes."""
-    places, offset = [], 0
+    """Returns the position of each tensor in a full patch of `total` bytes."""
+    spans, offset = [], 0
     for entry in manifest.tensors:
         size = math.prod(entry.shape) * dtype_of(entry.dtype).itemsize
         if min((*entry.shape, 0)) < 0 or offset + size > total:
-            raise WireError(f"weights {manifest.version}: {entry.name!r} lies outside its parcel")
-        places.append((entry, slice(offset, offset + size)))
+            raise WireError(f"weights {manifest.version}: {entry.name!r} lies outside its patch of {total} bytes")
+        spans.append((entry, slice(offset, offset + size)))
         offset += _pad_to_alignment(size)
     if max(1, offset) != total:
-        raise WireError(f"weights {manifest.version}: a full parcel of {total} bytes instead of {offset}")
-    return places
+        raise WireError(f"weights {manifest.version}: a full patch has {total} bytes, expected {offset}")
+    return spans
 
 
 def _pad_to_alignment(size: int) -> int:
@@ -472,31 +485,32 @@ PatchCost = Callable[[PatchInfo], float]
 
 @dataclass(frozen=True)
 class UpdatePath:
-    """Parcels, one after the other, that lead to a version, and what they cost; none where it is there already."""
+    """Patches that lead to a version, in order, with their cost. Empty if the version is present already."""
 
     patches: tuple[PatchInfo, ...] = ()
     cost: float = 0.0
 
 
 def patch_size(info: PatchInfo) -> float:
-    """The cost of a parcel where nothing is known but its size."""
+    """The cost of a patch by its size alone."""
     return float(info.size_bytes)
 
 
 def cheapest_path(
-    parcels: Iterable[PatchInfo],
+    patches: Iterable[PatchInfo],
     form: Precision,
     target: int,
     held: Mapping[int, bytes],
     cost: PatchCost = patch_size,
 ) -> UpdatePath | None:
-    """The cheapest way to the tensors of version `target` of `form`, or None where there is none.
+    """Returns the cheapest path to version `target` in precision `form`, or None if there is none.
 
     Args:
-        held: digest of each version of this form, and of the target's life, that the receiver has; a difference from
-            another base is of no use. Who has none takes the newest ``parts``, and no differences in their stead.
+        held: digest of each version that the receiver has, in this precision and of the target's epoch. A delta from
+            any
+            other base is unusable. Without a held version the path uses the newest ``parts`` instead of deltas.
     """
-    usable = _by_version(p for p in parcels if p.form == form and p.version <= target)
+    usable = _by_version(p for p in patches if p.form == form and p.version <= target)
     short = None if held else _shortest_path(_without_subsumed_deltas(usable), target, held, cost)
     return short or _shortest_path(usable, target, held, cost)
 
@@ -504,19 +518,19 @@ def cheapest_path(
 def _shortest_path(
     usable: Iterable[PatchInfo], target: int, held: Mapping[int, bytes], cost: PatchCost
 ) -> UpdatePath | None:
-    ways: dict[int, UpdatePath] = {version: UpdatePath() for version in held}
+    paths: dict[int, UpdatePath] = {version: UpdatePath() for version in held}
     for info in usable:
-        before = _path_to_base(info, ways)
+        before = _path_to_base(info, paths)
         if before is None or held.get(info.base, info.base_digest) != info.base_digest:
             continue
         total = before.cost + cost(info)
-        if total < ways.get(info.version, UpdatePath(cost=math.inf)).cost:
-            ways[info.version] = UpdatePath((*before.patches, info), total)
-    return ways.get(target)
+        if total < paths.get(info.version, UpdatePath(cost=math.inf)).cost:
+            paths[info.version] = UpdatePath((*before.patches, info), total)
+    return paths.get(target)
 
 
 def _without_subsumed_deltas(usable: Sequence[PatchInfo]) -> list[PatchInfo]:
-    """`usable` without the differences up to the newest ``parts`` that change a full parcel."""
+    """Drops the deltas up to the newest ``parts`` patch that applies to a full patch."""
     full = [info.version for info in usable if info.codec == "full"]
     anchors = (p for p in reversed(usable) if p.codec == "parts" and any(p.base <= v < p.version for v in full))
     if (anchor := next(anchors, None)) is None:
@@ -524,28 +538,28 @@ def _without_subsumed_deltas(usable: Sequence[PatchInfo]) -> list[PatchInfo]:
     return [p for p in usable if p.base == NO_VERSION or p.id == anchor.id or p.version > anchor.version]
 
 
-def _path_to_base(info: PatchInfo, ways: Mapping[int, UpdatePath]) -> UpdatePath | None:
-    """The cheapest of `ways` that leads to what a parcel changes."""
+def _path_to_base(info: PatchInfo, paths: Mapping[int, UpdatePath]) -> UpdatePath | None:
+    """Returns the cheapest of `paths` to a base of the patch."""
     if info.codec == "parts":
-        fitting = (way for version, way in ways.items() if info.base <= version < info.version)
-        return min(fitting, key=lambda way: way.cost, default=None)
-    return UpdatePath() if info.base == NO_VERSION else ways.get(info.base)
+        fitting = (path for version, path in paths.items() if info.base <= version < info.version)
+        return min(fitting, key=lambda path: path.cost, default=None)
+    return UpdatePath() if info.base == NO_VERSION else paths.get(info.base)
 
 
-def reachable_versions(parcels: Iterable[PatchInfo], form: Precision) -> set[int]:
-    """The versions of `form` to whose tensors parcels lead from nothing."""
+def reachable_versions(patches: Iterable[PatchInfo], form: Precision) -> set[int]:
+    """Returns the versions that patches reach without a base."""
     found: set[int] = set()
-    for info in _by_version(p for p in parcels if p.form == form):
+    for info in _by_version(p for p in patches if p.form == form):
         bases = range(info.base, info.version if info.codec == "parts" else info.base + 1)
         if info.base == NO_VERSION or any(version in bases for version in found):
             found.add(info.version)
     return found
 
 
-def without_superseded(parcels: Iterable[PatchInfo]) -> list[PatchInfo]:
-    """`patches` but for ``parts`` that newer ones stand in for: these change all that they change, and lead further."""
+def without_superseded(patches: Iterable[PatchInfo]) -> list[PatchInfo]:
+    """Drops each ``parts`` patch that a newer one replaces: the newer one changes a superset and leads further."""
     found, oldest = list[PatchInfo](), dict[Precision, int]()
-    for info in sorted(parcels, key=lambda info: info.version, reverse=True):
+    for info in sorted(patches, key=lambda info: info.version, reverse=True):
         if info.codec == "parts":
             if info.base >= oldest.get(info.form, info.version):
                 continue
@@ -554,65 +568,66 @@ def without_superseded(parcels: Iterable[PatchInfo]) -> list[PatchInfo]:
     return found
 
 
-def thin_versions(versions: list[int], most: int) -> list[int]:
-    """At most `most` of ascending `versions`: the newest, and the older the further apart."""
-    kept = list(versions)
-    while len(kept) > max(1, most):
-        if most < 3:
-            kept.pop(0)
+def thin_versions(versions: list[int], max_count: int) -> list[int]:
+    """Returns at most `max_count` of the ascending `versions`: dense at the newest, sparse at the oldest."""
+    remaining = list(versions)
+    while len(remaining) > max(1, max_count):
+        if max_count < 3:
+            remaining.pop(0)
             continue
-        spans = [(kept[i + 1] - kept[i - 1]) / (kept[-1] - kept[i] + 1) for i in range(1, len(kept) - 1)]
-        kept.pop(1 + spans.index(min(spans)))
-    return kept
+        spans = [
+            (remaining[i + 1] - remaining[i - 1]) / (remaining[-1] - remaining[i] + 1)
+            for i in range(1, len(remaining) - 1)
+        ]
+        remaining.pop(1 + spans.index(min(spans)))
+    return remaining
 
 
-def find_table(parcels: Iterable[PatchInfo], manifest: WeightsManifest) -> PatchInfo | None:
-    """The parcel with the table of the tensors of `manifest`; None where there is none."""
+def find_table(patches: Iterable[PatchInfo], manifest: WeightsManifest) -> PatchInfo | None:
+    """Returns the table patch for `manifest`, or None."""
     return next(
-        (info for info in parcels if info.codec == TENSOR_TABLE and _table_key(info) == _table_key(manifest)), None
+        (info for info in patches if info.codec == TENSOR_TABLE and _table_key(info) == _table_key(manifest)), None
     )
 
 
-def _table_key(told: PatchInfo | WeightsManifest) -> tuple[Precision, int, int]:
-    size_bytes = told.table_bytes if isinstance(told, WeightsManifest) else told.size_bytes
-    return told.form, told.version, size_bytes
+def _table_key(described: PatchInfo | WeightsManifest) -> tuple[Precision, int, int]:
+    size_bytes = described.table_bytes if isinstance(described, WeightsManifest) else described.size_bytes
+    return described.form, described.version, size_bytes
 
 
-def _by_version(parcels: Iterable[PatchInfo]) -> list[PatchInfo]:
-    return sorted((info for info in parcels if info.codec != TENSOR_TABLE), key=lambda info: info.version)
+def _by_version(patches: Iterable[PatchInfo]) -> list[PatchInfo]:
+    return sorted((info for info in patches if info.codec != TENSOR_TABLE), key=lambda info: info.version)
 
 
 @dataclass
 class VersionIndex:
-    """Signed manifests by form and version, and parcels by id. One thread changes it; others may look up parcels."""
+    """Signed manifests by precision and version, and patches by id. One thread changes it; others may read patches."""
 
     manifests: dict[tuple[Precision, int], tuple[WeightsManifest, SignedRecord]] = field(default_factory=dict)
     patches: dict[bytes, Patch] = field(default_factory=dict)
 
     def patch_infos(self) -> list[PatchInfo]:
-        return [parcel.info for parcel in list(self.patches.values())]
+        return [patch.info for patch in list(self.patches.values())]
 
     def complete_versions(self) -> list[int]:
-        """Those of which everything is there, in one form at least, ascending."""
-        return sorted({version for _, version in self._whole()})
+        """Returns the versions that are complete in at least one precision, ascending."""
+        return sorted({version for _, version in self._complete()})
 
     def complete_precisions(self, version: int) -> list[Precision]:
-        """The forms in which everything of `version` is there."""
-        return [form for form, of in self._whole() if of == version]
+        """Returns the precisions in which `version` is complete."""
+        return [form for form, of in self._complete() if of == version]
 
-    def retain(self, versions: Iterable[int], since: int, parcels: Iterable[bytes] = ()) -> list[Patch]:
-        """Drops what is needed neither for one of `complete_versions` nor for a receiver that has `since` or newer.
+    def retain(self, versions: Iterable[int], since: int, patches: Iterable[bytes] = ()) -> list[Patch]:
+        """Drops every patch that neither `versions` nor a receiver of version `since` or newer needs.
 
-        Of the others it keeps `patches` (ids), and the tables of the tensors that these lead to.
-
-        Returns the parcels that were dropped.
+        Keeps `patches` (ids) and the tables that belong to them. Returns the dropped patches.
         """
-        infos, needed = self.patch_infos(), set(parcels)
+        infos, needed = self.patch_infos(), set(patches)
         wanted = set(versions)
         described = wanted | {info.version for info in infos if info.id in needed}
         for form, version in list(self.manifests):
-            if version in wanted and (way := cheapest_path(infos, form, version, {})) is not None:
-                needed |= {info.id for info in way.patches}
+            if version in wanted and (path := cheapest_path(infos, form, version, {})) is not None:
+                needed |= {info.id for info in path.patches}
         needed |= {info.id for info in without_superseded(infos) if info.base >= since and info.base != NO_VERSION}
         needed |= {info.id for info in infos if info.codec == TENSOR_TABLE and info.version in described}
         dropped = [self.patches.pop(info.id) for info in infos if info.id not in needed]
@@ -621,13 +636,13 @@ class VersionIndex:
                 del self.manifests[form, version]
         return dropped
 
-    def _whole(self) -> list[tuple[Precision, int]]:
-        """Forms of versions of which everything is there."""
+    def _complete(self) -> list[tuple[Precision, int]]:
+        """Returns each complete (precision, version)."""
         infos = self.patch_infos()
-        here = {form: reachable_versions(infos, form) for form in {form for form, _ in self.manifests}}
+        reachable = {form: reachable_versions(infos, form) for form in {form for form, _ in self.manifests}}
         tables = {_table_key(info) for info in infos if info.codec == TENSOR_TABLE}
         return [
             (form, version)
             for (form, version), (manifest, _) in self.manifests.items()
-            if version in here[form] and (manifest.has_tensors or _table_key(manifest) in tables)
+            if version in reachable[form] and (manifest.has_tensors or _table_key(manifest) in tables)
         ]

@@ -1,8 +1,8 @@
-"""Forms of a version: exact, or rounded for inference where the policy allows it, with the error that this makes.
+"""Precisions of a version: exact, or rounded for inference if the policy allows it, with the rounding error.
 
-``bf16`` rounds every float to bfloat16 (to nearest, ties to even). ``int8`` keeps floats of two and more dimensions as
-integers of [-127, 127] and one scale for each index of the last axis (largest magnitude / 127; the columns of a
-``x @ weight`` layer), and everything else as it is.
+``bf16`` rounds every float to bfloat16 (to nearest, ties to even). ``int8`` stores floats of two and more dimensions as
+integers of [-127, 127] with one scale per index of the last axis (largest magnitude / 127): the columns of an
+``x @ weight`` layer. All other tensors stay exact.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from user_sys.messages import Precision
 from user_sys.weights.state import BF16, no_yield, slices
 
 SCALES_SUFFIX = "|int8.scales"
-"""Ends the name of the scales that belong to a tensor of integers."""
+"""Suffix of the tensor that holds the scales of an integer tensor."""
 _ELEMENTS_PER_SLICE = (
     1 << 20
-)  # converted at a time: temporary arrays stay small, and there is room for others in between
+)  # converted at a time, so that temporary arrays stay small and the CPU is yielded in between
 
 
 class RoundingStats(NamedTuple):
-    """What rounding did to floats: the largest error, the sum of the errors' squares, and that of the values'."""
+    """The error of rounding floats: the largest error, the sum of squared errors, and the sum of squared values."""
 
     largest: float = 0.0
     error_squared: float = 0.0
     total_squared: float = 0.0
 
     def merge(self, other: RoundingStats) -> RoundingStats:
-        """Of both."""
+        """Combines the statistics of two sets of values."""
         squares = self.error_squared + other.error_squared, self.total_squared + other.total_squared
         return RoundingStats(max(self.largest, other.largest), *squares)
 
     @property
     def rms(self) -> float:
-        """The errors' root mean square, relative to that of the values."""
+        """The root mean square of the errors, relative to that of the values."""
         return (self.error_squared / self.total_squared) ** 0.5 if self.total_squared else 0.0
 
 
@@ -48,13 +48,14 @@ NO_ROUNDING = RoundingStats()
 def quantize(
     arrays: Mapping[str, Array],
     form: Precision,
-    breathe: Callable[[int], None] = no_yield,
+    yield_cpu: Callable[[int], None] = no_yield,
     before: RoundingStats = NO_ROUNDING,
 ) -> tuple[dict[str, Array], tuple[float, float]]:
-    """`arrays` in another form, and its (largest, relative root-mean-square) error over all floats.
+    """Converts `arrays` to a precision. Returns them with the (largest, relative root-mean-square) error over all
+    floats.
 
     Args:
-        before: of those that come rounded to ``bf16`` already.
+        before: the error of arrays that are rounded to ``bf16`` already.
     """
     if form == "exact":
         return dict(arrays), (0.0, 0.0)
@@ -63,10 +64,10 @@ def quantize(
     for name, array in arrays.items():
         if array.dtype.kind != "f":
             converted[name] = array
-            breathe(array.nbytes)
+            yield_cpu(array.nbytes)
             continue
         parts, rounding = (
-            _quantize_int8(name, array, breathe) if form == "int8" else _quantize_bf16(name, array, breathe)
+            _quantize_int8(name, array, yield_cpu) if form == "int8" else _quantize_bf16(name, array, yield_cpu)
         )
         converted |= parts
         found = found.merge(rounding)
@@ -74,7 +75,9 @@ def quantize(
 
 
 def dequantize(arrays: Mapping[str, Array], form: Precision) -> dict[str, Array]:
-    """What a policy loads: rounded floats as float32, everything else as it is. Exact bfloat16 stays `state.BF16`."""
+    """Returns the arrays that a policy loads: rounded floats as float32, the rest unchanged. Exact bfloat16 stays
+    `BF16`.
+    """
     if form == "exact":
         return dict(arrays)
     if form == "bf16":
@@ -87,9 +90,10 @@ def dequantize(arrays: Mapping[str, Array], form: Precision) -> dict[str, Array]
 
 
 def to_bf16(array: Array) -> Array:
-    """Floats as `BF16`, rounded to nearest, ties to even; a finite value beyond its range becomes its largest.
+    """Rounds floats to `BF16`, to nearest, ties to even. A finite value beyond the range becomes the largest finite
+    one.
 
-    What is no number stays none: rounding up would make a zero of one whose bits are all set, as GPUs have it.
+    NaN stays NaN: rounding up would turn a NaN with all bits set, as GPUs produce, into zero.
     """
     bits = np.empty(array.size, np.uint16)
     flat = array.reshape(-1)
@@ -104,35 +108,35 @@ def to_bf16(array: Array) -> Array:
 
 
 def from_bf16(array: Array) -> Array:
-    """`BF16` as float32, without loss."""
+    """Returns `BF16` as float32, without loss."""
     return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def has_int8_scales(array: Array) -> bool:
-    """Whether ``int8`` keeps it as integers, and their scales as another tensor."""
+    """Whether ``int8`` stores the array as integers with a tensor of scales."""
     return array.dtype.kind == "f" and array.ndim >= 2
 
 
 def _int8_scales(array: Array) -> Array:
-    """float32, of each index of the last axis; 127 of them are never more than the largest magnitude."""
+    """Returns the float32 scale per index of the last axis; 127 scales never exceed the largest magnitude."""
     largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)), initial=0.0).astype(np.float64)
     scales = (largest / 127).astype(np.float32)
     too_large = 127.0 * scales.astype(np.float64) > largest
     return np.asarray(np.where(too_large, np.nextafter(scales, np.float32(0)), scales))
 
 
-def _quantize_bf16(name: str, array: Array, breathe: Callable[[int], None]) -> tuple[dict[str, Array], RoundingStats]:
+def _quantize_bf16(name: str, array: Array, yield_cpu: Callable[[int], None]) -> tuple[dict[str, Array], RoundingStats]:
     flat, bits, found = array.reshape(-1), np.empty(array.size, BF16), NO_ROUNDING
     for part in slices(flat.size, _ELEMENTS_PER_SLICE):
         bits[part] = to_bf16(flat[part])
         found = found.merge(_rounding_stats(from_bf16(bits[part]), flat[part]))
-        breathe(flat[part].nbytes)
+        yield_cpu(flat[part].nbytes)
     return {name: bits.reshape(array.shape)}, found
 
 
-def _quantize_int8(name: str, array: Array, breathe: Callable[[int], None]) -> tuple[dict[str, Array], RoundingStats]:
+def _quantize_int8(name: str, array: Array, yield_cpu: Callable[[int], None]) -> tuple[dict[str, Array], RoundingStats]:
     if not has_int8_scales(array):
-        breathe(array.nbytes)
+        yield_cpu(array.nbytes)
         return {name: array}, _rounding_stats(array, array)
     columns = array.shape[-1]
     rows, found = array.reshape(math.prod(array.shape[:-1]), columns), NO_ROUNDING
@@ -141,7 +145,7 @@ def _quantize_int8(name: str, array: Array, breathe: Callable[[int], None]) -> t
     for part in slices(len(rows), max(1, _ELEMENTS_PER_SLICE // max(1, columns))):
         integers[part] = np.rint(rows[part] / divisors).clip(-127, 127).astype(np.int8)
         found = found.merge(_rounding_stats(integers[part] * scales, rows[part]))
-        breathe(rows[part].nbytes)
+        yield_cpu(rows[part].nbytes)
     return {name: integers.reshape(array.shape), name + SCALES_SUFFIX: scales}, found
 
 

@@ -1,11 +1,9 @@
-"""Ed25519 keys: the learner signs what it publishes, every robot checks it, whoever handed it on in between.
+"""Ed25519 signatures of weights, and the run and epoch that are signed with each version.
 
-Whose numbers versions have, and which of two runs is the later one, without a word of the clock where that jumps.
-
-A *run* here is a numbering: a learner that begins without a checkpoint begins one, and one that goes on from a
-checkpoint goes on with its numbers. Each start of a learner's envoy is a *life*. Lives that share a signing key are
-counted in a file beside it, and begin at the time of day, so that a copy of the key elsewhere counts on from about
-where the others are.
+The learner signs each version and every robot verifies it, through any number of relays. A run identifies a sequence
+of version numbers: a learner without a checkpoint begins one, and a resumed learner continues it. An epoch is one start
+of the learner's publisher process. Epochs of one signing key are counted in a file next to it, from the unix time on.
+So a copy of the key on another computer continues at about the same count, and a clock that jumps back does no harm.
 """
 
 from __future__ import annotations
@@ -49,46 +47,48 @@ class Signer:
 
 
 class Verifier:
-    """Opens records that the holder of one key has signed. Any thread may call it."""
+    """Verifies records against one public key. Any thread may call it."""
 
     def __init__(self, key: Ed25519PublicKey) -> None:
         self._key = key
 
     def verify(self, signed: SignedRecord, kind: type[RecordT]) -> RecordT:
-        """Raises WireError: another key signed it, it was changed since, or it is no record of this kind."""
+        """Returns the record. Raises WireError if another key signed it, or if it was changed or is of another kind."""
         try:
             self._key.verify(signed.signature, signed.body)
         except InvalidSignature:
             raise WireError(
-                f"the signature of a {kind.__name__} is not the learner's: "
-                f"is {SIGNING_KEY_NAME}{PUBLIC_SUFFIX} of another run?"
+                f"the signature of a {kind.__name__} does not match the learner's key: "
+                f"copy {SIGNING_KEY_NAME}{PUBLIC_SUFFIX} from this run's keys folder"
             ) from None
         return decode_record(signed.body, kind)
 
 
 def verifier_from_public_key(public_key: bytes) -> Verifier:
-    """Raises WireError: it is no public key."""
+    """Raises WireError if `public_key` is invalid."""
     try:
         return Verifier(Ed25519PublicKey.from_public_bytes(public_key))
     except ValueError:
-        raise WireError("the gateway names no signing key of a learner") from None
+        raise WireError("the gateway's offer has no valid public key of a learner") from None
 
 
 class TrustedLearnerKey:
-    """The learner's public key, as a robot knows it: from a file, or else the first that is named, kept in that file.
+    """The learner's public key on a robot: from a file, or the first key that the gateway names (trust on first use).
 
-    What names the first one is the gateway, over an encrypted connection to a key that the robot was given. Whoever
-    does not want to trust the gateway with this copies the file beforehand. A key that cannot be kept is not taken:
-    whoever is asked at the next start could name another.
+    The gateway names the key over an encrypted connection to a known gateway key. Copy the file to the robot beforehand
+    to
+    exclude the gateway from this trust. A key that cannot be stored is refused: at the next start the gateway could
+    name
+    another one.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises RunError: the file is damaged."""
+        """Raises RunError if the file is damaged."""
         self._path = path
         self._verifier = load_verifier(path) if path.exists() else None
 
     def require_persistent(self) -> None:
-        """Raises RunError: no key is known, and none could be kept."""
+        """Raises RunError if no key is known and none could be stored."""
         if self._verifier is not None:
             return
         try:
@@ -96,29 +96,31 @@ class TrustedLearnerKey:
             with TemporaryFile(dir=self._path.parent):
                 pass
         except OSError as error:
-            raise self._unkept(error) from None
+            raise self._write_error(error) from None
 
     def verify(self, signed: SignedRecord, kind: type[RecordT]) -> RecordT:
-        """As `Verifier.open`."""
+        """See `Verifier.verify`."""
         if self._verifier is None:
-            raise WireError(f"no key is known that could have signed a {kind.__name__}")
+            raise WireError(f"no public key is known to verify a {kind.__name__}")
         return self._verifier.verify(signed, kind)
 
     def trust_on_first_use(self, public_key: bytes) -> None:
-        """Trusts `public_key` if no other is known. Raises WireError: no key; RunError: it cannot be kept."""
+        """Stores `public_key` if no key is known. Raises WireError if it is invalid, RunError if it cannot be
+        stored.
+        """
         if self._verifier is not None:
             return
         verifier = verifier_from_public_key(public_key)
         try:
             replace_durably(self._path, public_key.hex().encode() + b"\n")
         except OSError as error:
-            raise self._unkept(error) from None
+            raise self._write_error(error) from None
         self._verifier = verifier
 
-    def _unkept(self, error: OSError) -> RunError:
+    def _write_error(self, error: OSError) -> RunError:
         return RunError(
-            f"whose weights this robot may take is not known, and {self._path} cannot be written ({error.strerror}): "
-            f"copy {self._path.name} of the run's keys folder there, or make the folder writable"
+            f"the learner's public key is unknown, and {self._path} cannot be written ({error.strerror}): "
+            f"copy {self._path.name} from the run's keys folder there, or make the folder writable"
         )
 
 
@@ -127,9 +129,10 @@ def new_signer() -> Signer:
 
 
 def ensure_signer(folder: Path, name: str) -> Signer:
-    """The key pair ``<name>.sign`` and ``<name>.verify`` of `folder`, made at the first call.
+    """Returns the key pair ``<name>.sign`` and ``<name>.verify`` of `folder`; creates it at the first call.
 
-    The first is secret (mode 600); the second goes to every robot. Raises RunError: a file is damaged.
+    The ``.sign`` file is secret (mode 600); copy the ``.verify`` file to every robot. Raises RunError if a file is
+    damaged.
     """
     secret, public = folder / f"{name}{SECRET_SUFFIX}", folder / f"{name}{PUBLIC_SUFFIX}"
     if not secret.exists():
@@ -142,12 +145,12 @@ def ensure_signer(folder: Path, name: str) -> Signer:
 
 
 def load_signer(path: Path) -> Signer:
-    """Raises RunError: missing or damaged."""
+    """Raises RunError if the file is missing or damaged."""
     return Signer(Ed25519PrivateKey.from_private_bytes(_read_key(path)))
 
 
 def load_verifier(path: Path) -> Verifier:
-    """Raises RunError: missing or damaged."""
+    """Raises RunError if the file is missing or damaged."""
     return Verifier(Ed25519PublicKey.from_public_bytes(_read_key(path)))
 
 
@@ -155,9 +158,11 @@ def _read_key(path: Path) -> bytes:
     try:
         raw = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} is no signing key ({error}); copy it from the run's keys folder") from None
+        raise RunError(f"{path} is not a signing key ({error}); copy it from the run's keys folder") from None
     if len(raw) != 32:
-        raise RunError(f"{path} is no signing key: it holds {len(raw)} bytes, not 32; copy it again")
+        raise RunError(
+            f"{path} is not a signing key: it has {len(raw)} bytes, expected 32; copy it from the run's keys folder"
+        )
     return raw
 
 
@@ -168,9 +173,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_id_of(checkpoints: Path) -> bytes:
-    """Identifies the numbers of the versions that a learner publishes which has its checkpoints in that folder.
+    """Returns the id of the run whose checkpoints are in this folder; creates an id if there are none.
 
-    Call it before the first checkpoint is written. Raises OSError: the folder cannot be written.
+    Call it before the first checkpoint is written. Raises OSError if the folder cannot be written.
     """
     path = checkpoints / RUN_ID_FILE
     known = path.read_bytes() if path.exists() and any(checkpoints.glob("*.checkpoint")) else b""
@@ -182,9 +187,9 @@ def run_id_of(checkpoints: Path) -> bytes:
 
 
 def next_epoch(keys: Path, unix_s: Callable[[], float] = time.time) -> int:
-    """A number greater than that of every life before whose key is in the folder `keys`.
+    """Returns an epoch greater than all before it that used the key in the folder `keys`.
 
-    Where it cannot be kept the next one may be no greater, if the clock jumps back meanwhile; that is logged.
+    If it cannot be stored, the next epoch may not be greater after a clock jump; this is logged.
     """
     path = keys / f"{SIGNING_KEY_NAME}{EPOCH_SUFFIX}"
     try:
@@ -192,11 +197,11 @@ def next_epoch(keys: Path, unix_s: Callable[[], float] = time.time) -> int:
     except FileNotFoundError:
         last = 0
     except (OSError, ValueError) as error:
-        _log.warning("weights.lives_unreadable file=%s: %s", path, error)
+        _log.warning("weights.epoch_unreadable file=%s: %s", path, error)
         last = 0
-    life = max(int(unix_s()), last + 1)
+    epoch = max(int(unix_s()), last + 1)
     try:
-        replace_durably(path, f"{life}\n".encode())
+        replace_durably(path, f"{epoch}\n".encode())
     except OSError as error:
-        _log.warning("weights.life_not_kept file=%s: %s; which of two runs is later hangs on the clock", path, error)
-    return life
+        _log.warning("weights.epoch_not_stored file=%s: %s; a clock that jumps back may reorder runs", path, error)
+    return epoch

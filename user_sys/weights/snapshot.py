@@ -1,8 +1,7 @@
-"""A policy's weights of one moment, on their way from where they are trained to the envoy's memory.
+"""A snapshot of a policy's weights, on its way from the trainer to the publisher process.
 
-Where they are trained in host memory they are arrays, to be copied before the next update. What trains on a device
-takes a copy there, which costs it a moment, and hands out `DeviceWeights`: another thread fetches them, at a pace that
-a `CopyBudget` sets, while training goes on.
+Weights in host memory are arrays, which the publisher copies before the next update. A device makes a copy in its own
+memory first (`DeviceWeights`). Another thread then fetches that copy while training continues, within a `CopyBudget`.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from user_sys.weights.precision import RoundingStats
 from user_sys.weights.state import YieldHook, no_yield
 
 TensorLayout: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-"""Of each array its dtype and shape, by name, in their order."""
+"""Dtype and shape of each array, by name, in order."""
 
 
 class CopyBudget(Protocol):
-    """What a push may take of a GPU. `user_sys.weights.governor.GovernedBudget` is one."""
+    """How much of a GPU a push may use, such as `user_sys.weights.governor.GovernedBudget`."""
 
     @property
     def ctas(self) -> int:
-        """Thread blocks of a packing kernel, so at most as many multiprocessors."""
+        """Thread blocks of a kernel, and so its maximum number of multiprocessors."""
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one copy."""
 
     def yield_cpu(self, done_bytes: int) -> None:
-        """See `state.Breathe`."""
+        """See `state.YieldHook`."""
 
 
 @dataclass(frozen=True)
 class UnlimitedBudget:
-    """As fast as it goes, with `ctas` thread blocks."""
+    """A budget without limits, with `ctas` thread blocks."""
 
     ctas: int = 32
     chunk_bytes: int = MAX_COPY_BYTES
@@ -47,29 +46,29 @@ class UnlimitedBudget:
 
 
 class DeviceWeights(Protocol):
-    """Weights of one moment in a device's memory; later updates do not change them. Any one thread calls it."""
+    """A snapshot of weights in device memory; later updates do not change it. One thread, any one, calls it."""
 
     @property
     def layout(self) -> TensorLayout:
-        """In which they come to the host."""
+        """The layout of the arrays on the host."""
 
     def wait(self) -> None:
-        """Blocks until the device has made the copy: it may be some steps behind the thread that trains."""
+        """Blocks until the device has made the copy, which may be some steps after the call that requested it."""
 
     def fetch(self, into: Mapping[str, Array], budget: CopyBudget) -> RoundingStats:
-        """Writes them to the C-contiguous arrays `into`, which are of `layout`, and blocks until they are there.
+        """Copies the weights to the C-contiguous arrays `into`, which have `layout`. Blocks until they have arrived.
 
         Returns:
-            The errors of what was rounded on the device on its way.
+            The errors of values that the device rounded.
         """
 
 
 PolicySnapshot: TypeAlias = Mapping[str, Array] | DeviceWeights
-"""Arrays in host memory, which the next update may change; or what is fetched later."""
+"""Arrays in host memory, which the next update may change, or device weights to fetch later."""
 
 
 def layout_of(weights: PolicySnapshot) -> TensorLayout:
-    """In which `weights` come, or are there already."""
+    """Returns the layout of `weights` on the host."""
     if isinstance(weights, Mapping):
         return {name: (array.dtype, array.shape) for name, array in weights.items()}
     return weights.layout
