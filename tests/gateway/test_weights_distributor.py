@@ -321,8 +321,7 @@ def test_what_robots_that_hold_the_same_are_told_is_looked_for_once(
         looked.append(target)
         return cheapest_path(infos, form, target, held)
 
-    for place in ("offers", "serve"):
-        monkeypatch.setattr(f"user_sys.weights.{place}.cheapest", look)
+    monkeypatch.setattr("user_sys.weights.distribution.cheapest_path", look)
     state = counter.full(1)
     counter.answer()
     for version, names in ((2, ("one",)), (3, tuple(f"robot-{n}" for n in range(20)))):
